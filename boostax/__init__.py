@@ -16,10 +16,10 @@ from boostax import subspace as subspace
 from boostax import train as train
 from boostax._core.describe import describe as describe
 from boostax._core.gate import Pending as Pending
-from boostax._core.gate import gate as gate
 from boostax._core.late import late as _late
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import reshard_state as reshard_state
+from boostax._core.rule import gate as gate
 from boostax.accumulate.aux import Aux as Aux
 from boostax.accumulate.carried import carry as carry
 from boostax.accumulate.window import accumulate as accumulate

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, late, place, replicas, trees
+from boostax._core import checks, late, placement, replicas, trees
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -313,7 +313,7 @@ def _without_empty(state: PyTree) -> PyTree:
 def _or_empty(wanted: Any, restored: Any) -> Any:
     if wanted is None or restored is not None:
         return restored
-    return place.place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
+    return placement.place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING
 
 from boostax._core.describe import Holds as Holds
-from boostax._core.gate import GateState as GateState
 from boostax._core.late import late as _late
 from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
 from boostax._core.replicas import PerReplica as PerReplica
@@ -13,22 +12,23 @@ from boostax._core.replicas import leave_replica as leave_replica
 from boostax._core.replicas import reshard_state as reshard_state
 from boostax._core.replicas import stack_replicas as stack_replicas
 from boostax._core.replicas import state_specs as state_specs
+from boostax._core.rule import GateState as GateState
 from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
-from boostax.model.adagc import AdaGCState as AdaGCState
 from boostax.model.average import AverageParamsState as AverageParamsState
-from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
+from boostax.model.clip import AdaGCState as AdaGCState
+from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState
 from boostax.precision.spikes import SpikesState as SpikesState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
+from boostax.reduce.adasum import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.adasum import AdasumState as AdasumState
-from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.feedback import CompressedState as CompressedState
 from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
-from boostax.reduce.partial import PartialAverageState as PartialAverageState
+from boostax.reduce.local import PartialAverageState as PartialAverageState
 from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.train.apply import metrics as metrics

@@ -31,6 +31,7 @@ COUNTS = (0, -1, 2**31, True, np.bool_(True), 2.5, np.float32(2.0), "4", None, j
 SCALES = (0, -1.0, inf, -inf, nan, 1e-39, 1e39, "128", None, [2.0])
 DTYPES = ("f16x", "int8", int, "complex64", "bool", 3)
 AXES = ((), ("data", "data"), ["data"], 3)
+SHARES = (1.2, -0.1, nan, inf, "0.7", True, 1.0)
 SPECS = ("O4", "o1", "", "compute", "compute=float16,compute=float16", "w=float16", 3)
 INNER = (None, 0.1, optax.sgd, "sgd")
 by_group = functools.partial(precision.group_loss_scale, SGD, labels=half)
@@ -82,29 +83,34 @@ REFUSED = [
     (by_group, {"labels": [{}], "init_scale": [0.5], "min_scale": [0.0], "max_scale": [2.0**61]}),
     (by_group, {"growth_factor": [1.0], "backoff_factor": [1.0], "headroom": [0.5]}),
     (by_group, {"rule": ["guess"], "axis_name": AXES}),
-    (of(boostax.all_reduce, axis_name="data"), {"axis_name": [*AXES, None], "op": ["max"]}),
+    (of(boostax.all_reduce, axis_name="data"), {"axis_name": AXES, "op": ["max"]}),
     (of(boostax.all_reduce, "data"), {"dtype": ["int8"], "clip": [0.0], "divide": ["later"]}),
     (of(boostax.all_reduce, "data"), {"bucket_bytes": [0], "noise": [-1.0]}),
     (of(boostax.all_reduce, "data", noise=0.9), {"op": ["sum"], "clip": [1.0]}),
-    (of(boostax.adasum, axis_name="data"), {"axis_name": [None], "scope": ["layer"]}),
+    (of(boostax.adasum, axis_name="data"), {"scope": ["layer"]}),
     (of(boostax.adasum, "data"), {"wire_dtype": ["int8"], "bucket_bytes": [-1]}),
     (of(reduce.adasum_delta, SGD, "data"), {"scope": ["all"], "within": [0, True, 0.5]}),
-    (of(top_k, axis_name="data"), {"axis_name": [None], "density": [0.0, 1.5, {10: 0.1}]}),
+    (of(top_k, axis_name="data"), {"density": [0.0, 1.5, {10: 0.1}]}),
     (of(top_k, "data"), dict.fromkeys(("count", "block", "bucket_bytes"), (0,))),
     (of(top_k, "data"), {"momentum": [1.0], "value_dtype": ["int8"], "dense": ["norms"]}),
     (of(top_k, "data", error_feedback=False), {"momentum": [0.9]}),
     (of(threshold, "data"), {"threshold": [-0.1], "capacity": [0, (0.5, 1.0)], "block": [-1]}),
     (of(threshold, "data"), {"bucket_bytes": [0]}),
     (of(boostax.int8_reduce, "data"), {"block": [0], "rounding": ["up"]}),
-    (of(reduce.power_sgd_reduce, "data"), {"rank": [0]}),
-    (of(average, axis_name="data", partitions=2), {"axis_name": [None]}),
-    (of(average, axis_name="data"), {"partitions": [None, 0, {"a": 0, "b": 2}]}),
+    (of(reduce.power_sgd_reduce, "data"), {"rank": [0], "layout": ["keras"]}),
+    (of(average, axis_name="data"), {"partitions": [None, 0, "two", {"a": 0, "b": 2}, {"a": 1.0}]}),
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
-    (of(local_updates, axis_name="data", every=2), {"axis_name": [None], "every": [0]}),
-    (of(local_updates, axis_name="data", every=2), {"outer": [3.0]}),
+    (of(local_updates, axis_name="data", every=2), {"every": [0]}),
+    (of(local_updates, axis_name="data", every=2), {"outer": [3.0], "reduction": ["mean"]}),
     (of(freeze, groups=half, schedule=1), {"moments": ["own"], "schedule": ["interval"]}),
-    (of(boostax.freeze_schedule, "interval", total_steps=9), {"frozen_fraction": [1.0]}),
+    (of(boostax.freeze_schedule, total_steps=9), {"kind": ["Interval", None, 1, [0, 1]]}),
+    (of(boostax.freeze_schedule, "interval"), {"total_steps": COUNTS}),
+    (of(boostax.freeze.prefix_groups, PARAMS, n=1), {"n": [0, True, 2.0], "level": [0]}),
+    (
+        of(boostax.freeze_schedule, "interval", total_steps=9),
+        {"frozen_fraction": SHARES, "seed": [-1, 2**32, True, 0.5, "0"], "freeze_p": SHARES[:-1]},
+    ),
     (of(record, size=3), {"size": [0, 1], "every": [0], "start": [-1, 0.5], "dtype": ["int8"]}),
     (of(boostax.dim_reduce, two_of), {"rule": ["armijo"], "dtype": ["int8", "int4"]}),
     (of(boostax.dim_reduce, two_of), {"residual": [3.0], "axis_name": AXES}),

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import boostax
-from boostax._core.extras import asked
+from boostax._core.describe import asked
 
 WEIGHTS = {"a": jnp.array([2.0, 0.5, 1.0]), "b": jnp.array([[1.0, 3.0]])}
 START = {"a": jnp.array([1.0, -1.0, 2.0]), "b": jnp.array([[0.5, -2.0]])}
@@ -98,20 +97,12 @@ def test_optimizers_are_driven_as_their_documentation_drives_them(name):
     assert_near(by_step(scaled), by_hand(name))
 
 
-@pytest.mark.parametrize("name", ["zoom", "sophia"])
-def test_replicas_search_as_one(mesh, name):
+@pytest.mark.parametrize("name", ["zoom", "lbfgs", "sophia"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_replicas_search_as_one(mesh, name, sharded):
     inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
     tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")
-    found = by_step(tx, mesh=mesh, axis_name="data")
-    assert_near(found, by_hand(name))
-
-
-@pytest.mark.parametrize("name", ["lbfgs", "sophia"])
-def test_sharded_params_search_as_whole_ones(mesh, name):
-    params = jax.device_put(START, NamedSharding(mesh, PartitionSpec()))
-    inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
-    tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")
-    found = by_step(tx, params=params, mesh=mesh, axis_name="data", shard_optimizer=True)
+    found = by_step(tx, mesh=mesh, axis_name="data", shard_optimizer=sharded)
     assert_near(found, by_hand(name))
 
 

@@ -11,7 +11,7 @@ from lanes import lanes
 
 import boostax
 from boostax._core import trees
-from boostax._core.extras import asked
+from boostax._core.describe import asked
 from boostax.testing import drawn
 
 # Beside ``learning_rate=1e-2``, or in its place.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every technique stands on: the gate, named axes, per-replica state, trees and checks."""
+"""The base of every technique: the gate, named axes, per-replica state, trees and checks."""

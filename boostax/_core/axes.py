@@ -1,34 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named mesh axes and varying types: the one module that knows how JAX tracks them.
+"""Named mesh axes: over which of them values vary, and programs communicate.
 
-Inside ``jax.shard_map`` with ``check_vma=True`` every value carries the set of mesh axes over which
-it *varies*. The gradient of a parameter that does not vary is summed over the devices by autodiff
-itself; only parameters cast to varying give each replica its own gradient. That recipe (cast, then
-differentiate, then reduce) is the only one that means the same with checking on, off and in
-``pmap``, so all of boostax follows it.
+Inside ``jax.shard_map`` with ``check_vma=True`` the type of a value has the mesh axes over which it
+*varies*. Autodiff sums the gradient of a parameter that does not vary over the devices; a parameter
+that is cast to varying gives each replica a gradient of its own. To cast, then differentiate, then
+reduce is the only recipe that means the same with checking on, off and in ``pmap``, so boostax
+follows it everywhere.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from boostax._core import checks, proof, trees
+from boostax._core import checks, interpret, jaxprs
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
+# One collective of each kind, by the name of its primitive.
+COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
+    "psum": lax.psum,
+    "pmax": lax.pmax,
+    "pmin": lax.pmin,
+    "all_gather": lax.all_gather,
+    "reduce_scatter": functools.partial(lax.psum_scatter, tiled=True),
+    "all_to_all": lambda x, name: lax.all_to_all(x, name, 0, 0),
+    "ppermute": lambda x, name: lax.ppermute(x, name, [(0, 1), (1, 0)]),
+}
+# The second ending is that of collectives whose result is typed as equal on all replicas.
+_SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
+# In the place of an axis that the step around a part will say.
+LATER = ("the axis of the step",)
+# The caches of jax.jit know this context: a trace with one axis bound does not serve another.
+_SAID = jax.make_user_context(())
 
 
 class Groups(tuple[str, ...]):
-    """Axis names, and the groups of their replicas that communicate, each by itself.
+    """Axis names, and the groups of replicas that communicate among themselves.
 
-    What stands for an axis of servers, or for one of the devices of a server, on a mesh that has
-    one axis for both. A sum or a gather that is typed as equal does not exist for groups
-    (``check_vma``): what they exchange is typed as varying.
+    They stand for an axis of servers, or an axis of the devices of a server, on a mesh that has one
+    axis for both. JAX has no sum or gather over groups whose result is typed as equal
+    (``check_vma``), so the results of groups are typed as varying.
 
     Attributes:
       members: ``(groups, size)``, the numbers of the replicas of each group.
@@ -36,21 +57,21 @@ class Groups(tuple[str, ...]):
 
     members: np.ndarray[Any, Any]
 
-    def __new__(cls, names: tuple[str, ...], members: np.ndarray[Any, Any]) -> "Groups":
+    def __new__(cls, names: tuple[str, ...], members: np.ndarray[Any, Any]) -> Groups:
         made = super().__new__(cls, names)
         made.members = members
         return made
 
     def place(self, of_group: bool = False) -> jax.Array:
-        """Number of this replica in its group, or of its group."""
+        """Return the index of this replica in its group, or the index of its group."""
         places = np.argwhere(np.ones_like(self.members))[np.argsort(self.members, None)]
         return jnp.asarray(places[:, 0 if of_group else 1], jnp.int32)[index(tuple(self))]
 
 
 def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Groups]:
-    """The replicas as servers of neighbours: across servers, and inside each.
+    """Group the replicas by servers of neighbours: across the servers, and inside each.
 
-    No more devices than one server has are one server.
+    If there are no more replicas than a server has devices, they are one server.
 
     Raises:
       ValueError: the number of replicas is not a multiple of ``devices``.
@@ -66,8 +87,18 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
     return Groups(names, numbers.T), Groups(names, numbers)
 
 
+def saying(names: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Bind the replica axes for the parts that are called within."""
+    return _SAID(names)
+
+
+def said() -> tuple[str, ...]:
+    """Return the replica axes that are bound here; none outside a step of boostax's."""
+    return _SAID.value
+
+
 def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:
-    """Axis names as a tuple; empty for ``None``."""
+    """Return axis names as a tuple, which is empty for ``None``."""
     if axis_name is None:
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -78,14 +109,27 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     return names
 
 
+def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
+    """Return the replica axes of a mesh: those that are named, or its only one."""
+    if mesh is None:
+        return canonical(who, axis_name)
+    if axis_name is None and len(mesh.axis_names) == 1:
+        return tuple(mesh.axis_names)
+    names, allowed = canonical(who, axis_name), f"among the mesh's axes {tuple(mesh.shape)}"
+    fits = bool(names) and set(names) <= set(mesh.axis_names)
+    hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."
+    checks.require(who, "axis_name", axis_name, allowed, fits, hint)
+    return names
+
+
 def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
-    """Axis names as a tuple, of which there must be one at least."""
+    """Return axis names as a tuple; refuse ``None``."""
     names = canonical(who, axis_name)
     checks.require(who, "axis_name", axis_name, "a mesh axis", bool(names), "Try 'data'.")
     return names
 
 
-# By argument, what to do in plain jit.
+# The hint for plain jit, by argument.
 _IN_JIT = {
     "axis_name": "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
     "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either.",
@@ -96,7 +140,7 @@ _IN_JIT = {
 def require_bound(
     names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str | None = None
 ) -> None:
-    """Raise unless every axis exists where the code is being traced."""
+    """Raise unless every axis is bound around the code that is traced."""
     for name in names:
         try:
             lax.axis_size(name)
@@ -109,101 +153,180 @@ def require_bound(
 
 
 def size(names: tuple[str, ...]) -> int:
-    """Number of replicas over all the axes; of one group of them."""
+    """Return the number of replicas over the axes, or in a group."""
     return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)
 
 
-def varying(x: Any) -> frozenset[str]:
-    """Axes over which ``x`` is known to differ; empty where JAX does not track it.
+def varying(x: object) -> frozenset[str]:
+    """Return the axes over which ``x`` is typed as varying; none where JAX does not track them.
 
     Raises:
-      RuntimeError: this JAX tracks it in a way that is not read here.
+      RuntimeError: this JAX tracks them in a way that cannot be read here.
     """
     require_readable()
     return _varying(x)
 
 
-def _varying(x: Any) -> frozenset[str]:
-    # A type of a partly manual region cannot be asked for its own type.
+def _varying(x: object) -> frozenset[str]:
+    # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
     typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(typed, "manual_axis_type", None), "varying", ()))
 
 
 @functools.cache
 def require_readable() -> None:
-    """Raise unless a value that varies is read as varying, and one that does not as equal."""
-    names, found = frozenset([proof.AXIS]), dict[str, frozenset[str]]()
+    """Raise unless varying and equal values are told apart, and each collective is recognised."""
+    interpret.require_readable()
+    names, found = frozenset([jaxprs.AXIS]), dict[str, frozenset[str]]()
 
     def read(equal: jax.Array, local: jax.Array) -> jax.Array:
         manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-        cast, typed = lax.pcast(equal, proof.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
-        summed = lax.psum(local, proof.AXIS)
+        cast, typed = lax.pcast(equal, jaxprs.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
+        summed = lax.psum(local, jaxprs.AXIS)
         values = [_varying(x) for x in (local, cast, typed, equal, summed)]
         found.update(manual=manual, local=values[0], cast=values[1], typed=values[2])
         found.update(equal=names - values[3], summed=names - values[4])
-        return local
+        return send(local)
 
-    with proof.apart() as mesh:
-        specs: Any = {"in_specs": (jax.P(), jax.P(proof.AXIS)), "out_specs": jax.P(proof.AXIS)}
-        x = jax.ShapeDtypeStruct((2,), jnp.float32)
-        jax.eval_shape(jax.shard_map(read, mesh=mesh, **specs), x, x)
+    def send(local: jax.Array) -> jax.Array:
+        each = [send(local, jaxprs.AXIS) for send in COLLECTIVES.values()]
+        return [*each, lax.all_gather(local, jaxprs.AXIS, to="invarying"), local][-1]
+
+    with jaxprs.apart() as mesh:
+        specs: Any = {"mesh": mesh, "out_specs": jax.P(jaxprs.AXIS)}
+        x, local = jax.ShapeDtypeStruct((4,), jnp.float32), jax.P(jaxprs.AXIS)
+        typed = jax.make_jaxpr(jax.shard_map(read, in_specs=(jax.P(), local), **specs))(x, x)
+        plain = jax.shard_map(send, in_specs=local, check_vma=False, **specs)
+        programs = typed, jax.make_jaxpr(plain)(x)
+    sends = [
+        sent_over(eqn) for program in programs for eqn, _ in interpret.equations(program.jaxpr)
+    ]
+    # Both programs have each kind and a gather that is typed as equal; the first has a sum besides.
+    seen = sends.count((jaxprs.AXIS,)) == 2 * (len(COLLECTIVES) + 1) + 1
+    found["sent"] = names if seen else frozenset()
     wrong = [name for name, axes in found.items() if axes != names]
     if wrong or not found:
         danger = "Gradients that are summed already, and replicas that part, would pass unseen."
         allowed = f"readable for {', '.join(found)} values"
-        raise proof.unreadable("the axes over which values vary", allowed, wrong, danger)
+        raise jaxprs.unreadable(
+            "the axes over which values vary or are sent", allowed, wrong, danger
+        )
+
+
+def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
+    """Return the axes of a collective, also positions that ``vmap`` gave; none for all else."""
+    if eqn.primitive.name not in _SENDING:
+        return ()
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return names if isinstance(names, tuple) else (names,)
+
+
+def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the named axes, bound around a program or in it, over which it communicates."""
+    require_readable()
+    return _named(eqn for eqn, _ in interpret.equations(program.jaxpr))
+
+
+def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
+    """Return the named axes over which equations communicate."""
+    found = [sent_over(eqn) for eqn in eqns if eqn.primitive.name in _SENDING]
+    return frozenset(name for names in found for name in names if isinstance(name, str))
+
+
+def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a tangent program communicates what depends on its arguments.
+
+    Its constants are what was computed before or, under a checkpoint, is computed again; gradients
+    go over these axes.
+    """
+    require_readable()
+    found: set[str] = set()
+
+    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
+        if any(fed):
+            # An unknown body may do anything to its operands.
+            found.update(_named(inner for inner, _ in interpret.equations([eqn])))
+        return [any(fed)] * len(eqn.outvars)
+
+    interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
+    return frozenset(found)
+
+
+def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a program sums in a backward pass of its own."""
+    require_readable()
+
+    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
+        return itertools.repeat(backward or _backward(eqn))
+
+    found = interpret.equations(program.jaxpr, False, enter)
+    backward = (eqn for eqn, inside in found if inside or _backward(eqn))
+    kinds = "psum", "reduce_scatter"
+    return _named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
+
+
+def _backward(eqn: jaxprs.JaxprEqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def types(tree: PyTree) -> list[frozenset[str]]:
-    """``varying`` of every leaf."""
+    """Return ``varying`` of every leaf."""
     require_readable()
     return list(map(_varying, jax.tree.leaves(tree)))
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
-    """Cast to varying over those of the axes that are manual here and not yet varying.
+    """Cast to varying over those of the axes that are manual here.
 
-    A no-op outside ``shard_map`` and without checking, so callers need not ask where they run.
+    Outside ``shard_map`` and without checking nothing is cast, so callers need not ask where they
+    run.
     """
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(names)
+    manual = _manual() & frozenset(names)
 
-    def cast(x: Any) -> Any:
+    def cast(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(manual - varying(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if manual else tree
 
 
+def _manual() -> frozenset[str]:
+    """Return the axes over which the code being traced is mapped by ``shard_map``."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
-    """A copy for each replica, also under ``jax.vmap``, of what may be equal on some."""
+    """Make a copy for each replica of leaves that may be equal on some, also under ``jax.vmap``."""
     if not vmapped(names):
         return to_varying(tree, names)
     return jax.tree.map(lambda x: jnp.where(index(names) >= 0, x, x), tree)
 
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast each leaf to vary at least where its counterpart does, as branches of a cond must."""
+    """Cast each leaf to vary wherever its counterpart does, as the branches of a cond must."""
+    if not _manual():
+        return tree
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
 
 
-def zeros(like: Any, dtype: Any = None) -> jax.Array:
-    """Zeros of a type: its shape, its sharding on an Explicit mesh, its varying axes."""
+def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
+    """Make zeros of a type, with its sharding on an Explicit mesh and its varying axes."""
     made = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
     return to_varying(made, varying(like))
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """True where it is true on every replica, and on all shards: one 4-byte collective."""
+    """Return whether ``ok`` is true on all replicas and shards; one collective of 4 bytes."""
     return lax.pmin(ok.astype(jnp.int32), with_shards(ok, names)) > 0 if names else ok
 
 
 def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The replica axes, and those over which shards make ``x`` differ besides."""
+    """Return the replica axes, and the other axes over which ``x`` varies."""
     return names + tuple(sorted(varying(x) - frozenset(names)))
 
 
 def index(names: tuple[str, ...]) -> jax.Array:
-    """Number of this replica, the first axis slowest; in its group."""
+    """Return the index of this replica, the first axis slowest, or its index in its group."""
     if isinstance(names, Groups):
         return names.place()
     place = jnp.zeros((), jnp.int32)
@@ -213,9 +336,9 @@ def index(names: tuple[str, ...]) -> jax.Array:
 
 
 def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """All-to-all: replica ``k`` receives row ``k`` of everyone, in the order of the replicas.
+    """Exchange rows by an all-to-all: replica ``k`` receives row ``k`` of each replica, in order.
 
-    ``x`` has one row per replica, and so has the result.
+    Both ``x`` and the result have one row per replica.
     """
     if not vmapped(names):
         if len(x) == 2:
@@ -223,7 +346,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         return lax.all_to_all(x, tuple(names), 0, 0, tiled=True, axis_index_groups=_lists(names))
     if isinstance(names, Groups):
         return lax.dynamic_index_in_dim(in_group(x, names), names.place(), 1, keepdims=False)
-    # vmap has no rule for several axes at once; one after the other is the same permutation.
+    # vmap has no rule for several axes at once; the same permutation is one axis after the other.
     blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
     for dim, name in enumerate(names):
         blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
@@ -231,7 +354,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """``exchange`` of two. Between two slices an all-to-all of a TPU sends what stays as well."""
+    """Exchange rows of two replicas: an all-to-all of two TPU slices also sends the own row."""
     other = 1 - index(names)
     row = lax.dynamic_slice_in_dim(x, other, 1)
     pairs = _lists(names) or [[0, 1]]
@@ -240,9 +363,9 @@ def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
-    """What every replica holds, stacked on a new dimension and typed as equal on all.
+    """Stack the values of all replicas on a new dimension; the result is typed as equal.
 
-    Of groups: that of the first, where all groups hold the same.
+    All groups must hold the same: those of the first are stacked.
     """
     if isinstance(names, Groups):
         return jnp.take(gather(x, tuple(names), dim), names.members[0], dim)
@@ -255,9 +378,9 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
 
 
 def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """The whole of what is cut along a dimension over the replicas, typed as equal on all.
+    """Join the slices of all replicas along a dimension; the result is typed as equal.
 
-    In each group the whole of what is cut over it, typed as varying.
+    In groups the slices of a group are joined, and the result is typed as varying.
     """
     grouped = isinstance(names, Groups)
     if not vmapped(names):
@@ -268,7 +391,7 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """The sum over the replicas, or over each group, cut along a dimension over them."""
+    """Sum over the replicas, or over each group, and return this replica's slice of the sum."""
     if not (vmapped(names) and isinstance(names, Groups)):
         over: dict[str, Any] = {"axis_name": tuple(names), "axis_index_groups": _lists(names)}
         return lax.psum_scatter(x, scatter_dimension=dim, tiled=True, **over)
@@ -278,10 +401,10 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def in_group(x: jax.Array, names: Groups) -> jax.Array:
-    """What every replica of this one's group holds, stacked."""
+    """Stack the values of the replicas in this replica's group."""
     if not vmapped(names):
         return lax.all_gather(x, tuple(names), axis_index_groups=_lists(names))
-    # vmap has no rule for groups: this emulates them.
+    # vmap has no rule for groups, so all replicas are gathered.
     return gather(x, tuple(names))[jnp.asarray(names.members)[names.place(of_group=True)]]
 
 
@@ -291,26 +414,26 @@ def _lists(names: tuple[str, ...]) -> list[list[int]] | None:
 
 
 def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The sum over the axes over which ``x`` varies; over all of them where JAX does not track."""
+    """Sum over the axes over which ``x`` varies, or over all where JAX does not track them."""
     known = varying(x)
     return lax.psum(x, tuple(name for name in names if name in known) if known else names)
 
 
-def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: Any) -> jax.Array:
-    """The sum over the replicas of what single leaves contribute, and over the shards of each.
+def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
+    """Sum the parts of single leaves over the replicas, and over the shards of each leaf.
 
-    A leaf that is whole on all devices counts once. One collective for each set of axes over which
-    leaves are sharded.
+    A leaf that is whole on all devices counts once. There is one collective for each set of axes
+    over which leaves are sharded.
     """
     parts = parts or [jnp.zeros((), dtype)]
     return summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
-    """The sum of what single leaves contribute, some of them sharded over ``names``.
+    """Sum the parts of single leaves, some of which are sharded over ``names``.
 
-    Those that are whole on all devices count once, which only varying types tell. One collective
-    for each set of axes that leaves are sharded over.
+    A leaf that is whole on all devices counts once; only varying types tell it apart. There is one
+    collective for each set of axes over which leaves are sharded.
     """
     if names and not varying(to_varying(jnp.zeros(()), names)):
         require_bound(names, who, "shard_axes")
@@ -324,7 +447,7 @@ def summed(
     over: Callable[[jax.Array], frozenset[str]],
     names: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Sum parts over ``names`` and the axes of each: one collective for each set of axes."""
+    """Sum the parts over ``names`` and over their own axes, with one collective for each set."""
     sums: dict[frozenset[str], jax.Array] = {}
     for part in parts:
         sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
@@ -336,26 +459,26 @@ def summed(
 
 
 def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The mean over the axes, of what is equal on all as well."""
+    """Average over the axes; ``x`` may be typed as equal."""
     return lax.pmean(to_varying(x, names), names) if names else x
 
 
 def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The maximum over the axes, or in each group."""
+    """Return the maximum over the axes, or in each group."""
     if isinstance(names, Groups):
         return in_group(x, names).max(0)
     return lax.pmax(to_varying(x, names), names)
 
 
 def vmapped(names: tuple[str, ...]) -> bool:
-    """Whether ``jax.vmap`` gave the names: several collectives have no rule or type there."""
-    return not frozenset(names) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    """Return whether ``jax.vmap`` bound the names: some collectives have no rule or type there."""
+    return not frozenset(names) <= _manual()
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
-    """Refuse a branch that replicas could take differently: its collectives would hang.
+    """Refuse a predicate that may differ per replica, as collectives in its branch would hang.
 
-    JAX itself accepts such a predicate.
+    JAX accepts such a predicate.
     """
     axes = varying(predicate)
     if axes:
@@ -370,43 +493,48 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     """Refuse gradients that autodiff has summed over the replicas already.
 
-    Visible only where JAX tracks varying types: with ``check_vma=False``, under ``pmap`` and for
-    sums over FSDP shards nothing can be seen.
+    Only varying types show them: with ``check_vma=False``, under ``pmap`` and for sums over FSDP
+    shards they pass.
     """
     if not names:
         return
     require_bound(names, who)
+    require_readable()
     wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    if wanted.intersection(*types(grads)) == wanted:
+    if wanted.intersection(*map(_varying, jax.tree.leaves(grads))) == wanted:
         return
-    # Without checking nothing varies, whatever is cast.
+    # Without checking nothing is typed as varying, whatever is cast.
     probe = varying(to_varying(jnp.zeros(()), names))
-    for name, leaf in trees.named(grads):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = sorted((wanted & probe) - varying(leaf))
-        # The indices of sparse ones may be the same everywhere.
+        # The indices of sparse gradients may be the same everywhere.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"{who}: gradients must be local to each replica, but the leaf {name!r} is already "
-                f"equal over the axes {', '.join(missing)}: under check_vma=True jax.grad sums the "
-                "gradient of replicated params over the replicas, and a mean over it would "
-                "multiply the learning rate by their number. Differentiate with respect to "
+                f"{who}: gradients must be local to each replica, but the leaf {_name(path)!r} is "
+                f"already equal over the axes {', '.join(missing)}: under check_vma=True jax.grad "
+                "sums the gradient of replicated params over the replicas, and a mean over it "
+                "would multiply the learning rate by their number. Differentiate with respect to "
                 "boostax.train.local_params(params, axis_name), or use boostax.value_and_grad."
             )
 
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
-    """Refuse leaves that are sharded over axes besides the replicas', where that can be seen."""
-    for name, leaf in trees.named(tree):
+    """Refuse leaves whose types say that they are sharded over other axes than the replicas'."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         others = sorted(varying(leaf) - frozenset(names))
         if others:
             raise ValueError(
                 f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
-                f"{name!r} sharded over {', '.join(others)}. {hint}"
+                f"{_name(path)!r} sharded over {', '.join(others)}. {hint}"
             )
 
 
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def local_params(params: PyTree, axis_name: AxisName) -> PyTree:
-    """Params whose gradient each replica keeps to itself.
+    """Make params whose gradient stays local to each replica.
 
     Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over
     the replicas. Every boostax transformation with an ``axis_name`` wants the gradients *before*

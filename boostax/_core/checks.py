@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Argument checks: who refuses what, what is allowed, and what to do instead."""
+"""Argument checks: each error names the argument, what is allowed, what came, and the mend."""
 
 import contextlib
 import math
@@ -16,13 +16,13 @@ Choice = TypeVar("Choice", bound=str)
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
-    """One sentence that names the argument, what is allowed, what came, and the mend."""
+    """Return a sentence that names the argument, what is allowed, what came, and the mend."""
     return f"{who}: {argument} must be {allowed}, got {got!r}. {hint}"
 
 
 @contextlib.contextmanager
 def needing(who: str, package: str, extra: str) -> Generator[None]:
-    """Let the import of a package that is not installed say which extra of boostax has it."""
+    """Name the extra of boostax in the error for a package that is not installed."""
     try:
         yield
     except ImportError as error:
@@ -31,41 +31,42 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
 
 
 def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
-    """Python, NumPy and concrete JAX integers from 1 to the largest i32; a bool is a mistake.
+    """Require an integer of Python, NumPy or JAX from 1 to the largest i32, and no bool.
 
-    A traced value (``inject_hyperparams``) passes unseen.
+    A traced value (``inject_hyperparams``) is not checked.
     """
     if isinstance(value, Tracer):
         return value
-    number = _at_least(1, who, argument, value, "a positive integer", hint)
-    if number >= 2**31:
-        raise ValueError(message(who, argument, "below 2**31", value, hint))
+    number = natural(who, argument, value, hint, "a positive integer", least=1)
+    require(who, argument, value, "below 2**31", number < 2**31, hint)
     return number
 
 
-def natural(who: str, argument: str, value: Any, hint: str) -> int:
-    """An integer that is not negative; a bool is a mistake."""
-    return _at_least(0, who, argument, value, "an integer that is not negative", hint)
-
-
-def _at_least(least: int, who: str, argument: str, value: Any, allowed: str, hint: str) -> int:
+def natural(
+    who: str,
+    argument: str,
+    value: object,
+    hint: str,
+    allowed: str = "an integer that is not negative",
+    least: int = 0,
+) -> int:
+    """Require an integer of at least ``least``, and no bool."""
     flag = isinstance(value, (bool, np.bool_))
     number = least - 1 if flag else integer(who, argument, value, allowed, hint)
-    if number < least:
-        raise ValueError(message(who, argument, allowed, value, hint))
+    require(who, argument, value, allowed, number >= least, hint)
     return number
 
 
-def integer(who: str, argument: str, value: Any, allowed: str, hint: str) -> int:
-    """Any integer of Python's, NumPy's or a concrete one of JAX's."""
+def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> int:
+    """Require an integer of Python, NumPy or JAX."""
     try:
-        return operator.index(value)
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
 
 
-def require_scalar(who: str, argument: str, value: Any) -> None:
-    """Refuse an array with dimensions: one element would broadcast, and change shapes after it."""
+def require_scalar(who: str, argument: str, value: object) -> None:
+    """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
     if shape := getattr(value, "shape", ()):
         hint = f"{argument}.reshape(()) makes a scalar of one element."
         raise ValueError(message(who, argument, "shaped ()", shape, hint))
@@ -74,7 +75,7 @@ def require_scalar(who: str, argument: str, value: Any) -> None:
 def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:
-    """A finite real scalar that passes ``test``; of a traced one only the shape is seen."""
+    """Require a finite real scalar that passes ``test``; a traced one is checked by its shape."""
     require_scalar(who, argument, value)
     if isinstance(value, Tracer):  # inject_hyperparams
         return value
@@ -92,10 +93,9 @@ def number(
 def choice(
     who: str, argument: str, value: Choice, allowed: tuple[Choice, ...], hint: str
 ) -> Choice:
-    """One of a few words."""
-    if value not in allowed:
-        words = " or ".join(repr(word) for word in allowed) or "left out"
-        raise ValueError(message(who, argument, words, value, hint))
+    """Require one of a few words."""
+    words = " or ".join(repr(word) for word in allowed) or "left out"
+    require(who, argument, value, words, value in allowed, hint)
     return value
 
 
@@ -108,31 +108,29 @@ def require(
     hint: str,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Whatever holds for the value: for rules that no other check has."""
+    """Raise unless ``holds``, for rules that no other check has."""
     if not holds:
         raise error(message(who, argument, allowed, value, hint))
 
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
-    """Nothing, where nothing could be meant by it."""
-    if value is not None:
-        raise ValueError(message(who, argument, allowed, value, hint))
+    """Require ``None`` where no value would have a meaning."""
+    require(who, argument, value, allowed, value is None, hint)
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
-    """A real floating dtype by name or object."""
+    """Require a real floating dtype, by its name or itself."""
     hint = "Try 'float32', 'bfloat16' or 'float16'."
     try:
         dtype = jnp.dtype(value)
+        require(who, argument, value, "a floating dtype", jnp.issubdtype(dtype, jnp.floating), hint)
     except TypeError as error:
         raise ValueError(message(who, argument, "a floating dtype", value, hint)) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(message(who, argument, "a floating dtype", value, hint))
     return dtype
 
 
 def transformation(who: str, argument: str, value: Any) -> Any:
-    """What has ``init`` and ``update``, Optax's own test, as one that takes extra arguments."""
+    """Require ``init`` and ``update``, as Optax does; add support for extra arguments."""
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         hint = "Pass an optimizer such as optax.adamw(1e-3)."
         raise TypeError(message(who, argument, "an optax.GradientTransformation", value, hint))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the collectives of a traced program, and the bytes that they send, from its jaxpr.
+"""The collectives of a traced program, and the bytes that they send, from its jaxpr.
 
-The compiled text is no measure of bytes: XLA's CPU compiler widens bf16 collectives to f32 and
-merges the reductions of several leaves into one.
+The compiled text does not tell the bytes: XLA:CPU widens bf16 collectives to f32 and merges the
+reductions of several leaves into one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from boostax._core import interpret, jaxprs, proof
+from boostax._core import axes, interpret, jaxprs
 from boostax._core.describe import SCOPE
 
-# Bytes that one device sends on a ring, per byte of operand, for n devices.
+# The bytes that each of n devices sends on a ring, per byte of operand.
 RING: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("psum", "pmax", "pmin"), lambda n: 2 * (n - 1) / n),
     "all_gather": lambda n: n - 1,
@@ -31,7 +31,7 @@ RING: dict[str, Callable[[int], float]] = {
     "ppermute": lambda n: 1,
 }
 
-# Operations between a question and the branch that it chooses: the operand that is asked about.
+# Operations between a comparison and the cond that it decides, with the operand to follow.
 _PASSED_ON = {"convert_element_type": 0, "clamp": 1}
 
 
@@ -45,14 +45,14 @@ class Collective:
       replicas: number of devices over those axes.
       bytes: operand bytes per device and execution, in the declared dtype.
       count: executions per call of the program (the lengths of the surrounding scans).
-      branches: the branches it stands in, outermost first: ``(cond, branch)``, both numbers, so
-        that alternatives of one cond can be told from conds that follow each other. Conds that ask
-        one after the other whether an index is 0, 1, ... are alternatives as well.
-      scopes: the transformations of boostax's that it stands in, outermost first, by their names.
-      dtypes: of its operands.
-      share: how often it runs, as a mean over the calls that send. One of a cond's branches runs:
-        those that have a collective share it evenly. A branch without is a hold, such as that of a
-        skipped step, and not a call that sends.
+      branches: pairs of numbers ``(cond, branch)``, outermost first. They tell alternatives of one
+        cond from conds that follow each other. Conds that compare one index with 0, 1, ... in turn
+        are alternatives as well.
+      scopes: names of the transformations of boostax around it, outermost first.
+      dtypes: the dtypes of its operands.
+      share: how often it runs, as a mean over the calls that send. Of the branches of a cond one
+        runs; those with a collective share it evenly. A branch without a collective holds, such as
+        that of a skipped step, and is no call that sends.
     """
 
     primitive: str
@@ -67,19 +67,19 @@ class Collective:
 
     @property
     def conditional(self) -> bool:
-        """Whether it stands in a branch of a cond."""
+        """True in a branch of a cond."""
         return bool(self.branches)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends per call, by the formula of a ring."""
+        """The bytes that each device sends per call, by the formula of a ring."""
         return self.bytes * self.count * RING[self.primitive](self.replicas)
 
 
 def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list[Collective]:
     """Return all collectives of a function, or of a jaxpr, in program order.
 
-    A ``while`` body counts once: its trips are not known.
+    The body of a ``while`` counts once, as its number of turns is not known.
     """
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
@@ -93,85 +93,30 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     return [dataclasses.replace(c, share=share) for c, share in zip(found, shares, strict=True)]
 
 
-def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the named axes, bound around a program or in it, over which it communicates."""
-    require_readable()
-    found = interpret.equations(program.jaxpr)
-    return frozenset(name for eqn, _ in found for name in _axes(eqn))
-
-
-def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which it communicates what depends on its arguments.
-
-    A tangent program's constants are what was computed before or, under a checkpoint, is computed
-    again: these are the axes over which its gradients go.
-    """
-    require_readable()
-    found: set[str] = set()
-
-    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
-        if any(fed):
-            # Whatever a body that is not known does, it may do to its operands.
-            found.update(name for inner, _ in interpret.within(eqn) for name in _axes(inner))
-        return [any(fed)] * len(eqn.outvars)
-
-    interpret.flow(program, [True] * len(program.jaxpr.invars), transfer, any, nothing=False)
-    return frozenset(found)
-
-
-def _axes(eqn: jaxprs.JaxprEqn) -> list[str]:
-    """Return the axes over which an equation communicates."""
-    return [x for x in _named(eqn) if isinstance(x, str)] if _sends(eqn) else []
-
-
-def _sends(eqn: jaxprs.JaxprEqn) -> bool:
-    return kind(eqn.primitive.name) in RING and bool(_named(eqn))
-
-
-def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
-    """Return the axes of a collective; some may be positions that ``vmap`` has given."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 @functools.cache
 def require_readable() -> None:
-    """Raise unless each kind of collective is counted in a program that has one of each."""
-    interpret.require_readable()
-    name = proof.AXIS
-    kinds: dict[str, Callable[[jax.Array], jax.Array]] = {
-        "psum": lambda x: lax.psum(x, name),
-        "pmax": lambda x: lax.pmax(x, name),
-        "pmin": lambda x: lax.pmin(x, name),
-        "all_gather": lambda x: lax.all_gather(x, name),
-        "reduce_scatter": lambda x: lax.psum_scatter(x, name, tiled=True),
-        "all_to_all": lambda x: lax.all_to_all(x, name, 0, 0),
-        "ppermute": lambda x: lax.ppermute(x, name, [(0, 1), (1, 0)]),
-    }
+    """Raise unless the collectives of a program with a loop and a branch are counted."""
+    axes.require_readable()
+    name = jaxprs.AXIS
 
     @jax.named_scope(SCOPE + "proof")
-    def sent(x: jax.Array) -> Any:
-        each = [send(x) for send in kinds.values()]
-        gathered = lax.all_gather(x, name, to="invarying")
-        looped = lax.scan(lambda _, y: (None, lax.psum(y, name)), None, lax.broadcast(x, (3,)))
-        return each, gathered, looped, lax.cond(x[0] < 1, kinds["ppermute"], lambda x: x, x)
+    def sent(x: jax.Array) -> jax.Array:
+        lax.scan(lambda _, y: (None, lax.psum(y, name)), None, lax.broadcast(x, (3,)))
+        swap = lambda x: axes.COLLECTIVES["ppermute"](x, name)  # noqa: E731
+        return lax.cond(x[0] < 1, swap, lambda x: x, x)
 
-    wanted = {*((kind, 1, False) for kind in kinds), ("psum", 3, False), ("ppermute", 1, True)}
+    common = {"axes": (name,), "replicas": 2, "bytes": 8, "scopes": ("proof",)}
+    wanted = [("psum", 3, False, *common.values()), ("ppermute", 1, True, *common.values())]
     for check_vma in (True, False):
-        with proof.apart() as mesh:
+        with jaxprs.apart() as mesh:
             alone: Any = {"in_specs": jax.P(name), "out_specs": jax.P(name), "mesh": mesh}
-            fn = jax.shard_map(lambda x: (sent(x), x)[1], check_vma=check_vma, **alone)
+            fn = jax.shard_map(sent, check_vma=check_vma, **alone)
             traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4,), "float32"))
-        found = list(_listed(traced.jaxpr))
-        got = {(c.primitive, c.count, c.conditional) for c in found}
-        common = {(c.axes, c.replicas, c.bytes, c.scopes) for c in found}
-        if (got, common, len(found)) != (wanted, {((name,), 2, 8, ("proof",))}, len(kinds) + 3):
-            danger = "What a program sends would be counted as nothing."
-            raise proof.unreadable("the collectives", str(wanted), found, danger)
-
-
-def kind(primitive: str) -> str:
-    return primitive.removesuffix("_invariant")
+        fields = "primitive", "count", "conditional", *common
+        found = [tuple(getattr(c, x) for x in fields) for c in _listed(traced.jaxpr)]
+        if found != wanted:
+            danger = "Bytes that a program sends would not be counted."
+            raise jaxprs.unreadable("the collectives", str(wanted), found, danger)
 
 
 @dataclasses.dataclass
@@ -179,12 +124,12 @@ class _Place:
     """The context of the equations of a body.
 
     Attributes:
-      sizes: of the mesh axes around them.
+      sizes: the sizes of the mesh axes around them.
       count: how often they run.
       branches: as in ``Collective``.
-      stack: the names around them.
-      made: the equation that each variable comes from.
-      asked: the number of the first cond that asks about a variable.
+      stack: the name stack around them.
+      made: the equation that computes each variable.
+      asked: the number of the first cond that a variable decides.
     """
 
     sizes: dict[str, int]
@@ -214,22 +159,22 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
             taken = cond, branch
             if question is not None:
                 index, value = question
-                # Where it is another number, another question may be answered by yes.
+                # If this comparison fails, that of a later cond may hold.
                 taken = place.asked.setdefault(index, cond), value if branch else -1
             yield _Place(sizes, count, (*place.branches, taken), stack)
 
     for eqn, place in interpret.equations(jaxpr, _Place({}, 1, (), ""), enter):
         place.made.update(dict.fromkeys(eqn.outvars, eqn))
-        if _sends(eqn):
+        if axes.sent_over(eqn):
             yield _collective(eqn, place)
 
 
 def _collective(eqn: jaxprs.JaxprEqn, place: _Place) -> Collective:
     avals: list[Any] = [v.aval for v in eqn.invars]
-    names = tuple(x for x in _named(eqn) if x in place.sizes)
+    names = tuple(x for x in axes.sent_over(eqn) if x in place.sizes)
     groups = eqn.params.get("axis_index_groups")
     return Collective(
-        kind(eqn.primitive.name),
+        eqn.primitive.name.removesuffix("_invariant"),
         names,
         replicas=len(groups[0]) if groups else math.prod(place.sizes[x] for x in names),
         bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
@@ -244,8 +189,8 @@ def _stack(eqn: jaxprs.JaxprEqn, place: _Place) -> str:
     return f"{place.stack}/{eqn.source_info.name_stack}"
 
 
-def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
-    """Return the integer variable that a cond compares, and the number that it must be."""
+def _question(cond: jaxprs.JaxprEqn, made: dict[Any, Any]) -> tuple[Any, int] | None:
+    """Return the integer variable that decides a cond, and the number that it must equal."""
     maker = lambda atom: None if isinstance(atom, jaxprs.Literal) else made.get(atom)  # noqa: E731
     eqn = maker(cond.invars[0])
     while eqn is not None and eqn.primitive.name in _PASSED_ON:

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a part of a chain says of itself: its name, its role, its axes, and what it holds inside.
+"""Descriptions of the parts of a chain: name, role, axes, parts inside, and extra arguments.
 
-To Optax a transformation is two functions. Their names and closures tell much of it, but not in
-which field of the state an inner one keeps its own, nor over which axes it reduces, nor what it
-does to a gradient. ``boostax.chain`` reads what is said here, and so ``explain``, the rules of
-order, ``make_train_step`` and ``migrate_state`` know a part without a list of names.
+To Optax a transformation is two functions. Their names and closures do not tell in which field of
+the state an inner transformation keeps its state, over which axes a part reduces, or what it does
+to a gradient. ``boostax.chain`` reads descriptions, so ``explain``, the rules of order,
+``make_train_step`` and ``migrate_state`` know a part without a list of names.
+
+Extra arguments of ``update`` travel inwards. ``value`` is the loss: unscaled, the mean over the
+replicas. ``value_fn`` and ``obj_fn`` are that loss as a function of the params; a part that trains
+some params, or coordinates, hands on a function of these. ``grad`` is the gradient of the loss, the
+mean over the replicas, in the units of the gradients beside it: a part that multiplies, masks or
+projects gradients treats it likewise. A window over several calls has none of the last three.
 """
 
 import dataclasses
@@ -19,43 +25,44 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import bcoo, checks
+from boostax._core import checks, trees
 
-# What a transformation returns: updates (or new params), and its state.
+PyTree = Any
+# The result of a transformation: updates (or new params), and its state.
 Stepped = tuple[Any, Any]
 Update = TypeVar("Update", bound=Callable[..., Any])
-# Before its name in the name stack of a trace, and so in profiles.
+# The prefix of a part's name in the name stack of a trace, and so in profiles.
 SCOPE = "boostax."
 
-# What a part does to a gradient, as far as its place in a chain depends on it.
+# The roles: what a part does to a gradient, as far as its position in a chain depends on it.
 Gate = Literal["scaler", "window", "check"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
-# Of gradients; of the updates of each replica's own optimizer; of params that differ.
+# The first three reduce gradients; the others updates or params that each replica has made.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
-# Of gradients that are reduced.
+# Parts that change reduced gradients.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
 Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace"]
 PassedThrough = Literal["recorder", "watch", "nothing"]
-# The place of the last is not judged.
+# The position of an unknown part is not judged.
 Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThrough, "unknown"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Holds(NamedTuple):
-    """What a state holds, as far as a move to another chain depends on it.
+    """The meaning of a state's fields, as far as a move to another chain depends on it.
 
-    A state class has it as its ``holds``; one without keeps what Optax's optimizers keep: moments,
-    each of which belongs to a param, and counts.
+    A state class has it as ``holds``. A class without it keeps what the optimizers of Optax keep:
+    counts, and moments that each belong to a param.
 
     Attributes:
-      bound: those that mean something together alone, kept if all of them fit, or none; ``()`` if
-        each stands for itself. ``None`` for moments and counts.
-      opened: the count of micro-steps in an open window.
-      sums: what is proportional to the gradients that the state sees, by the beginning of a path.
-      scale: the loss scale, or the table of them.
-      powers: of the table, the power of two at or below each is what is applied.
-      basis: directions, which were an argument of the factory as scales are.
-      params: whether its arrays are of params, not gradients.
+      bound: fields that have a meaning only together: all of them are kept, or none; ``()`` if each
+        field stands for itself, ``None`` for moments and counts.
+      opened: the field that counts the micro-steps in an open window.
+      sums: prefixes of paths to arrays that are proportional to the gradients.
+      scale: the field of the loss scale, or of the table of loss scales.
+      powers: whether each scale that is applied is the power of two at or below the table's entry.
+      basis: the field of directions, which like scales are an argument of the factory.
+      params: whether the arrays belong to params, not to gradients.
     """
 
     bound: tuple[str, ...] | None = None
@@ -69,15 +76,15 @@ class Holds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
-    """What ``describe`` keeps.
+    """The description of a part, which ``describe`` attaches to its ``update``.
 
     Attributes:
-      name: of the factory.
+      name: the factory's name.
       what: the first line of the factory's docstring.
       role: see ``Role``.
-      axes: mesh axes over which it reduces or agrees.
-      inner: transformations inside, by the field of the state in which theirs lies.
-      lossy: what it does not send is lost for good.
+      axes: mesh axes over which the part reduces or agrees.
+      inner: transformations inside, by the field of the state that holds their states.
+      lossy: whether values that are not sent are lost for good.
     """
 
     name: str
@@ -97,30 +104,30 @@ def describe(
     what: str = "",
     lossy: bool = False,
 ) -> Callable[[Update], Update]:
-    """Mark an ``update`` (or a gate's ``step``) with what it is, in the trace as well.
+    """Describe a part by a decorator of its ``update``, or of a gate's ``step``.
 
-    A decorator. ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` treat a
-    transformation whose ``update`` is so described like one of boostax's own. Its calls stand under
-    ``boostax.<name>`` in the name stack of a trace, so its collectives are counted as its own.
+    ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` treat a described
+    transformation like one of boostax's. Its calls stand under ``boostax.<name>`` in the name stack
+    of a trace, so collectives are counted by part.
 
     Args:
-      name: of the factory.
-      role: what it does to a gradient, as far as its place in a chain depends on it: ``"scaler"``,
+      name: the factory's name.
+      role: what the part does to a gradient, as far as its position depends on it: ``"scaler"``,
         ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``, ``"mean"``,
         ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
         ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
         ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``,
         ``"watch"``, ``"nothing"``; ``"unknown"`` is not judged.
-      axes: mesh axes over which it reduces or agrees.
-      inner: each transformation inside, by the field of the state in which its own state lies.
-      what: in a few words; as a rule the first line of the factory's docstring.
-      lossy: what it does not send is lost for good.
+      axes: mesh axes over which the part reduces or agrees.
+      inner: transformations inside, by the field of the state that holds their states.
+      what: a summary; by default the first line of the factory's docstring.
+      lossy: whether values that are not sent are lost for good.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.
 
     Raises:
-      ValueError: a role that there is not.
+      ValueError: an unknown word for the role.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -138,11 +145,11 @@ def describe(
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
         def scoped(*args: Any, **kwargs: Any) -> Any:
-            # Whoever calls it may have Python's own numbers among the leaves.
+            # The caller may have Python numbers among the leaves.
             if {float, complex} & set(map(type, jax.tree.leaves(args))):
                 args = jax.tree.map(_as_array, args)
-            if bcoo.MODULE in sys.modules and args:
-                args = bcoo.dense(args[0], name), *args[1:]
+            if trees.MODULE in sys.modules and args:
+                args = trees.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):
                 return update(*args, **kwargs)
 
@@ -155,22 +162,83 @@ def describe(
 
 
 def closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function's closure holds, by name."""
+    """Return the variables in the closure of a function, by name."""
     found: dict[str, Any] = {}
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
     for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # not yet assigned
+        except ValueError:  # A variable that is not yet assigned.
             continue
     return found
 
 
-def first_line(thing: Any) -> str:
-    """Of a docstring, without its period."""
+def first_line(thing: object) -> str:
+    """Return the first line of a docstring, without its period."""
     lines = (inspect.getdoc(thing) or "").strip().splitlines() if thing is not None else []
     return lines[0].rstrip(".") if lines else ""
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: object) -> object:
     return jnp.asarray(x) if isinstance(x, (float, complex)) else x
+
+
+def variants_of(tx: optax.GradientTransformation) -> Any:
+    """Return the variants of a transformation; ``None`` if a step of it is compiled once.
+
+    A step is compiled once for each variant, a static choice of what it does. ``scheduled_freeze``
+    has variants: a depth, the number of frozen groups, is a Python integer that ``update`` gets by
+    the keyword ``depth``. The state has a method ``coming()``, the variant of the next call, an i32
+    scalar. A train step asks the ``variants`` of an ``update``, a
+    ``boostax.freeze.scheduled.Freezing``, and knows nothing else of freezing.
+    """
+    return getattr(tx.update, "variants", None)
+
+
+def elsewhere(
+    extra: Mapping[str, Any],
+    place: Callable[[PyTree], PyTree],
+    result: Callable[[Any], Any] = lambda value: value,
+) -> dict[str, Any]:
+    """Return extra arguments for other params; ``place`` makes the params of the functions."""
+
+    def moved(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+        return lambda trial: result(fn(place(trial)))
+
+    functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}
+    return {**extra, **{name: moved(fn) for name, fn in functions.items() if fn is not None}}
+
+
+def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
+    """Return the named arguments of ``update`` and of its parts, and whether each is required.
+
+    They are read from signatures and closures. An argument that these do not show is left out, and
+    Optax raises when it is called without it.
+    """
+    found: dict[str, bool] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [tx.update]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, (list, tuple)):
+            stack.extend(thing)
+        elif isinstance(thing, dict):
+            stack.extend(thing.values())
+        elif isinstance(thing, functools.partial):
+            stack.append(thing.func)
+        elif inspect.isfunction(thing):
+            signature = inspect.signature(thing, follow_wrapped=False)
+            for name, parameter in signature.parameters.items():
+                required = parameter.default is inspect.Parameter.empty
+                found[name] = found.get(name, False) or required
+            stack.extend(closure(thing).values())
+        elif not inspect.isclass(thing) and (
+            callable(thing) or isinstance(thing, optax.MultiSteps)
+        ):
+            # Such as a gate, a bound method or a jitted function.
+            stack.extend(getattr(thing, "__dict__", {}).values())
+            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__"))
+    return found

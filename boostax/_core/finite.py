@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finiteness of a tree, from its largest magnitudes."""
+"""The finiteness of a tree, from its largest magnitudes."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import axes, trees
@@ -14,10 +15,10 @@ PyTree = Any
 
 
 def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
-    """``max |x|`` of each inexact leaf; NaN and inf come through, empty leaves give 0.
+    """Return ``max |x|`` of each inexact leaf: NaN and infinities stay, empty leaves give 0.
 
-    A reduction of the raw leaf fuses with whatever made it. Testing ``isfinite`` elementwise, or
-    testing the unscaled gradient, makes XLA:CPU write a temporary of the size of a leaf.
+    A reduction of the leaf itself fuses with the operation that made it. With an elementwise
+    ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
     """
     inexact = [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]
     return [_largest(magnitude(x)) for x in inexact]
@@ -26,30 +27,35 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 def _largest(x: jax.Array) -> jax.Array:
     """Return the maximum of magnitudes, in f32 or wider.
 
-    Together with the minimum: of a leaf that XLA shards, an all-reduce of maxima loses the NaN of a
-    shard (XLA:CPU; nothing defines it elsewhere). A reduction with two results has no all-reduce:
-    the results of all shards are gathered and compared. Widened, as XLA:CPU takes twice as long
-    over f16 where the processor has no vectors of it.
+    The minimum is computed with it. For a leaf that XLA shards, an all-reduce of maxima loses the
+    NaN of a shard on XLA:CPU, and is not defined elsewhere. A reduction with two results becomes no
+    all-reduce: the results of all shards are gathered and compared. The leaf is widened because
+    XLA:CPU takes twice as long over f16 on a processor without vectors of f16.
     """
     x = trees.at_least_float32(x)
-    zero = jnp.zeros((), x.dtype)
-    both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
-    most, least = lax.reduce((x, x), (zero, zero), both, tuple(range(x.ndim)))
-    return jnp.where(jnp.isnan(least), least, most)
+    zero = np.zeros((), x.dtype)
+    most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
+    return lax.select(lax.ne(least, least), least, most)
+
+
+# JAX traces a module's function once for all leaves.
+def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Return the magnitude of each element; for a complex one the larger of its parts."""
+    """Return the magnitude of each element; for a complex element, of its larger part."""
     if jnp.iscomplexobj(x):
-        # |z| of a finite z can overflow; its parts cannot.
+        # The modulus of a finite number can overflow; its parts cannot.
         return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
     return jnp.abs(x)
 
 
 def counts(*marks: jax.Array) -> jax.Array:
-    """f32, how many elements of each are true.
+    """Return in f32 how many elements of each array are true.
 
-    All in one loop: XLA:CPU would write the operand of a plain sum to memory (5x the time).
+    One reduction counts them all: XLA:CPU writes the operand of a plain sum to memory, which takes
+    5 times as long.
     """
     ones, zeros = tuple(mark.astype(jnp.int32) for mark in marks), (jnp.int32(0),) * len(marks)
     add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
@@ -57,16 +63,15 @@ def counts(*marks: jax.Array) -> jax.Array:
 
 
 def all_true(flags: list[jax.Array]) -> jax.Array:
-    """Conjunction of bool scalars; True for none."""
+    """Return the conjunction of bool scalars, which is True for none."""
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
 def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Array:
-    """Whether no leaf holds a NaN or an infinity, on any replica.
+    """Return whether no leaf holds a NaN or an infinity, on any replica.
 
     Args:
-      tree: arrays of any dtype; integers are always finite, ``None`` and empty leaves count as
-        finite.
+      tree: arrays of any dtype. Integers, ``None`` and empty leaves count as finite.
       axis_name: mesh axis (or tuple of axes) over which the replicas must agree.
 
     Returns:
@@ -87,7 +92,7 @@ def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Arra
 
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
-    """Whether no element that was finite became NaN or infinite, in trees of the same types."""
+    """Return whether no finite element became NaN or infinite, in trees of the same types."""
 
     def news(before: jax.Array, after: jax.Array) -> jax.Array:
         if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
@@ -98,16 +103,18 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
 
 
 def usable(grads: Pending) -> jax.Array:
-    """Whether gradients are finite, and the sum of their squares is too.
+    """Return whether gradients are finite, and the sum of their squares as well.
 
-    Adam squares gradients and clipping sums the squares: a finite f32 gradient of 1e25 makes
-    Adam's second moment infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32) the
-    squares of up to 2**32 elements add up without overflow. Of sparse gradients the data are
-    judged, before those of one index are added.
+    Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes the
+    second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32) the
+    squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by their
+    data, before rows of one index are added.
     """
+    by_dtype: dict[Any, list[jax.Array]] = {}
+    for largest in largest_magnitudes(grads.raw):
+        by_dtype.setdefault(largest.dtype, []).append(largest)
     flags: list[jax.Array] = []
-    for magnitude in largest_magnitudes(grads.raw):
-        dtype = jnp.promote_types(magnitude.dtype, jnp.float32)
+    for dtype, found in by_dtype.items():
         limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
-        flags.append(grads._replace(raw=magnitude).value() < limit)
+        flags.append((grads._replace(raw=jnp.stack(found)).value() < limit).all())
     return all_true(flags)

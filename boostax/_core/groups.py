@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut layers into groups, in the order of the forward pass."""
+"""Groups of layers, in the order of the forward pass."""
 
 import collections
 import dataclasses
@@ -27,24 +27,24 @@ def prefix_groups(
     r"""Cut the params into ``n`` groups of consecutive layers, the first of the forward pass first.
 
     Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
-    layer at most. They are even in layers and not in entries, because what a frozen prefix saves is
-    the backward pass of its layers, and entries do not tell that: the convolutions that take most
-    of the time have few, an embedding that takes none has many.
+    layer at most. They are even in layers, not in elements: a frozen prefix saves the backward pass
+    of its layers, and the convolutions that take most of the time have few elements, while an
+    embedding that takes none has many.
 
-    A layer is what shares a parent module: a kernel and its bias. A module of vectors and scalars
-    alone (a norm) belongs to the layer before it, or to the one after if it is the first. Leaves
-    that stand bare in the top container are layers of their own.
+    Leaves that share a parent module, such as a kernel and its bias, are a layer. A module that has
+    only vectors and scalars (a norm) belongs to the layer before it, or to the layer after it if it
+    is the first. Each leaf directly in the top container is a layer.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: groups, at most as many as there are layers.
       order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, such
-        as ``forward_order`` finds: a layer stands where the first entry does that matches one of
-        its leaves. ``None`` takes the tree's own order, lists by index and dicts by key with
-        numbers as numbers (``block_2`` before ``block_10``), which is the order of the forward pass
-        only where the names say it.
-      level: leading path components that make a layer. With 1 all of ``block_0`` is one layer;
-        ``None`` tells the modules inside it apart.
+        as ``forward_order`` finds. The position of a layer is that of the first entry that matches
+        one of its leaves. ``None`` takes the order of the tree, lists by index and dicts by key
+        with numbers as numbers (``block_2`` before ``block_10``), which is the order of the forward
+        pass only if the names say so.
+      level: number of leading path components that make a layer. With 1 all of ``block_0`` is one
+        layer; ``None`` makes a layer of each module inside it.
 
     Returns:
       A tree like ``params`` of Python ints from 0 to ``n - 1``, the group of each leaf. Cost: none;
@@ -52,7 +52,7 @@ def prefix_groups(
 
     Raises:
       ValueError, TypeError: an argument out of range; fewer layers than groups; an ``order`` that
-        misses a layer, or an entry of it that matches nothing.
+        misses a layer, or has an entry that matches nothing.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -64,7 +64,7 @@ def prefix_groups(
 
     References:
       ``mindspore.boost.GradientFreeze`` groups by the order and the names of the params, and
-      freezes nothing, without a word, where there are fewer layers than groups.
+      silently freezes nothing if there are fewer layers than groups.
     """
     who = "prefix_groups"
     checks.positive_int(who, "n", n, "4 cuts the layers into quarters.")
@@ -84,15 +84,15 @@ def prefix_groups(
 
 
 def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
-    """Return a tree like ``params`` of the ints 0, 1, ... without a gap, from what users give.
+    """Return a tree like ``params`` of the ints 0, 1, ... without a gap.
 
     Args:
-      who: on whose behalf to raise.
+      who: the name of the transformation, for errors.
       groups: a tree of ints like the params, or a prefix of one; a dictionary of ints by path
-        names or patterns of them, such as JSON has, which match every leaf; a function of a leaf's
-        path name and the leaf; a list whose entry ``i`` holds the pattern, or the patterns, of
-        group ``i`` (``fnmatch`` on path names; the name of a module stands for all that is in it),
-        where leaves that match none make the last group; or what ``mindspore_groups`` returns.
+        names, or by patterns, which match every leaf; a function of a leaf's path name and the
+        leaf; a list whose entry ``i`` has the pattern, or the patterns, of group ``i`` (``fnmatch``
+        on path names; the name of a module matches all its leaves), in which leaves without a match
+        make the last group; or the result of ``mindspore_groups``.
       params: the params.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -108,20 +108,18 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     else:
         labels = _spread(who, groups, params)
     numbers = [_number(who, label, name) for label, name in zip(labels, names, strict=True)]
-    present = set(numbers)
-    if present != set(range(len(present))):
-        missing = next(i for i in range(len(present)) if i not in present)
-        allowed = "the integers 0, 1, ... without a gap"
-        makes = "boostax.freeze.prefix_groups(params, n) makes n groups."
-        hint = f"No leaf is in group {missing}; {makes}"
-        raise ValueError(checks.message(who, "groups", allowed, sorted(present), hint))
+    present = sorted(set(numbers))
+    missing = next((i for i, number in enumerate(present) if i != number), None)
+    allowed = "the integers 0, 1, ... without a gap"
+    hint = f"No leaf is in group {missing}; boostax.freeze.prefix_groups(params, n) makes n groups."
+    checks.require(who, "groups", present, allowed, missing is None, hint)
     return treedef.unflatten(numbers)
 
 
 def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
     """Return the group of each leaf that is not masked, and the number of groups.
 
-    A leaf that is masked keeps its label, so that the groups do not depend on what trains.
+    A masked leaf has a label too, so that the groups do not depend on which leaves train.
     """
     masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     leaves, treedef = jax.tree.flatten(params, is_leaf=masked)
@@ -136,8 +134,8 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
 def group_count(labels: PyTree, groups: Any = None) -> int:
     """Return the number of groups in a tree that ``as_groups`` made of ``groups``.
 
-    Of no params, with which ``optax.tree.map_params`` asks for the structure of a state, what
-    ``groups`` says alone. A function says nothing: then it is a number that every schedule takes.
+    Without params, as ``optax.tree.map_params`` calls ``init``, it is read from ``groups``. If that
+    is a function, the number is one that every schedule accepts.
     """
     if isinstance(groups, Labels):
         return groups.count
@@ -151,10 +149,10 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labels:
-    """Holds labels of groups of which some may be empty.
+    """Labels of groups, of which some may be empty.
 
     Attributes:
-      tree: ints like the params.
+      tree: a tree of ints like the params.
       count: the number of groups.
     """
 
@@ -165,25 +163,25 @@ class Labels:
 def mindspore_groups(
     params: PyTree, n: int, *, order: Sequence[str] | None = None, removed: Sequence[str] = ()
 ) -> Labels:
-    """Return groups of which depth ``i`` trains what ``GradientFreeze`` trains at index i.
+    """Return groups with which depth ``i`` trains the same params as ``GradientFreeze`` at index i.
 
-    Params go into buckets in their order, the vectors of a module last. A vector stays in the
-    bucket; whatever else, a scalar too, opens one where the last holds three or more. Depth ``i``
-    trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than ``n`` every depth
-    trains everything, as in the original: all leaves are in the last group. ``prefix_groups``
-    refuses that, and its groups are even in layers.
+    Params go into buckets in their order, the vectors of a module last. A vector goes into the last
+    bucket; any other param, also a scalar, opens a new one if the last has three or more. Depth
+    ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than ``n`` all
+    leaves are in the last group, so every depth trains all of them, as in the original.
+    ``prefix_groups`` refuses that case, and its groups are even in layers.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: MindSpore's ``param_groups``.
-      order: as of ``prefix_groups``.
-      removed: paths of norms that ``less_bn`` took out (``LessBNReport.removed``), whose scale and
+      order: see ``prefix_groups``.
+      removed: paths of norms that ``less_bn`` removed (``LessBNReport.removed``), whose scale and
         bias MindSpore keeps among the params. ``order`` may name them.
 
     Returns:
-      What ``scheduled_freeze`` takes as ``groups``; depths go from 0 to ``n - 1``. With
-      ``moments="per_group"`` each has its optimizer state, which makes a difference even where all
-      depths train everything. Cost: none; no array is read.
+      The ``groups`` for ``scheduled_freeze``; depths go from 0 to ``n - 1``. With
+      ``moments="per_group"`` each depth has its optimizer state, which makes a difference even if
+      all depths train all params. Cost: none; no array is read.
 
     Raises:
       ValueError, TypeError: ``n`` is not a positive integer; an ``order`` that misses a layer.
@@ -218,20 +216,19 @@ def mindspore_groups(
 
 
 def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
-    """Return the names of params that are given as lists, one for each group.
+    """Return the names of params that are given as one list of arrays for each group.
 
     Args:
       params: the params.
-      groups: for each group the arrays themselves, as they are in ``params``: a list of them, or
-        any tree, such as a list of the layers. Together they hold all, and none twice.
+      groups: for each group the arrays of ``params`` themselves, as a list or any tree. Each param
+        must be in exactly one group.
 
     Returns:
-      The path names, what every argument of groups takes: ``group_loss_scale``,
-      ``scheduled_freeze`` and a configuration.
+      The path names, as ``group_loss_scale``, ``scheduled_freeze`` and a configuration take groups.
       Cost: none; no array is read.
 
     Raises:
-      ValueError: an array that is none of the params, or is in two groups; params in no group.
+      ValueError: an array that is no param, or is in two groups; params in no group.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -256,7 +253,7 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
                 got = f"{known} as one array" if known else f"an array that is none, in group {i}"
                 hint = "Give the arrays of these params, each once; or patterns of their names."
                 raise ValueError(f"{who}: groups must be {allowed}, got {got}. {hint}")
-            # What a pattern would read as "any" is a letter of the name here.
+            # A pattern's wildcard may be a letter of the name.
             found[-1].append(glob.escape(known[0]))
     if names:
         left = few([name for known in names.values() for name in known])
@@ -267,10 +264,10 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
     """Return the label of each leaf, from a tree like the params or a prefix of one."""
     try:
-        # JAX prints leaves where it refuses, and cannot print those of a donated tree.
+        # JAX prints the leaves in its error, and cannot print donated ones.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
-        # By their paths: an optimizer of NNX has bare arrays where a state has them in boxes.
+        # An optimizer of NNX has bare arrays where a state has boxes, but the paths are the same.
         labels = {trees.plain_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(groups)}
         paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if labels.keys() == set(paths):
@@ -291,9 +288,9 @@ def _layers(
     level: int | None = None,
     removed: Sequence[str] = (),
 ) -> dict[tuple[Any, ...], list[int]]:
-    """Return the leaves of each layer, by their numbers, in the order of the forward pass.
+    """Return the indices of the leaves of each layer, in the order of the forward pass.
 
-    Of each norm that was removed there are two, with numbers that follow those of the params.
+    Each removed norm has two leaves, whose indices follow those of the params.
     """
     treedef = jax.tree.structure(params)
     layers: dict[tuple[Any, ...], list[int]] = {}
@@ -312,8 +309,8 @@ def _layers(
 
 
 def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the leaves with their paths, containers in their own order."""
-    # Not the registry's one level: it gives all fields of a NamedTuple the name of the first.
+    """Yield the leaves with their paths, in the order of the containers."""
+    # The registry's flatten_one_level gives all fields of a NamedTuple the name of the first.
     below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     if jax.tree_util.all_leaves([node]):
         yield path, node
@@ -321,10 +318,10 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
     children: list[tuple[Any, Any]] = [(key, child) for (key,), child in below]
     keys = [key for key, _ in children]
     if keys == [GetAttrKey("value")]:
-        # A box: an NNX variable, or a Flax param with its partitioning. It is no module.
+        # A box (an NNX variable, or a Flax param with its partitioning) is no module.
         yield from _own_order(children[0][1], path)
         return
-    # JAX sorts the keys of a dict as text; only an OrderedDict keeps what the user had in mind.
+    # JAX sorts the keys of a dict as text; an OrderedDict keeps the order of the user.
     if not isinstance(node, collections.OrderedDict):
         children.sort(key=lambda child: _natural(child[0]))
     for key, child in children:
@@ -332,7 +329,7 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
 
 
 def _natural(key: Any) -> list[str | int]:
-    """Sorts the keys of dicts with their numbers as numbers; leaves other children as they are."""
+    """Return a sort key for a dict's keys, with numbers as numbers; the same for other children."""
     parts = re.split(r"(\d+)", str(key.key)) if isinstance(key, DictKey) else []
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
@@ -370,7 +367,7 @@ def _reordered(
 
 
 def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
-    """Layers of vectors alone join the one before, or after; if there is no other, they stay."""
+    """Join layers of only vectors to the layer before, or after; keep them if there is no other."""
     kept: dict[Any, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
@@ -381,12 +378,12 @@ def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, li
     return kept or layers
 
 
-def _is_function(groups: Any) -> bool:
+def _is_function(groups: object) -> bool:
     # An Equinox module may be called too.
     return callable(groups) and jax.tree_util.all_leaves([groups])
 
 
-def _are_patterns(groups: Any) -> bool:
+def _are_patterns(groups: object) -> bool:
     # [0, 1] is a tree, of params that are a list.
     found = jax.tree.leaves(groups)
     return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
@@ -398,7 +395,7 @@ def _are_names(groups: Any) -> bool:
 
 
 def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
-    """Return the labels of a dictionary of patterns, which together match every leaf."""
+    """Return the labels from a dictionary of patterns, which must match every leaf."""
     numbers = sorted(set(groups.values()))
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     found = _matched(who, patterns, names)
@@ -421,17 +418,16 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
             hint = f"It matches none; there are {few(names)}."
             checks.require(who, "groups", pattern, "patterns that match params", bool(hits), hint)
             for name in hits:
-                if labels.setdefault(name, i) != i:
-                    allowed = "patterns that match no leaf twice"
-                    hint = f"Both match {name!r}: leave it to one of them."
-                    got = (patterns[name], pattern)
-                    raise ValueError(checks.message(who, "groups", allowed, got, hint))
-                patterns.setdefault(name, pattern)
+                got = (patterns.setdefault(name, pattern), pattern)
+                once = labels.setdefault(name, i) == i
+                allowed = "patterns that match no leaf twice"
+                hint = f"Both match {name!r}: leave it to one of them."
+                checks.require(who, "groups", got, allowed, once, hint)
     return [labels.get(name, len(groups)) for name in names]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Say whether a path, or a module on its way, has a name of this ``fnmatch`` pattern."""
+    """Return whether an ``fnmatch`` pattern matches a path, or a module around it."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
 
 
@@ -446,6 +442,6 @@ def _number(who: str, label: Any, name: str) -> int:
 
 
 def few(names: list[str]) -> str:
-    """Return some of the names, and how many more there are."""
+    """Write some of the names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled gradients shake hands with the scaler that divides them again.
+"""A handshake between scaled gradients and the scaler that divides them again.
 
-A scaler that is given the gradients of a loss which nobody multiplied would divide them by 65536
-all the same: training stands still, and every metric is healthy. So whoever multiplies a loss
-leaves a mark on the scale that was read, and a scaler asks, while it is traced, whether *its*
-scale bears one. A mark belongs to a tracer, by identity: it is gone when the trace is, and nothing
-of it reaches the program.
+A scaler would also divide the gradients of a loss that was not multiplied, by 65536: training would
+stand still, and every metric would look healthy. So code that multiplies a loss marks the scale
+that it has read, and a scaler that is traced checks that *its* scale has a mark. A mark belongs to
+the identity of a tracer. It ends with the trace, and adds nothing to the program.
 
-What a trace cannot see needs a word: gradients of another ``jax.jit`` arrive unmarked, and
-``assume_scaled`` vouches for them. Without tracing nothing is asked, as gradients of a compiled
-function leave no mark.
+Gradients of another ``jax.jit`` arrive without a mark; ``assume_scaled`` vouches for them. Outside
+a trace nothing is checked, because gradients of a compiled function have no mark.
 """
 
 import contextlib
@@ -30,11 +28,11 @@ Grads = TypeVar("Grads")
 
 @dataclasses.dataclass
 class Mark:
-    """Uses of a scale since its trace began.
+    """The uses of a scale in its trace.
 
     Attributes:
-      loss: a loss was multiplied by it.
-      crossed: cotangents changed from one group's scale to another's.
+      loss: whether a loss was multiplied by it.
+      crossed: whether cotangents changed from one group's scale to another's.
     """
 
     loss: bool = False
@@ -47,15 +45,15 @@ _INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("insid
 
 
 def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
-    """Vouch that gradients are of a loss that was multiplied by a state's loss scale.
+    """Vouch that gradients are those of a loss multiplied by the loss scale of a state.
 
-    Inside ``jax.jit`` a scaler refuses gradients of a loss that nobody scaled. It cannot see the
-    scaling of gradients that come from elsewhere: from another ``jax.jit`` or a checkpointed
-    function that was given the state, or from a product written by hand. This says that they are.
+    Inside ``jax.jit`` a scaler refuses gradients of a loss that was not scaled. It cannot see that
+    gradients from another ``jax.jit``, from a checkpointed function that was given the state, or
+    from a product written by hand are scaled. This function says so.
 
     Args:
       grads: scaled gradients.
-      opt_state: the state that holds the scale; one without a scaler needs no word.
+      opt_state: the state that holds the scale; it may have no scaler.
 
     Returns:
       ``grads``. Cost: nothing in the program.
@@ -77,19 +75,19 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     return grads
 
 
-def crossed(scales: Any) -> None:
-    """Mark the scales of groups: cotangents change from one to another."""
+def crossed(scales: object) -> None:
+    """Mark the scales of groups as used by a boundary between two groups."""
     for mark in [_mark(scales), *_enclosing(scales)]:
         mark.crossed = True
 
 
 def require(who: str, scale: jax.Array, groups: int = 1) -> None:
-    """Refuse, while tracing, gradients of a loss that was not multiplied by this scale.
+    """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
 
     Args:
-      who: the scaler.
-      scale: by which its state is known.
-      groups: the number of groups of gradients with a scale of their own.
+      who: the name of the scaler.
+      scale: the array that identifies its state; see ``known_by``.
+      groups: the number of groups of gradients, each with its scale.
     """
     if not isinstance(scale, Tracer):
         return
@@ -111,9 +109,9 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
-    """Make two arrays one to whoever asks: what marks either marks both.
+    """Give a new array the mark of an old one, which they then share.
 
-    Of one outside all traces nothing was asked, and nothing is inside.
+    A scale outside all traces is not checked, and neither is the new one.
     """
     if not isinstance(new, Tracer):
         return
@@ -124,14 +122,14 @@ def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
 
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:
-    """Make the scales in two states of one structure one to whoever asks."""
+    """Give the scales in a new state the marks of those in an old one of the same structure."""
     for one, other in zip(_scales(old), _scales(new), strict=True):
         hand_on(one, other)
 
 
 @contextlib.contextmanager
 def scaling(opt_state: PyTree) -> Generator[None]:
-    """Mark the scales in a state: a loss that is traced within is multiplied by them outside."""
+    """Mark the scales in a state, for a loss that is traced within and multiplied outside."""
     scales = _scales(opt_state)
     for scale in scales:
         _mark(scale).loss = True
@@ -143,7 +141,7 @@ def scaling(opt_state: PyTree) -> Generator[None]:
 
 
 def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
-    """Remember the product; refuse a loss that is one itself, or will be multiplied."""
+    """Remember a scaled loss; refuse a loss that is or will be scaled elsewhere."""
     scales = _scales(opt_state)
     within = any(one is other for one in scales for other in _INSIDE.get())
     before = _SCALED.get(id(loss))
@@ -160,28 +158,28 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
 
 
 def _scales(state: PyTree) -> list[Any]:
-    """Return the array by which each scaler in a state is known."""
+    """Return the array that identifies each scaler in a state."""
     return [node.known_by() for node in trees.telling(state, "known_by")]
 
 
-def _mark(scale: Any) -> Mark:
-    """Return the mark of a tracer; anything else gets one that nobody keeps."""
+def _mark(scale: object) -> Mark:
+    """Return the mark of a tracer; any other array gets a mark that is not kept."""
     found = _MARKS.get(id(scale))
     if found is not None and found[0]() is scale:
         return found[1]
     return _keep(scale, Mark()) if isinstance(scale, Tracer) else Mark()
 
 
-def _keep(scale: Any, mark: Mark) -> Mark:
+def _keep(scale: object, mark: Mark) -> Mark:
     key = id(scale)
     _MARKS[key] = weakref.ref(scale, lambda _: _MARKS.pop(key, None)), mark
     return mark
 
 
-def _enclosing(scale: Any) -> list[Mark]:
-    """Return the marks of the traces in which this one takes place.
+def _enclosing(scale: object) -> list[Mark]:
+    """Return the marks of the traces around that of a scale.
 
-    Where JAX does not say what surrounds a trace, more is refused, nothing passed.
+    If JAX no longer tells the traces around one, more is refused and no more accepted.
     """
     around: set[int] = set()
     trace = getattr(getattr(scale, "_trace", None), "parent_trace", None)

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interpreter of traced programs: what has a program inside, and the walks through it.
+"""The one interpreter of traced programs: equations with programs inside, and five walks.
 
-Everything that reads or replays a jaxpr is a rule on one of five walks. The names JAX gives to
-calls, loops and branches, and how an equation's operands map to its body's inputs, are listed only
-here, in the table that is read first:
+Code that reads or replays a jaxpr is a rule for one of the walks. Only this module has the names
+that JAX gives to calls, loops and branches, and says how the operands of an equation become the
+inputs of the programs inside, its *bodies*.
 
-- ``opened`` evaluates an equation by evaluating its bodies.
-
-The walks:
-
-- ``equations`` lists all equations, those in bodies too, each with a context of the caller's.
-- ``evaluate`` replays a program on values of any kind: arrays, or what stands for them.
+- ``equations`` lists all equations, also those in bodies, each with a context.
+- ``evaluate`` replays a program on arrays or on any values that stand for arrays.
 - ``flow`` carries facts of a lattice forward through all bodies, to a fixed point in loops.
-- ``demand`` carries them backward, from results to operands; it does not enter bodies.
-- ``rewrite`` replaces equations where they are, so that nothing is traced again.
+- ``demand`` carries levels backward, from results to operands; it does not enter bodies.
+- ``rewrite`` replaces equations in place, so that nothing is traced again.
 
-No walk passes over what it does not know. An equation whose body is not in the table is handed to
-the caller's rule, which must assume that it may do anything.
+No walk skips an equation that it does not know. If its body is not in the table, the equation goes
+to the caller's rule, which must assume that it may do anything.
 """
 
 from __future__ import annotations
@@ -29,61 +25,28 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
-from boostax._core import checks, jaxprs, proof
+from boostax._core import checks, jaxprs
 
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 Enter = Callable[[Any, Any], Iterable[Any]]
+PyTree = Any
 
-# What ``demand`` says of a value that none wants.
+# The level in ``demand`` of a value that is not used.
 NEVER = -1
 
-# All names that JAX has had for each.
+# All names that JAX has used for each kind of equation.
 JIT = ("jit", "pjit")
 CALLS = (*JIT, "call", "closed_call", "core_call")
 CHECKPOINT = ("checkpoint", "remat", "remat2")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# Their body takes the operands of the equation and gives its results.
+# The body of these takes the operands of the equation and returns its results.
 THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_OTHERS)
 
 
-def opened(
-    eqn: jaxprs.JaxprEqn,
-    operands: list[Any],
-    run: Callable[[jaxprs.ClosedJaxpr, list[Any]], list[Any]],
-    domain: Any,
-) -> Sequence[Any] | None:
-    """Evaluate an equation by evaluating its bodies; ``None`` if it is not in the table.
-
-    Args:
-      eqn: an equation.
-      operands: of any one kind: arrays, or facts about arrays.
-      run: evaluates a body: ``run(program, inputs)``, its results.
-      domain: what branches and loops mean for values of this kind; bodies are functions of them:
-        ``choose(index, branches, operands)``; ``scan(eqn, body, carry, xs)``, whose body takes the
-        carry and one slice of ``xs``; ``loop(test, body, carry)``.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name in THROUGH:
-        return run(body_of(eqn), operands)
-    body = lambda program, *first: lambda *rest: run(program, [*first, *rest])  # noqa: E731
-    if name == "cond":
-        index, *rest = operands
-        return domain.choose(index, [body(branch) for branch in params["branches"]], rest)
-    if name == "scan":
-        consts, carry, xs = scan_operands(eqn, operands)
-        return domain.scan(eqn, body(params["jaxpr"], *consts), carry, xs)
-    if name == "while":
-        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        test = body(params["cond_jaxpr"], *operands[:first])
-        turn = body(params["body_jaxpr"], *operands[first:second])
-        return domain.loop(test, turn, operands[second:])
-    return None
-
-
 def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
-    """The program that one of ``THROUGH`` calls: it takes its operands and gives its results."""
+    """Return the body of an equation in ``THROUGH``."""
     for found in eqn.params.values():
         if isinstance(found, (jaxprs.ClosedJaxpr, jaxprs.Jaxpr)):
             closed = isinstance(found, jaxprs.ClosedJaxpr)
@@ -93,7 +56,7 @@ def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
                 return body
     what, allowed = f"the parameters of {eqn.primitive.name}", "one program of its operands"
     got, danger = sorted(eqn.params), "What it computes would be missed."
-    raise proof.unreadable(what, allowed, got, danger)
+    raise jaxprs.unreadable(what, allowed, got, danger)
 
 
 def scan_operands(
@@ -110,40 +73,37 @@ def scan_operands(
     if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) != len(given):
         allowed = "num_consts and num_carry, or ft_in"
         danger = "Constants would be taken for what is carried."
-        raise proof.unreadable("the parameters of scan", allowed, sorted(params), danger)
+        raise jaxprs.unreadable("the parameters of scan", allowed, sorted(params), danger)
     consts, carry, _ = sizes
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
 
 
-def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
-    """All programs inside an equation: what it calls, its branches, the parts of a loop."""
-    held: Any = jax.tree.leaves(list(eqn.params.values()))
-    found = [x.jaxpr if isinstance(x, jaxprs.ClosedJaxpr) else x for x in held]
-    return [x for x in found if isinstance(x, jaxprs.Jaxpr)]
+def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
+    """Return the programs inside each equation: a called one, branches, the parts of a loop."""
+    kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
+    held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
+    found = [[x for x in leaves if isinstance(x, kinds)] for leaves in held]
+    return [[x.jaxpr if isinstance(x, kinds[1]) else x for x in programs] for programs in found]
 
 
 def equations(
-    jaxpr: jaxprs.Jaxpr, context: Any = None, enter: Enter | None = None
+    program: jaxprs.Jaxpr | Sequence[jaxprs.JaxprEqn],
+    context: Any = None,
+    enter: Enter | None = None,
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """All equations of a program in its order, an equation before those of its bodies.
+    """Yield all equations of a program in its order, an equation before those of its bodies.
 
     Args:
-      jaxpr: a program.
-      context: comes with each of its equations.
-      enter: ``enter(eqn, context)``, the context of each of its bodies; ``None`` for the same.
+      program: a program, or some equations.
+      context: the context that is yielded with each of its equations.
+      enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps it.
     """
-    for eqn in jaxpr.eqns:
-        yield from within(eqn, context, enter)
-
-
-def within(
-    eqn: jaxprs.JaxprEqn, context: Any = None, enter: Enter | None = None
-) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """An equation and all in its bodies; see ``equations``."""
-    yield eqn, context
-    inside = itertools.repeat(context) if enter is None else enter(eqn, context)
-    for body, inner in zip(bodies(eqn), inside, strict=False):
-        yield from equations(body, inner, enter)
+    eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
+    for eqn, programs in zip(eqns, bodies(eqns), strict=True):
+        yield eqn, context
+        inside = itertools.repeat(context) if enter is None else enter(eqn, context)
+        for body, inner in zip(programs, inside, strict=False):
+            yield from equations(body, inner, enter)
 
 
 def evaluate(
@@ -153,14 +113,14 @@ def evaluate(
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
     inline: Sequence[str] = (),
 ) -> list[Any]:
-    """The results of a program, equation by equation.
+    """Return the results of a program, equation by equation.
 
     Args:
       program: a traced program.
-      args: of its inputs, arrays or whatever stands for them.
-      rule: ``rule(eqn, operands)``, the results of an equation. ``replay`` is JAX's own.
-      constant: ``constant(value, aval)``, what stands for a constant.
-      inline: names of ``THROUGH`` whose bodies take the place of their equations.
+      args: its inputs, arrays or values that stand for arrays.
+      rule: ``rule(eqn, operands)`` returns the results of an equation; ``replay`` is JAX's own.
+      constant: ``constant(value, aval)`` returns the value that stands for a constant.
+      inline: names in ``THROUGH`` whose bodies replace their equations.
     """
     jaxpr, avals = program.jaxpr, [var.aval for var in program.jaxpr.constvars]
     consts = map(constant, program.consts, avals)
@@ -182,9 +142,9 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation, by JAX's own evaluation: names, contexts and all."""
+    """Return the results of an equation by JAX's own evaluation, with its names and contexts."""
     name = jaxprs.gensym()
-    # Literals become inputs too, as the caller may pass another value for them.
+    # Literals become inputs too, because the caller may pass another value.
     given: Any = [name(atom.aval) for atom in eqn.invars]
     return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
 
@@ -192,7 +152,7 @@ def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def excerpt(
     inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]
 ) -> jaxprs.ClosedJaxpr:
-    """A program made of some of a program's equations."""
+    """Make a program of some equations of a program."""
     empty = _nothing()
     debug_info = empty.debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
@@ -204,9 +164,9 @@ def excerpt(
 
 @functools.cache
 def _nothing() -> Any:
-    """An empty program, used as a template.
+    """Make an empty program, a template for ``replace``.
 
-    ``replace`` works whatever arguments the class takes in this version of JAX.
+    The arguments of the class differ between versions of JAX; ``replace`` works in all.
     """
     return jax.make_jaxpr(lambda: ())().jaxpr
 
@@ -220,69 +180,65 @@ def flow(
     *,
     once: bool = False,
 ) -> list[Fact]:
-    """What is known of the results of a program, by what is known of its inputs.
+    """Return facts about the results of a program, from facts about its inputs.
 
     Args:
       program: a traced program.
       inputs: a fact for each of its inputs.
-      transfer: ``transfer(eqn, facts)``, what is known of the results of an equation that has no
-        body, or one that the table does not know: of that it must expect the worst.
-      join: what is known of a value that is one of several, or is decided by them.
-      nothing: what is known of constants.
+      transfer: ``transfer(eqn, facts)`` returns facts about the results of an equation without a
+        body, or with an unknown body: then it must assume the worst.
+      join: the fact about a value that is one of several, or is decided by them.
+      nothing: the fact about constants.
       once: run each loop body once, without a fixed point, and ignore branch indices and loop
-        conditions. Otherwise a loop ends only if chains of ever larger facts are finite.
+        conditions. Otherwise a loop ends only if ascending chains of facts are finite.
     """
-    lattice = _Lattice(join, once)
 
     def run(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
         return evaluate(body, facts, rule, lambda value, aval: nothing)
 
-    def rule(eqn: jaxprs.JaxprEqn, facts: list[Fact]) -> Sequence[Fact]:
-        found = opened(eqn, facts, run, lattice)
-        return transfer(eqn, facts) if found is None else found
-
-    return run(program, inputs)
-
-
-class _Lattice:
-    """How facts pass through branches and loops."""
-
-    def __init__(self, join: Callable[[Sequence[Any]], Any], once: bool):
-        self._join = join
-        self._once = once
-
-    def choose(self, index: Any, branches: Any, operands: list[Any]) -> list[Any]:
-        deciding = [] if self._once else [index]
-        found = [branch(*operands) for branch in branches]
-        return [self._join([*deciding, *each]) for each in zip(*found, strict=True)]
-
-    def scan(self, eqn: Any, body: Any, carry: list[Any], xs: list[Any]) -> list[Any]:
+    def looped(turn: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
         while True:
-            found = body(*carry, *xs)
-            if self._once:
+            found = turn(carry)
+            if once:
                 return found
-            grown = [self._join(pair) for pair in zip(carry, found, strict=False)]
+            grown = [join(pair) for pair in zip(carry, found, strict=False)]
             if grown == carry:
                 return [*carry, *found[len(carry) :]]
             carry = grown
 
-    def loop(self, test: Any, body: Any, carry: list[Any]) -> list[Any]:
-        carry = self.scan(None, body, carry, [])
-        deciding = [] if self._once else test(*carry)
-        return [self._join([*deciding, x]) for x in carry]
+    def rule(eqn: jaxprs.JaxprEqn, facts: list[Fact]) -> Sequence[Fact]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in THROUGH:
+            return run(body_of(eqn), facts)
+        if name == "cond":
+            results = [run(branch, facts[1:]) for branch in params["branches"]]
+            deciding = [] if once else facts[:1]
+            return [join([*deciding, *each]) for each in zip(*results, strict=True)]
+        if name == "scan":
+            consts, carry, xs = scan_operands(eqn, facts)
+            return looped(lambda carry: run(params["jaxpr"], [*consts, *carry, *xs]), carry)
+        if name == "while":
+            first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            consts, body = facts[first:second], params["body_jaxpr"]
+            carry = looped(lambda carry: run(body, [*consts, *carry]), facts[second:])
+            deciding = [] if once else run(params["cond_jaxpr"], [*facts[:first], *carry])
+            return [join([*deciding, x]) for x in carry]
+        return transfer(eqn, facts)
+
+    return run(program, inputs)
 
 
 def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
-    """Carry how much is wanted of the results of a program back to what they are computed from.
+    """Carry levels of the results of a program back to the operands of its equations.
 
-    Bodies are not entered: an equation that has one is judged as a whole, by ``transfer``. Of a
-    value that has several consumers the most is wanted.
+    Bodies are not entered: ``transfer`` judges an equation with a body as a whole. The level of a
+    value with several consumers is the highest of theirs.
 
     Args:
       jaxpr: a program.
-      wanted: a number for each of its results, ``NEVER`` of what none wants.
-      transfer: ``transfer(eqn, most)``, what is wanted of every operand of an equation, given the
-        most that is wanted of its results. Called once for each equation, the last first.
+      wanted: a level for each of its results; ``NEVER`` if it is not used.
+      transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
+        highest level of its results. It is called once for each equation, the last one first.
     """
     known: dict[Any, int] = {}
 
@@ -299,15 +255,15 @@ def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, 
 
 
 def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:
-    """A program, or a parameter of an equation that holds some, with equations replaced in place.
+    """Replace equations in a program, or in a parameter of an equation that holds programs.
 
     Args:
-      value: a program, open or closed, a tuple or list of such, or anything else.
-      rule: the equations that stand for one, or ``None``: its bodies are rewritten.
+      value: a program, open or closed, a tuple or list of programs, or anything else.
+      rule: returns the equations that replace one, or ``None`` to rewrite its bodies.
     """
     if type(value) in (tuple, list):
         return type(value)(rewrite(item, rule) for item in value)
-    # Jaxpr first: from jax 0.11 on the two are one class, whose consts this keeps.
+    # From jax 0.11 on both are one class, and this case keeps its consts.
     if isinstance(value, jaxprs.Jaxpr):
         return value.replace(eqns=[new for eqn in value.eqns for new in _replaced(eqn, rule)])
     if isinstance(value, jaxprs.ClosedJaxpr):
@@ -325,25 +281,24 @@ def _replaced(eqn: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Sequence
 def of_data(
     who: str,
     fn: Callable[[Any, Any, Any], Any],
-    fixed: Any,
+    fixed: PyTree,
     data: tuple[Any, Any],
     allowed: str,
     hint: str,
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
-    """The program of ``fn(fixed, args, kwargs)``, and how many arrays are among its data.
+    """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
 
-    Its inputs are the leaves of ``fixed``, then the arrays of ``data``, which are ``args`` and
-    ``kwargs``. Leaves that are no arrays are passed through unchanged; without any array this
-    raises an error in the name of ``who``.
+    Its inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of ``args`` and
+    ``kwargs``. Leaves that are no arrays are passed unchanged. Data without an array are refused.
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
     if not arrays:
         raise ValueError(checks.message(who, "args", allowed, data, hint))
 
-    def call(fixed: Any, arrays: dict[int, Any]) -> list[jax.Array]:
+    def call(fixed: PyTree, arrays: dict[int, Any]) -> list[jax.Array]:
         given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        # A result may hold what is no array: a name, None, a Python number.
+        # A result may also hold names, None and Python numbers.
         return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
@@ -351,32 +306,32 @@ def of_data(
 
 @functools.cache
 def require_readable() -> None:
-    """Raise unless this JAX writes calls, loops and branches as the table has them."""
-    with proof.apart() as mesh:
+    """Raise unless this JAX writes calls, loops and branches as in the table."""
+    with jaxprs.apart() as mesh:
         x = jax.ShapeDtypeStruct((2,), "float32")
         traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(x)
     unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
     noted = lambda eqn, found: [unite([*found, [eqn.primitive.name]])] * len(eqn.outvars)  # noqa: E731
     found = flow(traced, [frozenset()], noted, unite, frozenset())
-    # An equation that is not in the table is handed out whole, and its sine is not seen.
+    # The rule gets an equation that is not in the table as a whole, and sees no sine.
     for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
         if "sin" not in met:
             danger = "What it computes would be missed."
-            raise proof.unreadable(f"the name of {kind}", "in the table", sorted(met), danger)
+            raise jaxprs.unreadable(f"the name of {kind}", "in the table", sorted(met), danger)
     inside = [eqn.primitive.name for eqn, _ in equations(traced.jaxpr)].count("sin")
     if inside != len(types):
         allowed = f"{len(types)}, one for each kind of equation"
         danger = "What they compute would be missed."
-        raise proof.unreadable("the programs inside equations", allowed, inside, danger)
+        raise jaxprs.unreadable("the programs inside equations", allowed, inside, danger)
     scanned: Any = next(x for x, _ in equations(traced.jaxpr) if x.primitive.name == "scan")
     parts = scan_operands(scanned, [x.aval.shape for x in scanned.invars])
     if parts != ([(2,)], [()], [(3,)]):
         danger = "Constants would be taken for what is carried."
-        raise proof.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
+        raise jaxprs.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
 
 
-def _all_kinds(mesh: Any) -> Callable[[jax.Array], dict[str, Any]]:
-    """A function with one equation of each kind, and a sine in the body of each."""
+def _all_kinds(mesh: jax.sharding.AbstractMesh) -> Callable[[jax.Array], dict[str, Any]]:
+    """Make a function with one equation of each kind, and a sine in each body."""
     by_jvp, by_vjp = jax.custom_jvp(lax.sin), jax.custom_vjp(lax.sin)
     by_jvp.defjvp(lambda primals, tangents: (lax.sin(*primals), *tangents))
     by_vjp.defvjp(lambda x: (lax.sin(x), None), lambda _, cotangent: (cotangent,))

@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's classes of traced programs, loaded when first asked for.
+"""JAX's classes of traced programs, and a proof at first use that they are read correctly.
 
-``jax.extend`` loads Pallas with them, a third of what ``import boostax`` took. Write
-``jaxprs.Literal``, and ``from __future__ import annotations`` where a signature names one.
+``jax.extend`` loads Pallas with the classes, which took a third of ``import boostax``, so they are
+loaded on first use. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
+signature names a class.
+
+JAX may change how it writes types and traced programs. A reader that looks for an old name then
+sees nothing, and a guard that sees nothing accepts everything. So each reader first traces a small
+program whose answer is known, and raises if it reads another answer. Nothing is compiled, and
+nothing is added to the program that is being traced.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -22,3 +33,31 @@ def __getattr__(name: str) -> Any:
 
     globals()[name] = value = getattr(core, name)
     return value
+
+
+# The axis of the mesh of a proof; no function of a user is mapped over it.
+AXIS = "boostax_proof"
+
+
+@contextmanager
+def apart() -> Generator[AbstractMesh]:
+    """Yield a mesh of two devices that need not exist, in any context of the caller."""
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    # shard_map refuses a second mesh, and under disable_jit a trace has no calls.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.disable_jit(False):
+        yield mesh
+
+
+def unreadable(subject: str, allowed: str, got: object, danger: str) -> RuntimeError:
+    """Return the error for types or programs of JAX that cannot be read.
+
+    Args:
+      subject: the thing that is read.
+      allowed: what it must be.
+      got: what was read.
+      danger: what would go wrong unnoticed.
+    """
+    return RuntimeError(
+        f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "
+        "In a checkout, pip install -c constraints.txt . takes versions that were tested together."
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load names of a package on first use, and answer for names that it does not have."""
+"""Late loading of the names of a package, and errors for names that it does not have."""
 
 import importlib
 import sys
@@ -13,9 +13,9 @@ def late(
     """Return the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-      package: its name.
-      names: maps each name to the module that has it; to ``""`` where it is a package inside.
-      apart: packages inside this one that need others installed: loaded, but not listed.
+      package: the package's name.
+      names: the module of each name; ``""`` for a package inside.
+      apart: packages inside that need others installed: they are loaded, but not listed.
     """
     names = names or {}
 
@@ -36,12 +36,12 @@ def late(
 
 
 def missing(package: str, name: str) -> str:
-    """Return the message for a name that a package does not have.
+    """Return the error's text for a name that a package does not have.
 
-    ``names.toml`` has a sentence for each name that is gone, moved or foreign.
+    ``names.toml`` has a sentence for each name that is gone, has moved, or belongs elsewhere.
     """
     text = f"module {package!r} has no attribute {name!r}"
-    if name.startswith("__"):  # Python asks every module for such names.
+    if name.startswith("__"):  # Python itself asks modules for such names.
         return text
     said = told(f"{package}.{name}")
     return f"{text}. {said}" if said else text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How libraries of layers lay out their kernels: which dimensions are inputs, by one table."""
+"""The layouts of kernels in libraries of layers: which dimensions are inputs, by one table."""
 
 import dataclasses
 import functools
@@ -7,7 +7,6 @@ import re
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.tree_util import GetAttrKey
 
 from boostax._core import checks, trees
 
@@ -17,14 +16,14 @@ LayoutName = Literal["linen", "nnx", "equinox", "haiku", "torch"]
 
 
 class Layout(NamedTuple):
-    """The shapes of a library's kernels, and what the names of its params say.
+    """The shapes of a library's kernels, and the names of its params.
 
     Attributes:
       outputs: the dimension of a kernel's output units, the first or the last.
       transposed: the same in modules named after transposed convolutions.
-      kernels: what the name of a kernel contains.
-      vectors: names of leaves without inputs, beside what ends with ``bias`` or ``scale``.
-      tables: what the name of a module contains whose matrix is a table of rows to look up.
+      kernels: a part of every kernel's name.
+      vectors: names of leaves without inputs, besides those that end with ``bias`` or ``scale``.
+      tables: parts of the names of modules whose matrix is a table of rows to look up.
     """
 
     outputs: int = -1
@@ -42,22 +41,23 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "haiku": Layout(-1, -2, vectors=("b", "offset")),
     "torch": Layout(0, 1, "weight", tables=("emb", "wte", "wpe")),
 }
-# Flax splits the outputs of these into heads: (in, heads, head_dim).
+# Flax splits the outputs of these kernels into heads: (in, heads, head_dim).
 _PROJECTION = re.compile("(.*/)?(query|key|value)/kernel")
-# Equinox's modules with kernels; those of convolutions have dimensions of space besides.
+# The modules of Equinox with kernels; kernels of convolutions also have spatial dimensions.
 _EQUINOX_KERNELS = {"Linear", "Conv", "ConvTranspose", "GRUCell", "LSTMCell"}
 _EITHER = re.compile("(.*_)?weight(_.*)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Which leaves of a tree are kernels, and which of their dimensions are inputs.
+    """The kernels among the leaves of a tree, and the dimensions of their inputs.
 
     Attributes:
-      who: on whose behalf to raise.
-      name: of the layout. ``None`` reads the modules of ``equinox.nn`` by their classes and all
-        else as Flax's and Haiku's, and refuses a ``weight``, which may have its outputs first.
-      tree: the params, or what has their structure.
+      who: the name of the transformation, for errors.
+      name: the name of the layout. ``None`` reads the modules of ``equinox.nn`` by their classes,
+        reads all others as Flax and Haiku write them, and refuses a ``weight``, whose outputs may
+        be its first dimension.
+      tree: the params, or a tree of their structure.
     """
 
     who: str
@@ -66,26 +66,26 @@ class Kernels:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The row of the table."""
+        """The layout of the tree, a row of the table."""
         modules = self.name is None and trees.find(self.tree, lambda x: bool(_classes(x)))
         return LAYOUTS["equinox" if modules else self.name or "linen"]
 
     def is_vector(self, path: Path, ndim: int) -> bool:
-        """Whether a leaf has no inputs: a bias, a scale, what a norm multiplies with."""
+        """Return whether a leaf has no inputs, such as a bias, a scale, the leaf of a norm."""
         leaf, classes = _parts(path)[-1], _classes(self._module(path), "nn.")
         named = leaf.endswith(("bias", "scale")) or leaf in self.layout.vectors
         norm = bool(classes) and classes.isdisjoint({*_EQUINOX_KERNELS, "Embedding"})
         return ndim < 2 or named or norm
 
     def inputs(self, path: Path, ndim: int, lead: int = 0) -> tuple[int, ...]:
-        """Return the dimensions of inputs behind ``lead`` of layers; none for other leaves.
+        """Return the dimensions of the inputs, the channels last; none if a leaf is no kernel.
 
-        The input channels stand last.
+        The first ``lead`` dimensions are of stacked layers.
         """
         *modules, leaf = _parts(path)
         row, holder = self.layout, self._module(path)
         if classes := _classes(holder, "nn."):
-            # Equinox stacks layers by mapping over their making: what is before its own is theirs.
+            # In Equinox stacked layers are made by vmap, which adds leading dimensions.
             lead = ndim - 2 - getattr(holder, "num_spatial_dims", 0)
             table = classes.isdisjoint(_EQUINOX_KERNELS)
         else:
@@ -111,7 +111,7 @@ class Kernels:
         return dims if self.layout.outputs else (*dims[1:], *dims[:1])
 
     def _module(self, path: Path) -> Any:
-        """Return the module that holds a leaf, in a tree of Equinox's modules."""
+        """Return the module that holds a leaf, in a tree of modules of Equinox."""
         if self.layout is not LAYOUTS["equinox"]:
             return None
         node = self.tree
@@ -122,22 +122,21 @@ class Kernels:
 
 
 def named(who: str, name: LayoutName | None) -> Layout:
-    """Return the row of that name; without one Flax's."""
+    """Return the layout of a name; Flax's for ``None``."""
     if name is not None:
         checks.choice(who, "layout", name, tuple(LAYOUTS), "None reads kernels as Flax's.")
     return LAYOUTS[name or "linen"]
 
 
-def _classes(node: Any, within: str = "") -> set[str]:
-    """Return the names of a module's classes in Equinox, which need not be installed."""
+def _classes(node: object, within: str = "") -> set[str]:
+    """Return the names of a module's classes in Equinox, without importing it."""
     prefix = f"equinox.{within}"
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(prefix)}
 
 
 def _parts(path: Path) -> list[str]:
-    """Return the components of a path, without ``value`` of NNX variables and partitioned params.
+    """Return the components of a path, without the ``value`` of NNX variables and Flax's boxes.
 
-    Haiku's modules have slashes in their names, and a state dict of PyTorch's has dots.
+    Modules of Haiku have slashes in their names, and state dicts of PyTorch have dots.
     """
-    keys = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
-    return re.split("[/.]", trees.path_name(keys))
+    return re.split("[/.]", "/".join(trees.plain_path(path)))

@@ -9,8 +9,8 @@ and :math:`E|\bar g|^2 = |G|^2 + \operatorname{tr} S / n`, so
   \operatorname{tr} S \approx \frac{n}{n-1} \left(|g|^2 - |\bar g|^2\right), \qquad
   |G|^2 \approx \frac{n |\bar g|^2 - |g|^2}{n-1}
 
-are without bias. Their ratio is not: each is averaged over steps before it is taken (McCandlish et
-al., An Empirical Model of Large-Batch Training, https://arxiv.org/abs/1812.06162, 2018, appendix
+are without bias. Their ratio is not, so each is averaged over steps before the division (McCandlish
+et al., An Empirical Model of Large-Batch Training, https://arxiv.org/abs/1812.06162, 2018, appendix
 A).
 """
 
@@ -26,12 +26,12 @@ PyTree = Any
 
 
 class NoiseScaleState(NamedTuple):
-    """Running means of what the noise scale is the ratio of.
+    """The running means whose ratio is the noise scale.
 
     Attributes:
-      gradient: f32, of the estimates of the squared norm of the true gradient, times ``weight``.
-      noise: f32, of those of the trace of a small batch's gradient covariance, times ``weight``.
-      weight: f32, how much of a mean the two are: ``1 - noise**steps``.
+      gradient: f32, estimates of the squared norm of the true gradient, times ``weight``.
+      noise: f32, estimates of the trace of a small batch's gradient covariance, times ``weight``.
+      weight: f32, the sum of the weights in both means: ``1 - noise**steps``.
     """
 
     gradient: jax.Array
@@ -40,42 +40,46 @@ class NoiseScaleState(NamedTuple):
     holds = Holds(("gradient", "noise", "weight"))
 
     def scale(self) -> jax.Array:
-        """The noise scale in small batches.
+        """Return the noise scale in small batches.
 
-        NaN before the first estimate; infinite where noise hides the gradient, so that the estimate
-        of its square is not positive.
+        It is NaN before the first estimate, and infinite where noise hides the gradient, so that
+        the estimate of the squared norm is not positive.
         """
         ratio = jnp.maximum(self.noise, 0) / self.gradient
         ratio = jnp.where(self.gradient > 0, ratio, jnp.inf)
         return jnp.where(self.weight > 0, ratio, jnp.nan).astype(jnp.float32)
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         square, noise = self.gradient / self.weight, self.noise / self.weight
         return {"noise_scale": self.scale(), "gradient_square": square, "gradient_noise": noise}
 
 
 def fresh() -> NoiseScaleState:
-    """Before the first estimate."""
+    """Make the state before the first estimate."""
     return NoiseScaleState(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
 
 def found(state: PyTree) -> list[NoiseScaleState]:
-    """The noise scales in a state, outermost first."""
+    """Return the noise scales in a state, outermost first."""
     return trees.find(state, lambda node: isinstance(node, NoiseScaleState))
 
 
 def observe(
-    state: NoiseScaleState, small: jax.Array, large: jax.Array, n: jax.Array, decay: Any
+    state: NoiseScaleState,
+    small: jax.Array,
+    large: jax.Array,
+    n: jax.Array,
+    decay: float,
 ) -> NoiseScaleState:
-    """The running means with one step more; as they are where it shows nothing.
+    """Add the estimates of one step to the running means.
 
     Args:
-      state: the old ones.
-      small: squared norm of the gradient of a small batch, a mean over some.
-      large: squared norm of the mean of ``n`` of them.
-      n: f32; a step shows nothing where it is 1, or a norm not finite.
-      decay: of the running means.
+      state: the old means. They stay where ``n`` is 1 or a norm is not finite.
+      small: squared norm of the gradient of a small batch, averaged over the small batches.
+      large: squared norm of the mean of ``n`` such gradients.
+      n: f32, the number of small batches.
+      decay: the decay of the running means.
     """
     estimates = (n * large - small) / (n - 1), (small - large) * n / (n - 1), jnp.float32(1)
     shown = (n > 1) & jnp.isfinite(small) & jnp.isfinite(large)
@@ -85,9 +89,10 @@ def observe(
 
 
 def square_norm(tree: PyTree, names: tuple[str, ...] = ()) -> jax.Array:
-    """The squared norm of dense gradients in f32, of each replica's over ``names``.
+    """Return the squared norm of each replica's gradients in f32; replicas lie along ``names``.
 
-    Shards are added up: one sum of 4 bytes for each set of axes that leaves are sharded over.
+    The norms of shards are added up: one sum of 4 bytes for each set of axes that leaves are
+    sharded over.
     """
 
     def square(x: jax.Array) -> jax.Array:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where arrays live on a mesh, and how what is written for one replica runs on global arrays.
+"""The placement of arrays on a mesh, and code for one replica on global arrays.
 
-In plain ``jit`` the gradients that are local to a replica are a ``PerReplica`` of stacked arrays,
+In plain ``jit`` the local gradients of all replicas are a ``PerReplica`` of stacked arrays,
 ``[n, ...]``, sharded over the replica axes. ``Placement.each`` maps code for one replica over that
-dimension by ``jax.vmap``: what differs per replica is batched, everything else is an ordinary
+dimension by ``jax.vmap``: a value that differs per replica is batched, any other is an ordinary
 global array, however XLA shards it. A sum over the replicas becomes a sum over the first dimension,
-which XLA makes an all-reduce or a reduce-scatter; a predicate that was agreed on is not batched, so
-a branch stays a branch. What exchanges more than sums leaves the mapping again and sees the shards
-of each device (``on_shards``).
+which XLA makes an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
+batched, so a branch stays a branch. A reduction that sends more than sums leaves the mapping and
+runs on the shards of each device (``on_shards``).
+
+The placement within ``Placement.each`` is a context variable, ``_HERE``: ``jax.vmap`` passes arrays
+alone to the code that it maps, and that code calls other people's transformations.
 """
 
 import contextlib
@@ -15,16 +18,18 @@ import contextvars
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.axes import Groups, in_group
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
 
@@ -34,14 +39,22 @@ Path = tuple[Any, ...]
 _HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
 
 
+def _here() -> "Placement | None":
+    """Return the placement around the code that runs.
+
+    A closure that is pickled by value may not read the variable itself, which has no pickle.
+    """
+    return _HERE.get()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """A mesh, its replica axes, and how the params are sharded over the others.
 
     Attributes:
-      mesh: all its devices.
+      mesh: the mesh.
       names: the replica axes, over which the batch is split.
-      specs: of each param by its plain path.
+      specs: the spec of each param, by its plain path.
       own: whether each replica has params of its own.
     """
 
@@ -52,34 +65,34 @@ class Placement:
 
     @property
     def replicas(self) -> int:
-        """Their number."""
+        """The number of replicas."""
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     @functools.cached_property
     def auto_mesh(self) -> Mesh:
-        """The same devices with all sharding left to XLA."""
+        """The same mesh with axes of type Auto, so that XLA shards all arrays."""
         kinds = (AxisType.Auto,) * len(self.mesh.axis_names)
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
 
     def each(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        """``fn`` for every replica at once, with the replica axes as named axes.
+        """Call ``fn`` for all replicas at once, with the replica axes as named axes.
 
         Args:
-          fn: sees every ``PerReplica`` in its arguments as one replica has it, all else whole, and
-            marks what of its result differs from replica to replica in the same way.
+          fn: a function whose arguments have in each ``PerReplica`` the arrays of one replica, and
+            whose result has a ``PerReplica`` around all arrays that differ per replica.
           *args: global arrays.
 
         Returns:
-          The result, its ``PerReplica`` stacked.
+          The result, with stacked arrays in each ``PerReplica``.
 
         Raises:
-          ValueError: what is not marked differs from replica to replica.
+          ValueError: an array outside a ``PerReplica`` differs per replica.
         """
         stacked, shared, tree = _apart(args)
         found: list[Any] = []
 
         def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-            with _at(self):
+            with _at(self), axes.saying(self.names):
                 local, common, result = _apart(fn(*_joined(stacked, shared, tree)))
             _require_common(common)
             found.append(result)
@@ -94,11 +107,11 @@ class Placement:
         return _joined(jax.tree.map(merged, local), common, found[-1])
 
     def spec(self, path: Path) -> PartitionSpec | None:
-        """Of the param at a path; ``None`` if there is none."""
+        """Return the spec of the param at a path; ``None`` if there is no such param."""
         return self.specs.get(trees.plain_path(path))
 
     def shards(self, path: Path, who: str) -> PartitionSpec:
-        """How the gradient of a param is sharded within a replica."""
+        """Return the spec of the gradient of a param within a replica."""
         if len(self.names) == len(self.mesh.axis_names):
             return PartitionSpec()
         spec = self.spec(path)
@@ -111,28 +124,27 @@ class Placement:
         return without(spec, self.names)
 
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
-        """``fn`` on arrays whose sharding is XLA's, with results that are sharded as said.
+        """Return ``fn`` on arrays that XLA shards, with results of these specs.
 
-        On an Explicit mesh code that knows nothing of shardings does not pass JAX's typing.
+        On an Explicit mesh JAX does not type code that knows nothing of shardings.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
-            here = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
-            put = lambda spec, x: lax.with_sharding_constraint(x, here(spec))  # noqa: E731
-            return lambda *args: _map_specs(put, specs, fn(*args))
+            # The specs are a prefix of the results.
+            return lambda *args: lax.with_sharding_constraint(fn(*args), self.shardings(specs))
         return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
 
     def shardings(self, specs: PyTree) -> PyTree:
-        """Of arrays with these specs."""
-        return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
+        """Return the shardings of arrays with these specs."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
 def settled(params: PyTree) -> PyTree:
-    """New params where the old ones are, said where they are computed.
+    """Place new params where the old ones are, in the branch that computes them.
 
-    In a branch, so that what an optimizer's sharded state has cut is gathered by a step that moves
-    the params, and by no other.
+    Params that are sharded like an optimizer's state are then gathered by a step that moves them,
+    and by no other.
     """
-    here = _HERE.get()
+    here = _here()
     if here is None:
         return params
 
@@ -146,34 +158,50 @@ def settled(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(settle, params)
 
 
-def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
-    """Refuse to add up over the replicas what is equal on all of them, where that can be seen.
+def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
+    """Return gradients; refuse those that are equal on all replicas, where the mapping shows it.
 
-    Some leaves may be: zeros in the place of gradients.
+    Some leaves may be equal, such as zeros for frozen params.
     """
-    here, leaves = _HERE.get(), jax.tree.leaves(grads)
-    if here and set(names) == set(here.names) and leaves and not any(map(_differs, leaves)):
-        raise ValueError(
-            f"{who}: gradients must be local to each replica, got some that are already equal over "
-            f"{', '.join(names)}. Leave out what reduces them before."
-        )
+    here = _here()
+    if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
+        return grads
+
+    @custom_vmap
+    def look(mark: jax.Array, grads: PyTree) -> PyTree:
+        return grads
+
+    @look.def_vmap
+    def rule(size: int, batched: Any, mark: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
+        if not any(jax.tree.leaves(batched[1])):
+            raise ValueError(
+                f"{who}: gradients must be local to each replica, got some that are already equal "
+                f"over {', '.join(names)}. Leave out what reduces them before."
+            )
+        return grads, batched[1]
+
+    for name in names:
+        # The index differs per replica, so the rule is called: within the branch of a gate, which
+        # is traced first, when that trace is mapped.
+        grads = look(lax.axis_index(name), grads)
+    return grads
 
 
 def on_shards(
     who: str, names: tuple[str, ...], update: Callable[..., tuple[PyTree, PyTree]]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """A reduction's ``update`` that runs on the shards of every device.
+    """Make the ``update`` of a reduction that runs on the shards of every device.
 
-    In a named-axis region it is ``update`` itself. Within ``Placement.each`` it leaves the mapping,
-    as ``jax.shard_map`` over all axes of the mesh: nothing is gathered, and what it sends are
-    shards. Its updates have the types of the gradients, its state the types of the old one.
+    In a function that is mapped over named axes it is ``update`` itself. Within ``Placement.each``
+    it leaves the mapping, by a ``jax.shard_map`` over all axes of the mesh: shards are sent, and
+    nothing is gathered. Updates have the types of the gradients, and the state keeps its types.
     """
 
     @functools.wraps(update)
     def placed(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
-        here = _HERE.get()
+        here = _here()
         if here is None:
             return update(updates, state, params, **extra)
         hint = "One reduction serves all of them; adasum has within= for two levels."
@@ -194,14 +222,14 @@ def on_shards(
 
         def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             grads, own = jax.tree.map(lambda x: x[0], local)
-            # XLA would add up in the stacked shape what a replica computes in the leaf's own, and
-            # on a TPU no longer fuse the two.
-            own = lax.optimization_barrier(own)
+            # Without the barrier XLA adds in the stacked shape arrays that are computed in the
+            # leaf's shape, and on a TPU does not fuse the two.
+            own = jax.tree.map(lax.optimization_barrier, own)
             means, own, shared = named((grads, own, ()), shared)
             return means, jax.tree.map(lambda x: x[None], own), shared
 
         lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
-        taken = (_map_specs(lead, specs), own_specs), shared_specs
+        taken = (jax.tree.map(lead, specs), own_specs), shared_specs
         handed = specs, own_specs, shared_specs
         island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
 
@@ -212,7 +240,7 @@ def on_shards(
             sizes = [here.mesh.shape[name] for name in here.names]
             return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared
 
-        # What differs over every axis, so that each hands over its stacked arguments in turn.
+        # Each vmap hands its stacked arguments on only if one of them differs over its axis.
         marks = [lax.axis_index(name) for name in here.names]
         run = _lifted(list(reversed(here.names)), named, stacked, who)
         means, own, shared = run((updates, own, marks), shared)
@@ -222,11 +250,11 @@ def on_shards(
 
 
 def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
-    """The mean over this replica's group, a run of neighbours, under ``jax.vmap``.
+    """Average over this replica's group of neighbours, under ``jax.vmap``.
 
-    On global arrays a sum over a dimension that XLA shards, as all sums are there.
+    On global arrays it is a sum over a dimension that XLA shards, as all sums are there.
     """
-    if _HERE.get() is None:
+    if _here() is None:
         return in_group(x, groups).mean(0)
 
     def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -243,9 +271,9 @@ Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
 def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
-    """``stacked`` of what all replicas have, called where each has its own.
+    """Return a function of one replica's arrays that calls ``stacked`` with those of all replicas.
 
-    Every ``jax.vmap``, the innermost first, hands its stacked arguments to the rule.
+    Each ``jax.vmap``, the innermost first, passes its stacked arguments to the rule.
     """
     if not names:
         return stacked
@@ -278,10 +306,6 @@ def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     return call
 
 
-def _map_specs(fn: Callable[..., Any], specs: PyTree, *others: PyTree) -> PyTree:
-    return jax.tree.map(fn, specs, *others, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 @contextlib.contextmanager
 def _at(placement: Placement | None) -> Generator[None]:
     token = _HERE.set(placement)
@@ -292,14 +316,10 @@ def _at(placement: Placement | None) -> Generator[None]:
 
 
 def _apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:
-    """What every ``PerReplica`` holds, all other leaves, and how they belong together."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_marked)
+    """Split a tree into the contents of each ``PerReplica``, all other leaves, and a structure."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
     own = [x.local if is_per_replica(x) else None for x in leaves]
     return own, [None if is_per_replica(x) else x for x in leaves], structure
-
-
-def _marked(node: Any) -> bool:
-    return is_per_replica(node) or isinstance(node, PartitionSpec)
 
 
 def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
@@ -308,9 +328,10 @@ def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
 
 
 def _require_common(shared: list[PyTree]) -> None:
-    """Refuse what differs from replica to replica and does not say so."""
-    for x in jax.tree.leaves(shared):
-        if _differs(x):
+    """Refuse arrays that differ per replica outside a ``PerReplica``."""
+    leaves = jax.tree.leaves(shared)
+    for x, differs in zip(leaves, _differing(leaves), strict=True):
+        if differs:
             raise ValueError(
                 "on_mesh: params and updates must be the same on all replicas, got some that "
                 f"differ (shape {x.shape}). Put a reduction, such as boostax.all_reduce, first in "
@@ -319,19 +340,90 @@ def _require_common(shared: list[PyTree]) -> None:
             )
 
 
-def _differs(x: Any) -> bool:
-    """Whether a value is batched where it stands."""
-    seen: list[bool] = []
+def _differing(values: list[Any]) -> list[bool]:
+    """Return for each value whether ``jax.vmap`` maps it where it stands."""
+    seen = [False] * len(values)
 
     @custom_vmap
-    def look(x: jax.Array) -> jax.Array:
-        return x
+    def look(values: list[Any]) -> list[Any]:
+        return values
 
     @look.def_vmap
-    def rule(size: int, batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    def rule(size: int, mapped: Any, values: list[Any]) -> tuple[list[Any], list[bool]]:
         del size
-        seen.append(batched[0])
-        return x, batched[0]
+        seen[:] = map(operator.or_, seen, mapped[0])
+        # A value that this vmap does not map may be mapped by one around it.
+        return look(values), mapped[0]
 
-    look(x)
-    return any(seen)
+    if values:
+        look(values)
+    return seen
+
+
+def place(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Put a tree that is equal in every process on the devices.
+
+    ``jax.device_put`` to devices of several processes first compares every leaf across them. Here
+    each process cuts its part out of its own copy, without communication.
+
+    Args:
+      tree: arrays of the host or of this process's devices, equal in all processes; or arrays that
+        are spread over the processes already.
+      shardings: one for each leaf.
+
+    Returns:
+      The placed tree. Cost: if the devices belong to several processes, a copy through the host of
+      each leaf that is new to the devices.
+    """
+    return jax.tree.map(_put, tree, shardings)
+
+
+def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    """Place a batch of which each process has its rows, in the order of its devices.
+
+    Args:
+      tree: arrays whose first dimension has this process's rows; or placed arrays.
+      sharding: the sharding of the whole batch, over its first dimension.
+
+    Returns:
+      The whole batch, each row on the device it belongs to. Nothing travels.
+    """
+
+    def put(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(put, tree)
+
+
+def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
+    """Return the rows of a batch of ``size`` on this process's devices, ascending."""
+    indices = sharding.addressable_devices_indices_map((size,)).values()
+    rows = [np.arange(size)[index] for index in indices if index is not None]
+    return np.unique(np.concatenate(rows))
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """Copy arrays of this process's devices to NumPy; PRNG keys and spread arrays stay."""
+
+    def fetch(x: Any) -> Any:
+        stays = not x.is_fully_addressable or _is_key(x)
+        return x if stays else np.asarray(x)
+
+    return jax.tree.map(fetch, tree)
+
+
+def _is_key(x: object) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _put(x: Any, sharding: Sharding) -> jax.Array:
+    if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+        return jax.device_put(x, sharding)
+    if _is_key(x):
+        data = _put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    # Each device gets a copy, because CPU devices would share this memory and the state is donated.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))

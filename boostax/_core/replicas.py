@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that differs from replica to replica: its marker, and what follows from it.
+"""State that differs per replica: its marker, its specs, and other numbers of replicas.
 
-``PerReplica``: outside a mapped function the leaves carry a leading dimension of the number of
-replicas, sharded over the replica axis; inside, each replica sees its own slice without it.
+Outside a mapped function the arrays in a ``PerReplica`` have a leading dimension, the number of
+replicas, which is sharded over the replica axis; inside, each replica has its slice without it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,19 +21,19 @@ PyTree = Any
 
 
 class ByBlock(NamedTuple):
-    """Marks the part of a state that has a number for each block of the params' arrays.
+    """A part of a state with one number for each block of the params' arrays.
 
     Attributes:
       scales: a tree like the params.
     """
 
-    scales: Any
+    scales: PyTree
 
 
 class PerReplica(NamedTuple):
-    """Marks the part of an optimizer state that each replica has to itself.
+    """A part of an optimizer state that differs per replica.
 
-    A one-field NamedTuple, so it passes through every Optax wrapper, ``optax.tree_map_params``,
+    It is a NamedTuple, so it passes through every Optax wrapper, ``optax.tree_map_params``,
     donation, Flax's bytes and orbax like any other node.
 
     Example:
@@ -45,21 +45,20 @@ class PerReplica(NamedTuple):
     local: PyTree
 
 
-def is_per_replica(node: Any) -> bool:
-    """A leaf test for ``jax.tree`` functions."""
-    return isinstance(node, PerReplica)
+# ``jax.tree`` functions ask every node, so this is ``isinstance`` without a Python function.
+is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
 
 
 def shares(opt_state: PyTree) -> list[PerReplica]:
-    """The parts of a state that are added up over the replicas, as states say by ``shares``.
+    """Return the per-replica parts that are added up over the replicas; others are averaged.
 
-    All other per-replica parts are averaged.
+    A state names them by a method ``shares()``.
     """
     return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
 
 
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
-    """Refuse a state whose per-replica parts do not lead with this number of replicas."""
+    """Refuse a state whose per-replica parts are for another number of replicas."""
     for name, x in _local_arrays(state):
         if x.shape[:1] != (replicas,):
             raise ValueError(
@@ -71,10 +70,10 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
 
 
 def require_stacked(who: str, state: PyTree) -> None:
-    """Refuse what differs per replica under a sharding that says it is the same everywhere.
+    """Refuse arrays that differ per replica under a sharding that says that they are equal.
 
-    Devices that have arrays of their own under one name (``out_axes=None``, unchecked out_specs)
-    are read as the first of them: what the others hold would be lost.
+    If devices hold different values of one array (``out_axes=None``, unchecked out_specs), JAX
+    reads the first, and the values of the others would be lost.
     """
     for name, x in _local_arrays(state):
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
@@ -92,14 +91,14 @@ def require_stacked(who: str, state: PyTree) -> None:
 
 
 def _local_arrays(state: PyTree) -> Iterator[tuple[str, Any]]:
-    """The arrays that differ per replica, by their paths."""
+    """Yield the arrays that differ per replica, with their paths."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
         for rest, x in jax.tree_util.tree_leaves_with_path(node) if is_per_replica(node) else ():
             yield trees.path_name((*path, *rest)), x
 
 
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
-    """Refuse kept arrays that are not shaped like the gradients: they would broadcast."""
+    """Refuse arrays of a state that are not shaped like the gradients, and would broadcast."""
     hint = (
         "tx.init(params) makes it. What differs per replica leads with the replicas outside of a "
         "mapped function, boostax.states.stack_replicas(state, n), and not inside, "
@@ -110,26 +109,26 @@ def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
 
 
 def owns_params(opt_state: PyTree) -> bool:
-    """Whether each replica has params of its own, as a state in it says by ``own_params``."""
+    """Return whether each replica has params of its own: a state has ``own_params()``."""
     return bool(trees.telling(opt_state, "own_params"))
 
 
-def _map_local(fn: Any, state: PyTree) -> PyTree:
+def _map_local(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
     inside = lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node  # noqa: E731
     return jax.tree.map(inside, state, is_leaf=is_per_replica)
 
 
 def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
-    """Give the per-replica part of a state, as ``tx.init`` returns it, its leading dimension.
+    """Add the leading dimension to the per-replica parts of a state from ``tx.init``.
 
     Args:
       opt_state: the state of one replica.
-      replicas: their number, the size of the replica axis.
+      replicas: the number of replicas, the size of the replica axis.
 
     Returns:
-      The state as it stands outside the mapped function: every array inside a ``PerReplica`` of
-      shape ``(replicas, *shape)``, the rest untouched.
+      The state for the outside of a mapped function: every array inside a ``PerReplica`` has shape
+      ``(replicas, *shape)``, all others are unchanged.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -138,7 +137,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
     """
 
     def stack(x: Any) -> Any:
-        # NumPy's is a view, which costs nothing.
+        # NumPy makes a view, without a copy.
         broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
         return broadcast(x[None], (replicas, *x.shape))
 
@@ -146,10 +145,10 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
 
 def enter_replica(opt_state: PyTree) -> PyTree:
-    """First thing inside ``shard_map``: drop the leading dimension, of size 1 there.
+    """Drop the leading dimension, of size 1, at the beginning of a function in ``shard_map``.
 
     Raises:
-      ValueError: it is of another size: the state was made for another number of replicas.
+      ValueError: the dimension has another size: the state is for another number of replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -163,7 +162,7 @@ def enter_replica(opt_state: PyTree) -> PyTree:
 
 
 def leave_replica(opt_state: PyTree) -> PyTree:
-    """Last thing inside ``shard_map``: put the leading dimension back.
+    """Put the leading dimension back at the end of a function in ``shard_map``.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -182,30 +181,30 @@ def state_specs(
     replicas: int | None = None,
     shard_optimizer: bool = False,
 ) -> PyTree:
-    """Partition specs for an optimizer state, ready for ``shard_map`` or ``NamedSharding``.
+    """Return partition specs for an optimizer state, for ``shard_map`` or ``NamedSharding``.
 
-    A state leaf belongs to a parameter when the end of its path and its shape are that parameter's:
-    ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. It takes the
-    parameter's spec, also with one more dimension in front (snapshots, components of a basis);
-    everything else is replicated. Inside a ``PerReplica`` the replica axis comes
-    first. Going by path works where a second tree of specs does not: through ``optax.masked``,
-    ``partition`` and ``inject_hyperparams``.
+    A state leaf belongs to a parameter if its path ends with that parameter's, and its shape is the
+    same: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. It
+    takes the parameter's spec, also with one more dimension in front (snapshots, components of a
+    basis); all other leaves are replicated. Inside a ``PerReplica`` the replica axis comes first.
+    Paths work where a second tree of specs does not: through ``optax.masked``, ``partition`` and
+    ``inject_hyperparams``.
 
     Args:
       tx: the transformation whose ``init`` makes the state.
       params: arrays or ``jax.ShapeDtypeStruct``.
       axis_name: the replica axis, or a tuple of axes.
       param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
-      replicas: the size of the replica axis; only a sharded optimizer state asks for it.
-      shard_optimizer: share out, as ``shard_optimizer=True`` in ``make_train_step`` does, all that
-        is shaped like a parameter and the same on all replicas.
+      replicas: the size of the replica axis; needed with ``shard_optimizer``.
+      shard_optimizer: shard all state that is shaped like a parameter and equal on all replicas
+        over the replicas, as ``make_train_step(shard_optimizer=True)`` does.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
       ``init``; no arrays are made.
 
     Raises:
-      ValueError: ``param_specs`` does not fit, or ``replicas`` is missing where it is needed.
+      ValueError: ``param_specs`` does not fit the params, or ``replicas`` is missing.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -215,9 +214,8 @@ def state_specs(
       P('data',)
     """
     names = axes.canonical("state_specs", axis_name)
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    spec_leaves = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    spec_leaves = jax.tree.leaves(param_specs)
     if param_specs is None:
         spec_leaves = [PartitionSpec()] * len(param_leaves)
     got, wanted = len(spec_leaves), len(param_leaves)
@@ -239,30 +237,30 @@ def specs_like(
     names: tuple[str, ...],
     shared_out: int | None = None,
 ) -> PyTree:
-    """The specs of a state of one replica, from those of the params by the end of their paths.
+    """Return the specs of a state of one replica, from those of the params; see ``state_specs``.
 
     Args:
-      owners: of each param, by its path, the shape and spec.
-      state: as ``tx.init`` makes it, or its types.
+      owners: the shape and spec of each param, by its path.
+      state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: their size, where all that is the same on all replicas is sharded over them.
+      shared_out: the number of replicas, to shard state that is equal on all of them over them.
     """
     lead = names[0] if len(names) == 1 else names
 
     def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
         return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
 
-    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
+    def owner_spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec | None:
         for shape, spec in candidates(path):
             if shape == leaf.shape:
                 return spec
             if shape == leaf.shape[1:]:
-                # As the compiled step gives it: another way to write it would compile it again.
+                # This is how a compiled step writes it; written otherwise it would compile again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return None
 
-    def scales_spec(path: tuple[Any, ...], scales: Any) -> PartitionSpec:
-        """Of the dimensions that are not cut in blocks."""
+    def scales_spec(path: tuple[Any, ...], scales: jax.Array) -> PartitionSpec:
+        """Return the spec of the dimensions that are not cut in blocks."""
         for shape, spec in candidates(path):
             if len(shape) == len(scales.shape):
                 pairs = zip(spec, shape, scales.shape, strict=False)
@@ -270,7 +268,7 @@ def specs_like(
                 return PartitionSpec(*whole) if any(whole) else PartitionSpec()
         return PartitionSpec()
 
-    def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
+    def spec_of(path: tuple[Any, ...], node: PyTree) -> PyTree:
         if isinstance(node, ByBlock):
             return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
@@ -278,21 +276,21 @@ def specs_like(
             led = lambda inner, x: PartitionSpec(lead, *of(inner, x))  # noqa: E731
             return jax.tree_util.tree_map_with_path(led, node)
         spec = owner_spec(path, node)
-        # Codes are integers, and so are counts.
+        # Counts are integers; so are codes, which have the spec of a param.
         arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
         spec = PartitionSpec() if spec is None else spec
         if shared_out is None or not arrays:
             return spec
-        return _shared_out(spec, node, lead, names, shared_out)
+        return _shared_out(spec, node, names, shared_out)
 
     marked = lambda node: is_per_replica(node) or isinstance(node, ByBlock)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=marked)
 
 
 def _shared_out(
-    spec: PartitionSpec, leaf: Any, lead: Any, names: tuple[str, ...], replicas: int
+    spec: PartitionSpec, leaf: jax.Array, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
-    """The spec of a leaf that is sharded over the replicas besides: a dimension that is whole."""
+    """Shard the first dimension that is whole and that the replicas divide over them."""
     if spec != without(spec, names):
         return spec
     entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
@@ -300,11 +298,12 @@ def _shared_out(
     dim = next((i for i, size in enumerate(free) if size and size % replicas == 0), None)
     if dim is None:
         return spec
+    lead = names[0] if len(names) == 1 else names
     return PartitionSpec(*entries[:dim], lead, *entries[dim + 1 :])
 
 
 def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
-    """A spec with some axes left out."""
+    """Return a spec without some axes."""
 
     def kept(entry: Any) -> Any:
         if not isinstance(entry, tuple):
@@ -316,39 +315,37 @@ def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
 
 
 def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
-    r"""A state for another number of replicas.
+    r"""Return a state for another number of replicas.
 
-    Old and new replicas are laid out side by side over the unit interval, and each new one takes
-    the mean of the old ones weighted by how much of it they cover, so the mean over the replicas
-    stays:
+    Old and new replicas each divide the unit interval, and a new one takes the mean of the old ones
+    weighted by how much of its part they cover. The mean over the replicas stays:
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
-    Twice as many replicas: each state is copied. Half as many: neighbours are averaged. What is
-    added up over the replicas is multiplied by ``n / m`` besides, so that its sum stays: an open
-    window with ``normalize="weight"``, or before ``all_reduce(op="sum")``. Integers, booleans and
-    PRNG keys come from the old replica that covers the new one's beginning. Whatever is not
-    ``PerReplica`` stays: it is the same on all.
+    With twice as many replicas each state is copied, with half as many neighbours are averaged.
+    Arrays that are added up over the replicas (an open window with ``normalize="weight"``, or
+    before ``all_reduce(op="sum")``) are multiplied by ``n / m`` as well, so that their sum stays.
+    Integers, booleans and PRNG keys come from the old replica that covers the beginning of the new
+    one. Arrays outside a ``PerReplica`` are equal on all replicas and stay.
 
-    A state of one's own says which of its ``PerReplica`` parts are added up by a method
-    ``shares()`` that returns them. A sum by ``jax.lax.psum`` is not seen: take such a window to
-    another number of replicas where it is closed.
+    A state class of your own names the ``PerReplica`` parts that are added up by a method
+    ``shares()``, which returns them. A sum by ``jax.lax.psum`` is not seen: close such a window
+    before you change the number of replicas.
 
     Args:
-      state: an optimizer state or a whole ``TrainState`` as it is outside a mapped function; not
-        a part of one, which does not know what is inside the window around it.
-      replicas: their new number.
-      within: of ``adasum_delta(within=...)``, whose state is the same on all devices of a server:
-        how many of them a server has from now on. It then takes the mean over what the server
-        covers.
+      state: an optimizer state or a whole ``TrainState``, as it is outside a mapped function. A
+        part of a state does not tell what is inside the window around it.
+      replicas: the new number of replicas.
+      within: for ``adasum_delta(within=...)``, whose state is equal on all devices of a server: the
+        new number of devices of a server. Each server takes the mean over the part it covers.
 
     Returns:
-      The same tree, its per-replica arrays of shape ``(replicas, *shape)``. Place it anew with
+      The same tree, with per-replica arrays of shape ``(replicas, *shape)``. Place it anew with
       ``jax.device_put(state, step.shardings(state))``. Cost: a read of the per-replica arrays.
 
     Raises:
       ValueError, TypeError: ``replicas`` is not a positive integer, or not a multiple of
-        ``within``; devices hold values of their own in what is said to be the same on all.
+        ``within``; devices hold different values of an array that is said to be equal on all.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -362,10 +359,10 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     checks.require("reshard_state", "replicas", replicas, allowed, not replicas % within, hint)
     require_stacked("reshard_state", state)
     summed = shares(state)
-    # The same inside a server, as states say by ``servers``.
+    # States name the parts that are equal inside a server by a method ``servers()``.
     of_servers = [part for node in trees.telling(state, "servers") for part in node.servers()]
 
-    def moved(node: Any) -> Any:
+    def moved(node: PyTree) -> PyTree:
         if not is_per_replica(node):
             return node
         if any(node is part for part in of_servers):
@@ -377,7 +374,7 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
 
 
 def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
-    """A per-replica part by the rule of ``reshard_state``; its mean stays, or its sum."""
+    """Return a per-replica part for other replicas, by the rule of ``reshard_state``."""
 
     def spread(x: jax.Array) -> jax.Array:
         old = x.shape[0]
@@ -388,7 +385,7 @@ def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
         high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
 
         def mean(cover: np.ndarray[Any, Any]) -> jax.Array:
-            # Tiny overlaps are rounding, and would let a NaN in from a neighbour.
+            # A tiny overlap is a rounding error, and would let in the NaN of a neighbour.
             first, *others = np.flatnonzero(cover > 1e-9)
             parts = [x[i] * jnp.asarray(cover[i], x.real.dtype) for i in (first, *others)]
             return sum(parts[1:], parts[0]) if others else x[first]

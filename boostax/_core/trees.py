@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays: what counts as a gradient, in which precision it is handled, finding states."""
+"""Trees of arrays: the precision of gradients, states in a tree, leaves that are no dense arrays.
+
+The constants of a model are activations, names and numbers that ``jit`` did not trace. A sparse
+gradient holds rows of an embedding, or single elements, as JAX's ``BCOO``. ``describe`` makes it
+dense before a transformation of boostax sees it: rows of one index are added, rows out of range
+dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import GetAttrKey
+from jax.core import Tracer
+from jax.tree_util import GetAttrKey, register_pytree_node
+from jax.typing import DTypeLike
 
-from boostax._core import checks, jaxprs
+from boostax._core import axes, checks, jaxprs
 
 PyTree = Any
 # Flax's collection of leaves whose cotangent is their new value.
@@ -20,69 +29,79 @@ OVERWRITE = "_overwrite_with_gradient"
 
 
 def at_least_float32(tree: PyTree) -> PyTree:
-    """Widen f16 and bf16 leaves to f32; f32, f64, complex and everything else stay as they are.
-
-    Of types (``jax.ShapeDtypeStruct``) the types.
-    """
+    """Widen f16 and bf16 leaves to f32, and types of such arrays; all other leaves stay."""
 
     def widened(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=wide_dtype(x))
-        return jnp.asarray(x, wide_dtype(x)) if _is_number(x) else x
+        return as_dtype(x, wide_dtype(x)) if _is_number(x) else x
 
     return jax.tree.map(widened, tree)
 
 
+def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
+    """Return ``x`` in a strong dtype; an array that has that dtype is returned itself."""
+    if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
+        return x
+    return jnp.asarray(x).astype(dtype)
+
+
 def wide_dtype(x: Any) -> np.dtype[Any]:
-    """The dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Not x.dtype: without x64 a NumPy array of f64 becomes f32.
-    dtype = jnp.result_type(x)
+    """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
+    # Without x64 a NumPy array of f64 becomes f32, so its own dtype is not the one.
+    dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
+    if dtype == jnp.float32:
+        return dtype
     return jnp.promote_types(dtype, jnp.float32) if is_inexact(dtype) else dtype
 
 
-def is_inexact(dtype: Any) -> bool:
-    """Whether it is floating or complex: what has a gradient."""
+def is_inexact(dtype: DTypeLike) -> bool:
+    """Return whether a dtype is floating or complex, so that its arrays have gradients."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
-    """Dtype of a sum of gradients: ``narrow`` for those of f32 or less, else their own kind."""
+    """Return the dtype of a sum of gradients: ``narrow`` for f32 or less, else one as wide."""
     wide = wide_dtype(x)
-    # What has no gradient may be frozen; a PRNG key's dtype meets no other.
+    # A leaf without a gradient may be frozen, and the dtype of a PRNG key promotes to no other.
     return (
         narrow if wide == jnp.float32 or not is_inexact(wide) else jnp.promote_types(wide, narrow)
     )
 
 
 def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
-    """Gradients in the dtype in which they are weighed and added up: f32, or that of a wider sum.
+    """Cast gradients to the dtype in which they are weighed and added up: f32, or a wider sum's.
 
-    A sum of less than f32 then rounds once per addition. A gradient that was rounded to it first
-    would take that error times its weight, and lose what only the product lifts into its range.
+    A sum in less than f32 then rounds once per addition. A gradient that was rounded first would
+    have that error multiplied by its weight, and would lose small values that the weight lifts into
+    the range of the sum.
     """
-    dtype = lambda g: jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow))  # noqa: E731
-    return jax.tree.map(lambda g: g.astype(dtype(g)), tree)
+
+    def addend(g: jax.Array) -> jax.Array:
+        return g.astype(jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow)))
+
+    return jax.tree.map(addend, tree)
 
 
 def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
-    """Clip to ``-limit..limit``; what is infinite or NaN stays so, to be seen."""
+    """Clip finite elements to ``-limit..limit``; infinities and NaN stay visible."""
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
 
 
 def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """A cast that does not overflow: what is finite stays finite, what is not stays so."""
+    """Cast so that finite elements stay finite; infinities and NaN stay."""
     if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
         return x.astype(dtype)
     return clip_finite(x, float(jnp.finfo(dtype).max)).astype(dtype)
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Give each leaf the (strong) dtype of its counterpart."""
-    return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)
+    """Cast each leaf to the strong dtype of its counterpart."""
+    return jax.tree.map(lambda x, y: as_dtype(x, jnp.result_type(y)), tree, like)
 
 
 def as_updates(tree: PyTree, params: PyTree) -> PyTree:
-    """What ``update`` hands out: in the dtypes of the params, where they are given."""
+    """Cast updates to the dtypes of the params, if there are params."""
     if params is None:
         return tree
     absent = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
@@ -90,44 +109,44 @@ def as_updates(tree: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(cast, tree, params, is_leaf=absent)
 
 
-def _is_number(x: Any) -> bool:
-    """Whether a leaf is an array or a scalar; in a module there may be functions besides."""
+def _is_number(x: object) -> bool:
+    """Return whether a leaf is an array or a scalar; a module may also hold functions."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def masked(tree: PyTree, active: PyTree) -> PyTree:
-    """``optax.MaskedNode`` in the place of every leaf that is not active.
+    """Replace every leaf that is not active by ``optax.MaskedNode``.
 
-    ``active`` is a tree of bools like ``tree``, in which such a node may stand already.
+    ``active`` is a tree of bools like ``tree``; it may hold such nodes already.
     """
     return jax.tree.map(lambda keep, x: x if keep else optax.MaskedNode(), active, tree)
 
 
 def unmasked(part: PyTree, whole: PyTree) -> PyTree:
-    """``part`` with its ``optax.MaskedNode`` replaced by the leaves of ``whole``."""
+    """Replace each ``optax.MaskedNode`` in ``part`` by the leaf of ``whole`` there."""
     leaves, treedef = jax.tree.flatten(whole)
     pairs = zip(treedef.flatten_up_to(part), leaves, strict=True)
     return treedef.unflatten([x if isinstance(y, optax.MaskedNode) else y for y, x in pairs])
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """``layers/0/kernel``: a tree path as people write it."""
+    """Write a tree path as ``layers/0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """The leaves with their paths as people write them."""
+def named(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return the leaves with their paths; see ``path_name``."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [(path_name(path), leaf) for path, leaf in pairs]
 
 
 def names(tree: PyTree) -> list[str]:
-    """The paths of the leaves."""
+    """Return the paths of the leaves; see ``path_name``."""
     return [name for name, _ in named(tree)]
 
 
 def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names on a path: the same for a module of NNX, its state and the arrays alone."""
+    """Return the names on a path, the same for an NNX module, its state and its arrays."""
     path = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 
@@ -139,7 +158,7 @@ def require_params(params: PyTree, who: str, hint: str) -> None:
 
 
 def require_arrays(params: PyTree, who: str) -> None:
-    """Refuse what no compiled step can take: functions in a module, say."""
+    """Refuse leaves that no compiled step can take, such as functions in a module."""
     for name, leaf in named(params):
         if not _is_number(leaf):
             raise TypeError(
@@ -150,20 +169,20 @@ def require_arrays(params: PyTree, who: str) -> None:
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf is in Flax's collection of those."""
+    """Return whether a leaf is in Flax's collection of leaves to overwrite."""
     return OVERWRITE in path_name(path).split("/")
 
 
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
-    """Refuse leaves that cannot be scaled or summed: integers, bools, float0, new values."""
+    """Refuse leaves that are no gradients: integers, bools, float0, new values of leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", jax.dtypes.float0)
         if not jnp.issubdtype(dtype, jnp.inexact) or (not carried and OVERWRITE in str(path)):
             _refuse(who, path, leaf, carried)
 
 
-def _refuse(who: str, path: tuple[Any, ...], leaf: Any, carried: bool) -> None:
-    """Say why a leaf is no gradient, if it is none."""
+def _refuse(who: str, path: tuple[Any, ...], leaf: object, carried: bool) -> None:
+    """Raise the error for a leaf that is no gradient; return if it is one."""
     if overwritten(path) and not carried:
         raise ValueError(
             f"{who}: gradients must be gradients, got the new value of a leaf at "
@@ -181,58 +200,120 @@ def _refuse(who: str, path: tuple[Any, ...], leaf: Any, carried: bool) -> None:
 
 
 def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
-    """Refuse a tree with a leaf of another shape, which may broadcast without a word."""
+    """Refuse a tree with a leaf of another shape, which might broadcast unnoticed."""
     if jax.tree.structure(got) != jax.tree.structure(wanted):
         return
-    for (name, x), y in zip(named(got), jax.tree.leaves(wanted), strict=True):
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+    for (path, x), y in pairs:
         if jnp.shape(x) != jnp.shape(y):
-            allowed = f"shaped {jnp.shape(y)} at {name or 'the root'!r}"
+            allowed = f"shaped {jnp.shape(y)} at {path_name(path) or 'the root'!r}"
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Every node that ``wanted`` accepts, outermost first, those inside such a node included.
-
-    A chain keeps the order of its parts, so the first of two nested states is the outer one. Nodes
-    come with arrays: see ``arrays``.
-    """
-    return list(_walk(arrays(tree), wanted))
+    """Return every node that ``wanted`` accepts; see ``nodes``."""
+    return list(filter(wanted, nodes(tree)))
 
 
 def telling(tree: PyTree, *methods: str) -> list[Any]:
-    """The states that say something of themselves, by methods of these names; see ``find``."""
-    return find(tree, lambda node: all(callable(getattr(node, name, None)) for name in methods))
+    """Return the states that have all methods of these names; see ``nodes``."""
+    return [node for node in nodes(tree) if all(callable(getattr(node, x, None)) for x in methods)]
+
+
+def nodes(tree: PyTree) -> list[Any]:
+    """Return every node of a tree but ``None``, an outer node before those inside it.
+
+    A chain keeps the order of its parts, so the first of two nested states is the outer one.
+    Variables of NNX are replaced by their arrays; see ``arrays``.
+    """
+    found: list[Any] = []
+    waiting = [tree]
+    flatten = jax.tree_util.default_registry.flatten_one_level
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "__jax_array__") and not isinstance(node, jax.Array):
+            return nodes(arrays(tree))
+        if node is not None:
+            found.append(node)
+            children, _ = flatten(node) or ((), None)
+            waiting.extend(reversed([*children]))
+    return found
 
 
 def arrays(tree: PyTree) -> PyTree:
-    """The tree with the arrays that NNX's variables hold in the place of these; else as it is."""
-    if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
-        return jax.tree.map(_held, tree, is_leaf=_is_variable)
-    return tree
+    """Replace the variables of NNX by their arrays; a tree without variables is returned itself."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
+    if not any(map(_is_variable, leaves)):
+        return tree
+    flatten: Any = jax.tree_util.default_registry.flatten_one_level
+    return structure.unflatten([flatten(x)[0][0] if _is_variable(x) else x for x in leaves])
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> bool:
     return hasattr(node, "__jax_array__") and not isinstance(node, jax.Array)
 
 
-def _held(leaf: Any) -> Any:
-    if not _is_variable(leaf):
-        return leaf
-    (held,), _ = jax.tree_util.default_registry.flatten_one_level(leaf)
-    return held
+class Pruning(NamedTuple):
+    """The position of a state for some params within the state for all params.
+
+    ``init`` is called for some params: a state leaf that is missing then belongs to a param that is
+    missing. That holds through every wrapper, and for every shape of a state leaf.
+
+    Attributes:
+      whole: structure of the larger state.
+      part: structure of the smaller one.
+      places: for each leaf of the smaller state, its index among the leaves of the larger one.
+    """
+
+    whole: Any
+    part: Any
+    places: tuple[int, ...]
+
+    def take(self, state: PyTree) -> PyTree:
+        """Return the smaller state, taken out of the larger one; nothing is copied."""
+        return self.take_of(self.whole.flatten_up_to(state))
+
+    def take_of(self, leaves: Sequence[Any]) -> PyTree:
+        """Return the smaller state, from the leaves of the larger one."""
+        return self.part.unflatten([leaves[place] for place in self.places])
+
+    def put(self, state: PyTree, part: PyTree) -> PyTree:
+        """Return the larger state with the leaves of the smaller one in it."""
+        return self.put_among(self.whole.flatten_up_to(state), part)
+
+    def put_among(self, leaves: list[Any], part: PyTree) -> PyTree:
+        """Return the same from the leaves of the larger state; the list is changed."""
+        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
+            leaves[place] = leaf
+        return self.whole.unflatten(leaves)
 
 
-def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    if wanted(tree):
-        yield tree
-    children, _ = jax.tree_util.default_registry.flatten_one_level(tree) or ((), None)
-    for child in children:
-        if child is not None:
-            yield from _walk(child, wanted)
+def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
+    """Find the state of ``tx`` for ``fewer`` params, the others masked, in that for all params.
+
+    Raises:
+      ValueError: the shape or path of a state leaf depends on which params there are.
+    """
+    # An init may refuse params that differ per replica, so it gets shapes without varying axes.
+    bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+    whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
+    there = {path: (place, leaf) for place, (path, leaf) in enumerate(whole)}
+    state = jax.eval_shape(tx.init, bare(fewer))
+    places: list[int] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        place, found = there.get(path, (-1, None))
+        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"{who}: inner must keep its state leaf by leaf, got one whose "
+                f"{path_name(path) or 'only leaf'!r} depends on which leaves there are. A "
+                "flattened optimizer cannot be frozen in part: use it on the leaves."
+            )
+        places.append(place)
+    return Pruning(structure, jax.tree.structure(state), tuple(places))
 
 
 class Replay(NamedTuple):
-    """A function as its traced program; a call runs that, on arguments of the same types."""
+    """The traced program of a function; a call evaluates it on arguments of the same types."""
 
     program: jaxprs.ClosedJaxpr
     structure: Any
@@ -243,18 +324,136 @@ class Replay(NamedTuple):
 
 
 def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree]:
-    """``fn`` as a replayable trace, and the types of its result.
+    """Trace a function; return its program as a function, and the types of its result.
 
-    ``jax.eval_shape(fn)`` followed by ``fn`` would run the Python code of the inner transformation
-    (or of the model) twice, and once more for every level of nesting.
-
-    Args:
-      fn: what to trace.
-      *args: its arguments.
-
-    Returns:
-      A function that acts like ``fn`` on arguments of these types, and the result as
-      ``jax.ShapeDtypeStruct`` with sharding and varying axes.
+    The types are ``jax.ShapeDtypeStruct`` with sharding and varying axes. ``jax.eval_shape(fn)``
+    followed by ``fn`` would run the Python code inside twice, and twice as often for each level of
+    nesting.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
     return Replay(traced, jax.tree.structure(types)), types
+
+
+class _Aside:
+    """A node without leaves that holds a constant, so that JAX does not see it."""
+
+    def __init__(self, leaf: object):
+        self.leaf = leaf
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Aside) and self.leaf is other.leaf
+
+    def __hash__(self) -> int:
+        return id(self.leaf)
+
+
+register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
+_is_aside: Callable[[Any], bool] = _Aside.__instancecheck__
+
+
+def is_array(leaf: object) -> bool:
+    """Return whether a leaf is an array; a dtype such as ``jnp.float32`` is none."""
+    return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_none(node: object) -> bool:
+    """Return whether a node is ``None``."""
+    return node is None
+
+
+def aside(params: PyTree) -> PyTree:
+    """Hide the constants among the params from JAX; ``restored`` brings them back.
+
+    A Python integer or bool is a constant beside arrays. A Python float is one beside traced arrays
+    only: where nothing is traced it is trained, as ``jax.grad`` does.
+    """
+    leaves = jax.tree.leaves(params)
+    arrays, traced = any(map(is_array, leaves)), any(isinstance(x, Tracer) for x in leaves)
+
+    def constant(x: object) -> bool:
+        if isinstance(x, int):
+            return arrays
+        return not is_array(x) and (traced or not isinstance(x, (float, complex)))
+
+    return jax.tree.map(lambda x: _Aside(x) if constant(x) else x, params)
+
+
+def restored(params: PyTree) -> PyTree:
+    """Return the params with the constants that ``aside`` has hidden."""
+    return _each(params, lambda node: node.leaf)
+
+
+def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
+    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` where they are not active.
+
+    Args:
+      grads: a tree like the result of ``aside``.
+      active: a bool, or a tree of bools like the argument of ``aside``.
+    """
+    if isinstance(active, bool):
+        return _each(grads, lambda node: None)
+
+    def replaced(g: Any, keep: bool) -> Any:
+        return g if not _is_aside(g) else None if keep else optax.MaskedNode()
+
+    stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
+    return jax.tree.map(replaced, grads, active, is_leaf=stop)
+
+
+def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
+    """Hide in a tree like the params what ``aside`` has hidden in ``params``."""
+    return jax.tree.map(lambda p, x: p if _is_aside(p) else x, params, tree, is_leaf=_is_aside)
+
+
+def arrays_alone(params: PyTree) -> PyTree:
+    """Replace leaves that are no arrays by ``None``, as ``equinox.filter`` does."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, params)
+
+
+def put_back(new: PyTree, params: PyTree) -> PyTree:
+    """Return new params, with the old leaf wherever the new one is ``None``."""
+    return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)
+
+
+def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
+    return jax.tree.map(lambda x: fn(x) if _is_aside(x) else x, tree, is_leaf=_is_aside)
+
+
+# A program with a sparse array has imported this module.
+MODULE = "jax.experimental.sparse"
+
+
+def _is_sparse(node: object) -> bool:
+    return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
+
+
+def dense(tree: PyTree, who: str) -> PyTree:
+    """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
+
+    def on_leaf(path: Any, x: Any) -> Any:
+        if not _is_sparse(x):
+            return x
+        if type(x).__name__ != "BCOO" or x.n_batch or not x.n_sparse:
+            _refuse_sparse(who, "gradients", "dense arrays or BCOO with n_batch=0", path, x)
+        # The result of x.todense() is not typed by the axes over which it varies. The sum is in f32
+        # or wider, so that rows of one index are rounded once.
+        zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
+        return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=_is_sparse)
+
+
+def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
+    """Refuse sparse leaves."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse):
+        if _is_sparse(x):
+            _refuse_sparse(who, what, "dense arrays", path, x)
+
+
+def _refuse_sparse(who: str, what: str, allowed: str, path: tuple[Any, ...], x: object) -> None:
+    name = path_name(path) or "the root"
+    raise TypeError(
+        f"{who}: {what} must be {allowed}, got {type(x).__name__} at {name!r}. Convert with "
+        ".todense()."
+    )

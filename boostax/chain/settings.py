@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find wrong settings of a chain or a train step."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from boostax._core.axes import LATER
 from boostax.chain.orders import Finding, orders, words
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
@@ -16,7 +18,8 @@ _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
     """Return all findings of a chain, its orders included, and of a step around it."""
-    checks = (orders, freezing, agreements, reach, directions, feedback)
+    bound = step is not None and bool(step.names)
+    checks = (orders, freezing, functools.partial(agreements, bound), reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
 
@@ -37,13 +40,17 @@ def freezing(found: Sequence[Row]) -> Iterator[Finding]:
             yield _finding("zero_in_partition", name=row.part.name)
 
 
-def agreements(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield gates that decide on each replica alone although a reduction is inside."""
+def agreements(bound: bool, found: Sequence[Row]) -> Iterator[Finding]:
+    """Yield gates that decide on each replica alone although a reduction is inside.
+
+    A step binds its axis for a gate that names none (``bound``).
+    """
     for row in found:
         # The axes of a clip are those of shards, which a gate sees in their types.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
-        missing = {axis for other in inside for axis in other.axes} - set(row.axes)
-        if missing and row.role in ("scaler", "window", "carry"):
+        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *LATER}
+        named = bool(row.axes) or not bound
+        if missing and named and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
             yield _finding("without_axis", name=row.part.name, axes=axes)
 
@@ -90,5 +97,8 @@ def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
         yield _finding("half_without_scaler")
     if all(row.role != UNKNOWN for row in found):
         reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
+        reduced |= set(step.names) if LATER[0] in reduced else set()
+        others = ", ".join(map(repr, sorted(reduced)))
         for axis in (axis for axis in step.names if axis not in reduced):
-            yield _finding("not_reduced", axis=repr(axis))
+            setting = "reduced_over_others" if reduced else "not_reduced"
+            yield _finding(setting, axis=repr(axis), others=others)

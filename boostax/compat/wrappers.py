@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.finite import all_finite, largest_magnitudes
-from boostax._core.gate import GateState, Pending, counted, gate, gated, passed
+from boostax._core.gate import Pending, counted, gated, passed
 from boostax._core.replicas import PerReplica
+from boostax._core.rule import GateState, gate
 from boostax.accumulate.window import AccumulateState, accumulate
 
 PyTree: TypeAlias = Any
@@ -169,6 +170,7 @@ class MultiSteps:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
+@said.gate
 def _skipping(
     tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
@@ -231,6 +233,7 @@ class ApplyIfFiniteState(NamedTuple):
     total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all bad steps.")
 
 
+@said.gate
 def apply_if_finite(
     inner: optax.GradientTransformation,
     max_consecutive_errors: int,

@@ -19,11 +19,11 @@ import numpy as np
 import optax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
+from boostax._core.describe import variants_of
 from boostax._core.finite import stays_finite, usable
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
-from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState
 from boostax.config.leaves import WHO, Leaf, Path, Sources, States, named, read, spot, translated
 from boostax.precision.store import narrowed, widened
@@ -132,7 +132,8 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
-    first, notes = new_tx.init(params), list[str]()
+    with axes.saying(axes.LATER):
+        first, notes = new_tx.init(params), list[str]()
     # Moments are carried over in f32, whatever they are stored in.
     fresh, old_state = widened(first), widened(old_state)
     news = read(fresh, params)

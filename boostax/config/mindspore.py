@@ -89,8 +89,7 @@ def from_mindspore(
     groups = reader.known(data, KEYS, "keys")
     switches = reader.switches(groups.get("boost", {}), level, "grad_freeze" in groups)
     on = reader.together(switches, level)
-    read = reader.settings
-    settings = {name: read(name, groups.get(name, {}), on.get(name, True)) for name in GROUPS}
+    settings = {x: reader.settings(x, groups.get(x, {}), on.get(x, True)) for x in GROUPS}
     config = reader.config(on, settings)
     with speaking_of(_WHO, _NAMES):
         config = {key: part(key, x, build=True) for key, x in config.items() if x}

@@ -17,10 +17,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, checks, costs, jaxprs, replicas
-from boostax._core.describe import Reduction
-from boostax._core.extras import asked
+from boostax._core.describe import Reduction, asked, variants_of
 from boostax._core.handshake import assume_scaled
-from boostax._core.variants import variants_of
 from boostax.chain.orders import Finding
 from boostax.chain.parts import follow, read
 from boostax.chain.roles import UNKNOWN
@@ -215,7 +213,9 @@ def _explained(
     wrong, problem = tuple(findings(found, step)), missing
     try:
         if place.names and not missing:
-            sent = [*of_loss(), *costs.collectives(_traced(tx, params, place))]
+            with axes.saying(place.names):
+                chain = costs.collectives(_traced(tx, params, place))
+            sent = [*of_loss(), *chain]
     except (ValueError, TypeError) as error:
         # A wrong order often cannot be traced, and then the order is what to report.
         if not wrong:
@@ -345,11 +345,12 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
     """Return the shapes of the state of all replicas, and the specs by which a step shards it."""
     count, specs = place.replicas, None
-    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
-    if place.names:
-        how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
-        how["shard_optimizer"] = place.shard_optimizer
-        specs = replicas.state_specs(tx, params, place.names, **how)
+    with axes.saying(place.names or axes.LATER):
+        state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
+        if place.names:
+            how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
+            how["shard_optimizer"] = place.shard_optimizer
+            specs = replicas.state_specs(tx, params, place.names, **how)
     return state, specs
 
 

@@ -22,6 +22,8 @@ In pytest::
 from boostax.testing._case import Case as Case
 from boostax.testing._case import Law as Law
 from boostax.testing._case import drawn as drawn
+from boostax.testing._losses import ROADS as ROADS
+from boostax.testing._losses import check_loss as check_loss
 from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
 from boostax.testing._mapped import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._pairs import MAPPED_PAIRS

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core import constants, trees
+from boostax._core import trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import is_per_replica
 
@@ -61,7 +61,7 @@ def apply_gradients(
     if is_per_replica(grads) and not is_per_replica(params):
         like = grads.local
     own = params
-    holes = any(map(constants.is_none, jax.tree.leaves(like, is_leaf=constants.is_none)))
+    holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
     if holes:
         # What Equinox filters out has no gradient; in its modules there are functions besides.
         ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
@@ -74,7 +74,7 @@ def apply_gradients(
         tx = optax.with_extra_args_support(tx)
         updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
         new = optax.apply_updates(own, updates)
-    return (constants.put_back(new, params) if holes else new), opt_state
+    return (trees.put_back(new, params) if holes else new), opt_state
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:

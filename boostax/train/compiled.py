@@ -13,14 +13,13 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from boostax._core import checks, trees
-from boostax._core.extras import asked
+from boostax._core import axes, checks, trees
+from boostax._core.describe import asked, variants_of
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
-from boostax._core.prune import Pruning
 from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
-from boostax._core.variants import variants_of
+from boostax._core.trees import Pruning
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
@@ -119,7 +118,8 @@ class TrainStep:
         trees.require_arrays(params, "make_train_step")
         if self.policy is not None:
             params = self.policy.store_params(params)
-        opt_state = self.tx.init(params)
+        with axes.saying(self.names):
+            opt_state = self.tx.init(params)
         varies = trees.find(opt_state, lambda node: callable(getattr(node, "coming", None)))
         if varies and variants_of(self.tx) is None:
             raise ValueError(
@@ -212,10 +212,11 @@ class TrainStep:
     def _of(self, state: TrainState, structure: Any = None) -> "Programs":
         """Return those for states of this structure, and params of these types and places."""
         structure = jax.tree.structure(state) if structure is None else structure
-        placement = self.placing and self.placing.placement(state.params)
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
-        key = structure, types, placement and tuple(placement.specs.values())
+        specs = self.placing and self.placing.of_params(state.params)
+        key = structure, types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
+            placement = self.placing and self.placing.placement(state.params)
             self._programs[key] = Programs(self, state, structure, placement)
         return self._programs[key]
 

@@ -15,7 +15,7 @@ from boostax._core import axes, checks, trees
 from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica, without
 from boostax.precision.formats import FORMATS
-from boostax.train.on_mesh import placed
+from boostax.train.on_mesh import placement_of
 
 PyTree = Any
 Gather = Literal["bfloat16", "int8"]
@@ -64,9 +64,7 @@ def gather_params(
       Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023 (weights gathered in int8 by
       blocks).
     """
-    names = axes.required(_WHO, axis_name)
-    mesh, specs = placed(_WHO, params, names)
-    return gathering(_WHO, dtype, Placement(mesh, names, specs))
+    return gathering(_WHO, dtype, placement_of(_WHO, params, axis_name))
 
 
 def gathering(

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, constants, handshake, trees
+from boostax._core import axes, checks, handshake, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
 from boostax._core.replicas import (
@@ -28,7 +28,7 @@ def on_mesh(
     tx: optax.GradientTransformation,
     params: PyTree,
     *,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     shard_optimizer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` in plain ``jit``, on params that XLA shards over the mesh in any way.
@@ -36,17 +36,19 @@ def on_mesh(
     For a loop of one's own in which params are global arrays: replicated, sharded over the axis of
     the batch (FSDP), over another one (HSDP), over a model axis (tensor parallel), or all of these.
     ``boostax.value_and_grad(mesh=, axis_name=)`` gives gradients that are local to each replica,
-    ``PerReplica`` of stacked arrays; ``tx`` takes them as it does inside ``shard_map``, with the
-    same ``axis_name`` in its parts. Up to the reduction every replica has its own; from there on
-    gradients, params and state are ordinary global arrays, so that any optimizer is right however
-    they are sharded. Reductions other than the mean see the shards of each device.
+    ``PerReplica`` of stacked arrays; ``tx`` takes them as it does inside ``shard_map``. Its parts
+    need no ``axis_name``: those that reduce, and gates around them, have the one that is given
+    here. Up to the reduction every replica has its own; from there on gradients, params and state
+    are ordinary global arrays, so that any optimizer is right however they are sharded. Reductions
+    other than the mean see the shards of each device.
 
     Args:
-      tx: the optimizer, its parts with ``axis_name``; a reduction first in the innermost chain.
+      tx: the optimizer, with a reduction first in the innermost chain.
       params: where they live: arrays, or ``jax.ShapeDtypeStruct`` with shardings, placed on one
         mesh by ``NamedSharding``. Only mesh and shardings are read. What is no array among them has
         no state, and no update.
-      axis_name: the replica axis, or axes, over which the batch is split.
+      axis_name: the replica axis, or axes, over which the batch is split; the mesh's only one where
+        it has one.
       shard_optimizer: shard all of the optimizer's state that is the same on all replicas over
         them, each leaf along its first dimension that they divide and that is whole (ZeRO).
 
@@ -67,13 +69,12 @@ def on_mesh(
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> w = jax.device_put(jnp.ones(4), NamedSharding(mesh, P("data")))
-      >>> tx = optax.chain(boostax.all_reduce("data"), optax.adam(0.1))
-      >>> tx = boostax.on_mesh(tx, w, axis_name="data")
+      >>> tx = boostax.on_mesh(optax.chain(boostax.all_reduce(), optax.adam(0.1)), w)
       >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
-      >>> oracle = boostax.value_and_grad(loss, mesh=mesh, axis_name="data")
+      >>> grad_fn = boostax.value_and_grad(loss, mesh=mesh)
       >>> @jax.jit
       ... def step(w, state, x):
-      ...   value, grads = oracle(w, state, x)
+      ...   value, grads = grad_fn(w, state, x)
       ...   return boostax.apply_gradients(tx, grads, state, w)
       >>> w, state = step(w, tx.init(w), jnp.zeros((8, 4)))
       >>> float(w[0]).__round__(3)
@@ -84,9 +85,7 @@ def on_mesh(
       Cross-Replica Sharding of Weight Update, https://arxiv.org/abs/2004.13336, 2020.
     """
     checks.transformation(_WHO, "tx", tx)
-    names = axes.required(_WHO, axis_name)
-    mesh, specs = placed(_WHO, params, names)
-    return placed_on(tx, Placement(mesh, names, specs), shard_optimizer)
+    return placed_on(tx, placement_of(_WHO, params, axis_name), shard_optimizer)
 
 
 def placed_on(
@@ -98,8 +97,12 @@ def placed_on(
     specs = functools.partial(specs_of, place, shard_optimizer)
 
     def init_fn(params: PyTree) -> PyTree:
-        params = constants.arrays_alone(params)
-        make = lambda p: stack_replicas(tx.init(p), place.replicas)  # noqa: E731
+        params = trees.arrays_alone(params)
+
+        def make(params: PyTree) -> PyTree:
+            with axes.saying(place.names):
+                return stack_replicas(tx.init(params), place.replicas)
+
         shapes = jax.eval_shape(make, params)
         of_state = specs(params, shapes)[1]
         where = place.shardings(of_state)
@@ -111,8 +114,8 @@ def placed_on(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
-        bcoo.require(raw.local, _WHO)
-        whole, params = params, constants.arrays_alone(params)
+        trees.require_dense(raw.local, _WHO)
+        whole, params = params, trees.arrays_alone(params)
         _require_stacked(raw, params, place)
 
         outside = state
@@ -132,12 +135,12 @@ def placed_on(
         # In the shards of the params, which XLA then makes where gradients are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
         new, state = run(change, params, state, grads._replace(raw=raw), arrays)
-        return (constants.put_back(new, whole) if apply else new), state
+        return (trees.put_back(new, whole) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
         closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
-        new, state = run(closed, constants.arrays_alone(params), state)
-        return constants.put_back(new, params), state
+        new, state = run(closed, trees.arrays_alone(params), state)
+        return trees.put_back(new, params), state
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
         require_replicas(_WHO, (params, state), place.replicas)
@@ -180,11 +183,9 @@ def _of_arrays(tree: PyTree) -> bool:
     return all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
 
 
-def placed(
-    who: str, params: PyTree, names: tuple[str, ...]
-) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
-    """The mesh that params are on, and the spec of each by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params))
+def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
+    """Return the mesh that params are on, its replica axes, and the spec of each by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     for path, sharding in shardings.items():
@@ -195,10 +196,8 @@ def placed(
                 "jax.device_put(params, NamedSharding(mesh, PartitionSpec())), or of shapes "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
-    known = mesh.axis_names if shardings else []
-    allowed, fits = f"among the mesh's axes {known}", set(names) <= set(known)
-    checks.require(who, "axis_name", names, allowed, fits, "The batch's.")
-    return mesh, {trees.plain_path(path): s.spec for path, s in shardings.items()}
+    names = axes.of_mesh(who, axis_name, mesh)
+    return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
 
 def _stacked(grads: PyTree, place: Placement) -> PyTree:

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, constants, costs, handshake, trees
+from boostax._core import axes, checks, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
 from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
+from boostax.accumulate.weighting import divide, drop_empty, total, weigh
 from boostax.freeze.stages import Choice, staged
-from boostax.precision.group_state import group_scales
-from boostax.precision.loss_scale import loss_scale
+from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
@@ -67,8 +68,8 @@ def value_and_grad(
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
         ``scales=`` where the state has a loss scale per group (see ``scale_boundary``).
         Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
-      axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap`` or of
-        ``mesh``.
+      axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap``, or of
+        ``mesh``: its only axis where it has one.
       mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
       microbatches: split the batch and scan: see ``boostax.train.microbatch``; ``"stacked"`` for a
@@ -103,119 +104,44 @@ def value_and_grad(
       >>> f(jnp.float32(1.0), state, jnp.ones(4))
       (Array(1., dtype=float32), Array(128., dtype=float32))
     """
-    names = axes.canonical(_WHO, axis_name)
-    count = require_count(_WHO, microbatches)
-    precision = as_policy(_WHO, policy)
+    count, precision = require_count(_WHO, microbatches), as_policy(_WHO, policy)
+    names = axes.of_mesh(_WHO, axis_name, mesh)
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(constants.restored(params), *args, **kwargs)
+        return loss_fn(trees.restored(params), *args, **kwargs)
 
-    fn = of_model if precision is None else precision.compute(of_model)
-
-    def evaluate(
-        active: PyTree,
-        rules: carried.Rules,
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        **kwargs: Any,
-    ) -> tuple[PyTree, PyTree]:
-        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            whole = trees.unmasked(trained, params)
-            _require_taken(loss_fn, kwargs)
-            loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
-            # One that the replicas have averaged themselves is equal on all by type. Its gradient
-            # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
-            # typed: each replica has a copy, and their mean is what is differentiated.
-            loss = axes.to_varying(loss, names)
-            return loss * scale.astype(loss.dtype), (loss, aux)
-
-        grads, (loss, aux) = _grad(scaled_loss, params, active)
-        weight = as_aux(aux).weight
-        if weight is not None:
-            _require_uncrossed(lambda trained: scaled_loss(trained)[0], params, active, names)
-            # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
-            new = carried.unless_empty(grads, params, rules, weight)
-            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
-            grads = carried.put(grads, new)
-        return (loss, aux), grads
-
-    def local(
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        given: dict[str, Any],
-        active: PyTree,
-        rules: carried.Rules,
-    ) -> tuple[Any, PyTree]:
-        active = _active(active, params)
-        _require_trainable(params, active)
-        sliced = microbatch(
-            functools.partial(evaluate, active, rules),
-            count,
-            has_aux=True,
-            accumulator_dtype=accumulator_dtype,
-            rules=rules,
-        )
-        # What a model records of cotangents is to be that of the whole batch, however it is cut.
-        parts = 1
-        if rules:
-            slices = stacked_count(batch, _WHO) if count == "stacked" else count
-            parts = slices * (axes.size(names) if names else 1)
-        scale = scale / parts if parts > 1 else scale
-        (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
-        new = carried.values(grads, carried.resolve(rules, grads))
-        grads = carried.without(grads, new)
-        if parts > 1:
-            grads = jax.tree.map(lambda g: g * parts, grads)
-        if names:
-            loss, aux, grads = _over_replicas(loss, aux, grads, names)
-        grads = carried.put(grads, new)
-        return ((loss, aux) if has_aux else loss), grads
-
-    def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
-        loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
-        weight = as_aux(aux).weight
-        if weight is not None:
-            loss = drop_empty(loss, jnp.asarray(weight))
-        return (loss, Aux(weight)), ()
-
-    def loss_of(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
-        sliced = microbatch(forward, count, has_aux=True)
-        (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
-        return _over_replicas(loss, aux, (), names)[0] if names else loss
-
-    def slope_of(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
-        _, grads = local(params, batch, jnp.ones(()), given, True, {})
-        return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
-
-    rows = PartitionSpec(None, names) if count == "stacked" else PartitionSpec(names)
-    return Oracle(names, rows, local, loss_of, slope_of, has_aux, mesh)
+    computed = of_model if precision is None else precision.compute(of_model)
+    return Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What ``value_and_grad`` returns: see there.
+    """The gradient function that ``value_and_grad`` returns.
 
     Attributes:
+      loss_fn: the loss as it was given.
+      computed: the loss under the policy.
       names: the replica axes.
-      rows: the spec of a batch.
-      local: gradients and loss of one replica, from the scale and what the loss is given besides.
-      loss_of: the loss alone.
-      slope_of: its gradient, the mean over the replicas.
+      count: micro-batches of a call.
       has_aux: see ``value_and_grad``.
-      mesh: over whose replica axes alone it is mapped, on global arrays; ``None`` where it is
+      accumulator_dtype: of the sum over micro-batches.
+      mesh: over whose replica axes alone the loss is mapped, on global arrays; ``None`` where it is
         called within a mapped function, or on one device.
     """
 
+    loss_fn: Callable[..., Any]
+    computed: Callable[..., Any]
     names: tuple[str, ...]
-    rows: PartitionSpec
-    local: Callable[..., tuple[Any, PyTree]]
-    loss_of: Callable[..., jax.Array]
-    slope_of: Callable[..., PyTree]
+    count: Count
     has_aux: bool
+    accumulator_dtype: np.dtype[Any]
     mesh: Mesh | None = None
+
+    @property
+    def rows(self) -> PartitionSpec:
+        """Return the spec of a batch."""
+        return PartitionSpec(*[None] * (self.count == "stacked"), self.names)
 
     def __call__(
         self,
@@ -231,30 +157,30 @@ class Oracle:
         hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
         checks.require(_WHO, "arguments", got, allowed, fits, hint if batch else _ROWS, TypeError)
         (given_batch,) = batch
-        whole, params = params, constants.aside(params)
+        whole, params = params, trees.aside(params)
         said: PyTree = True
         if active is not True:
             own = is_per_replica(params)
             apart = params.local if own else params
             if isinstance(active, Choice):
                 at, options = active
-                active = Choice(at, tuple(constants.of_arrays(x, apart) for x in options))
+                active = Choice(at, tuple(trees.of_arrays(x, apart) for x in options))
             else:
                 said = _active(active, whole.local if own else whole)
-                active = constants.of_arrays(said, apart)
+                active = trees.of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
                 stacked_count(given_batch, _WHO, least=2)
-        scale, scales = loss_scale(opt_state), group_scales(opt_state)
+        scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
-                value, grads = self.local(params, given_batch, scale, given, active, rules)
-                return value, constants.without_gradient(grads, said)
+                value, grads = self._local(params, given_batch, scale, given, active, rules)
+                return value, trees.without_gradient(grads, said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
             given_aux: PyTree = Aux()
@@ -265,7 +191,7 @@ class Oracle:
                 nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else Choice(at, options)
-                value, grads = self.local(params, batch, scale, given, chosen, rules)
+                value, grads = self._local(params, batch, scale, given, chosen, rules)
                 loss, given_aux = value if self.has_aux else (value, Aux())
                 stackable = functools.partial(jnp.expand_dims, axis=0)
                 stacked = jax.tree.map(stackable, (own_of(given_aux), grads))
@@ -274,19 +200,110 @@ class Oracle:
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
             (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        grads = PerReplica(constants.without_gradient(grads, said))
+        grads = PerReplica(trees.without_gradient(grads, said))
         return ((loss, aux) if self.has_aux else loss), grads
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
-            return lambda params: self.loss_of(constants.aside(params), *args)
-        both = self.loss_of, self.slope_of
+            return lambda params: self._loss(trees.aside(params), *args)
+        both = self._loss, self._slope
         if self.mesh is not None:
             both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
         loss = _differentiable(*both, args)
-        return lambda params: loss(constants.aside(params))
+        return lambda params: loss(trees.aside(params))
+
+    def _local(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        scale: jax.Array,
+        given: dict[str, Any],
+        active: PyTree,
+        rules: carried.Rules,
+    ) -> tuple[Any, PyTree]:
+        """Return the loss and the gradient of one replica; see ``value_and_grad``."""
+        active, names = _active(active, params), self.names
+        _require_trainable(params, active)
+        evaluate = functools.partial(self._evaluated, active, rules)
+        how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
+        sliced = microbatch(evaluate, self.count, has_aux=True, **how)
+        # What a model records of cotangents is to be that of the whole batch, however it is cut.
+        parts = 1
+        if rules:
+            slices = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
+            parts = slices * (axes.size(names) if names else 1)
+        scale = scale / parts if parts > 1 else scale
+        (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
+        new = carried.values(grads, carried.resolve(rules, grads))
+        grads = carried.without(grads, new)
+        if parts > 1:
+            grads = jax.tree.map(lambda g: g * parts, grads)
+        if names:
+            loss, aux, grads = _over_replicas(loss, aux, grads, names)
+        grads = carried.put(grads, new)
+        return ((loss, aux) if self.has_aux else loss), grads
+
+    def _evaluated(
+        self,
+        active: PyTree,
+        rules: carried.Rules,
+        params: PyTree,
+        batch: PyTree,
+        scale: jax.Array,
+        **kwargs: Any,
+    ) -> tuple[PyTree, PyTree]:
+        """Return the loss and the gradient of one micro-batch."""
+
+        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+            loss, aux = self._loss_and_aux(trained, params, batch, kwargs)
+            # One that the replicas have averaged themselves is equal on all by type. Its gradient
+            # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
+            # typed: each replica has a copy, and their mean is what is differentiated.
+            loss = axes.to_varying(loss, self.names)
+            return loss * scale.astype(loss.dtype), (loss, aux)
+
+        grads, (loss, aux) = _grad(scaled_loss, params, active)
+        weight = as_aux(aux).weight
+        if weight is not None:
+            _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, self.names)
+            # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
+            new = carried.unless_empty(grads, params, rules, weight)
+            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
+            grads = carried.put(grads, new)
+        return (loss, aux), grads
+
+    def _loss_and_aux(self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
+        """Return what the loss does, of params some of which are trained."""
+
+        def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            _require_taken(self.loss_fn, kwargs)
+            whole = trees.unmasked(trained, params)
+            return _loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
+
+        return (
+            of_trained(trained) if self.mesh is None else _replayed(of_trained, self.names, trained)
+        )
+
+    def _loss(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
+        """Return the loss alone."""
+
+        def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
+            loss, aux = self._loss_and_aux(params, params, batch, kwargs)
+            weight = as_aux(aux).weight
+            if weight is not None:
+                loss = drop_empty(loss, jnp.asarray(weight))
+            return (loss, Aux(weight)), ()
+
+        sliced, names = microbatch(forward, self.count, has_aux=True), self.names
+        (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
+        return _over_replicas(loss, aux, (), names)[0] if names else loss
+
+    def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
+        """Return the gradient of the loss, the mean over the replicas."""
+        _, grads = self._local(params, batch, jnp.ones(()), given, True, {})
+        return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads))
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """``fn(params, batch, given, ...)`` on global arrays: params as a replica has them."""
@@ -303,9 +320,14 @@ class Oracle:
                 return fn(params, batch, given, *more)
 
             specs = lead if own else whole, self.rows, whole, *(whole for _ in more)
-            how: Any = {"mesh": self.mesh, "axis_names": set(names)}
+            # The loss of one replica needs no types: loops may start from constants, and kernels
+            # and libraries need not say over which axes their results vary.
+            how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
-            return mapped(gathered(self.mesh, names, params), batch, given, *more)
+            args = gathered(self.mesh, names, params), batch, given, *more
+            # Outside jit JAX maps some axes of a mesh alone only where it checks types.
+            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+            return (mapped if traced else jax.jit(mapped))(*args)
 
         return run
 
@@ -361,6 +383,26 @@ def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
 
 
+def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTree) -> Any:
+    """Return ``fn(trained)``; refuse one that differentiates a sum over the replicas itself.
+
+    Without types JAX adds up the cotangents of a sum over the replicas. The mean over the replicas
+    of a gradient taken outside wants exactly that; a gradient taken inside, of one replica, does
+    not.
+    """
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
+    inside = axes.of_transposes(program) & frozenset(names)
+    if inside:
+        raise ValueError(
+            "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas itself "
+            f"(jax.grad of lax.psum or lax.pmean), got one over {', '.join(sorted(inside))}, whose "
+            "gradient would be multiplied by their number. Average the gradient, not what it is "
+            "taken of: lax.pmean(jax.grad(local_loss)(x), axis)."
+        )
+    leaves = jaxprs.jaxpr_as_fun(program)(*jax.tree.leaves(trained))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
@@ -390,7 +432,7 @@ def _require_uncrossed(
     def look(trained: PyTree) -> tuple[()]:
         nonlocal crossed
         _, tangent = jax.linearize(fn, trained)
-        crossed = costs.axes_fed(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
+        crossed = axes.of_gradients(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
         return ()
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
@@ -413,11 +455,11 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
     def of_part(keep: Any, part: PyTree) -> Any:
         # Of a model that is filtered for its arrays there is nothing to say of the rest.
-        trained = any(map(constants.is_array, jax.tree.leaves(part)))
+        trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
     try:
-        active = jax.tree.map(of_part, active, params, is_leaf=constants.is_none)
+        active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
         return jax.tree.broadcast(active, params)
     except ValueError as error:
         allowed += ", or a prefix of one"
@@ -427,7 +469,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
-    bcoo.require(trained, "value_and_grad", "params")
+    trees.require_dense(trained, "value_and_grad", "params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
         if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
@@ -480,18 +522,15 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
 def _over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loss and ``Aux`` averaged over the replicas; gradients stay local, weighted."""
-    told = as_aux(aux)
-    replicas = axes.size(names)
+    """Average loss and ``Aux`` by the replicas' weights; gradients stay local, weighted."""
+    told, replicas = as_aux(aux), axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-    total = jnp.float32(replicas)
-    if told.weight is not None:
-        total = lax.psum(axes.to_varying(local, names), names)
-        # Divided by the mean weight, so that the mean over replicas is the mean over all tokens.
-        grads = trees.cast_like(divide(weigh(grads, local), total / replicas), grads)
-    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), total)
-    # Alike on all replicas, so that windows of mean weights add up to the mean over all tokens.
-    weight = None if told.weight is None else total / replicas
+    summed = jnp.float32(replicas) if told.weight is None else total(local, names)
+    # The mean over the replicas: equal on all, so windows of such weights add up to all tokens.
+    weight = None if told.weight is None else summed / replicas
+    if weight is not None:
+        grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
+    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
     told = Aux(weight, _mean_state(told.model_state, names), metrics)
     return loss, as_given(told, own_of(aux), aux), grads
 

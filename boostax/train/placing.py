@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
-from boostax._core.place import on_host, own_rows, place, place_rows
-from boostax._core.placement import Placement
+from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax.train.on_mesh import specs_of
 from boostax.train.state import TrainState
@@ -48,7 +47,7 @@ class Placing:
         """Whether devices of other processes belong to the mesh."""
         return len({x.process_index for x in self.mesh.devices.flat}) > 1
 
-    @property
+    @functools.cached_property
     def rows_sharding(self) -> NamedSharding:
         """Of a batch."""
         return NamedSharding(self.mesh, PartitionSpec(self.names))
@@ -56,7 +55,7 @@ class Placing:
     def state(self, state: TrainState) -> TrainState:
         """A state of one replica, as ``tx.init`` makes it, on all of them; of types the types."""
         specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
-        given = len(jax.tree.leaves(specs, is_leaf=_is_spec))
+        given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
         checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
@@ -79,7 +78,7 @@ class Placing:
             return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
 
         # The specs are a prefix: one of them may stand for a whole tree of params.
-        return jax.tree.map(of_part, self.specs(state), state, is_leaf=_is_spec)
+        return jax.tree.map(of_part, self.specs(state), state)
 
     def specs(self, state: TrainState) -> TrainState:
         """Of a placed state."""
@@ -96,16 +95,24 @@ class Placing:
 
         def found(x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
-            names = self.mesh.axis_names
-            if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != names:
+            if not isinstance(sharding, NamedSharding):
                 return PartitionSpec()
+            if sharding.mesh != self.mesh:
+                self._require_known(sharding.spec)
             return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
 
         return jax.tree.map(found, params)
 
+    def _require_known(self, spec: PartitionSpec) -> None:
+        """Refuse an axis that the mesh of the step lacks: the param would come back whole."""
+        known = self.mesh.axis_names
+        used = (name for x in spec for name in (x if isinstance(x, tuple) else (x,)) if name)
+        allowed, hint = f"sharded over axes of the step's mesh, {known}", "Pass their mesh to it."
+        checks.require("make_train_step", "params", spec, allowed, set(used) <= set(known), hint)
+
     def placement(self, params: PyTree) -> Placement:
         """Return where params lie, for a step on global arrays."""
-        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=_is_spec)
+        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params))
         at = {trees.plain_path(path): spec for path, spec in specs}
         return Placement(self.mesh, self.names, at)
 
@@ -121,6 +128,8 @@ class Placing:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
             typed = functools.partial(jax.ShapeDtypeStruct, sharding=self.rows_sharding)
             return jax.tree.map(lambda x: typed(x.shape, x.dtype), batch)
+        if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
+            return batch
         if self.spans_processes:
             return place_rows(batch, self.rows_sharding)
         return jax.device_put(batch, self.rows_sharding)
@@ -138,10 +147,6 @@ class Placing:
             f"{getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'!r}. Pad the "
             "batch and give the padding no weight (boostax.Aux.weight)."
         )
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def local_shapes(state: TrainState) -> PyTree:

@@ -60,6 +60,7 @@ class Case:
       average: ``(kind, gates around it)`` of an average of the params, or ``()``.
       spikes: the rule by which the norm of the gradient is judged, or ``""``.
       stored: whether the optimizer is in ``store``, which keeps f32 params and state as they are.
+      told: whether each part names the axis, or the step around them alone.
     """
 
     seed: int = 0
@@ -90,6 +91,7 @@ class Case:
     average: tuple[Any, ...] = ()
     spikes: str = ""
     stored: bool = False
+    told: bool = True
 
     @property
     def weighted(self) -> bool:
@@ -148,7 +150,7 @@ def draw(seed: int) -> Case:
         return bool(rng.random() < share)
 
     calls = int(rng.integers(5, 10))
-    placement = one_of("single", "single", *MAPPED, *MESHES)
+    placement = one_of("single", *MAPPED, *MESHES, *MESHES)
     inside, around = ("scale", "window"), ("window", "scale")
     gates = one_of(inside, around, inside, around, inside, around, ("scale",), ("window",), ())
     moves: list[Move] = []
@@ -192,6 +194,7 @@ def draw(seed: int) -> Case:
             average=(one_of(*AVERAGES), int(rng.integers(3))) if chance(0.3) else (),
             spikes=one_of("", "", "median", "sigma"),
             stored=chance(0.25),
+            told=chance(0.5),
         )
     )
 
@@ -206,6 +209,8 @@ def tidy(case: Case) -> Case:
     counts = {"single": (1,), "fsdp": (2, 4, 8), "hsdp": (2, 4)}.get(placement, tuple(range(1, 9)))
     nearest = lambda n: min(counts, key=lambda x: abs(x - n))  # noqa: E731
     new["replicas"] = nearest(case.replicas)
+    bound = placement in MESHES or new.get("face", case.face) == "train"
+    new["told"] = case.told or single or not bound
     if not scaled:
         # A check of spikes refuses what is not finite as well.
         left = [x for x in case.bad if x[2] != LARGE] if case.spikes else []

@@ -12,27 +12,31 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import boostax
+from boostax._core import axes
 from fuzzing.cases import AVERAGES, GROUPS, MESHES, RING, SHAPES, Case
 
 Tree = Any
 AXIS = "data"
 
-REDUCTIONS: dict[str, Callable[[], Any]] = {
-    "mean": lambda: boostax.all_reduce(AXIS),
-    "bfloat16": lambda: boostax.all_reduce(AXIS, dtype="bfloat16"),
-    "top_k": lambda: boostax.top_k_reduce(AXIS, 0.25),
-    "int8": lambda: boostax.int8_reduce(AXIS, rounding="stochastic"),
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda axis: boostax.all_reduce(axis),
+    "bfloat16": lambda axis: boostax.all_reduce(axis, dtype="bfloat16"),
+    "top_k": lambda axis: boostax.top_k_reduce(axis, 0.25),
+    "int8": lambda axis: boostax.int8_reduce(axis, rounding="stochastic"),
     # Leaves of 24, 8 and 1: a step is sparse or dense as it comes.
-    "threshold": lambda: boostax.reduce.threshold_reduce(AXIS, 1.5, capacity=0.25, relative=True),
-    "top_k_blocks": lambda: boostax.top_k_reduce(AXIS, {0: 0.5, 2: 0.25}, block=8),
-    "power_sgd": lambda: boostax.reduce.power_sgd_reduce(AXIS, 1),
+    "threshold": lambda axis: boostax.reduce.threshold_reduce(
+        axis, 1.5, capacity=0.25, relative=True
+    ),
+    "top_k_blocks": lambda axis: boostax.top_k_reduce(axis, {0: 0.5, 2: 0.25}, block=8),
+    "power_sgd": lambda axis: boostax.reduce.power_sgd_reduce(axis, 1),
 }
 
 
 def chain(case: Case) -> optax.GradientTransformationExtraArgs:
     """The chain of a case."""
-    axis = None if case.placement == "single" else AXIS
-    parts = [] if axis is None else [REDUCTIONS[case.reduction]()]
+    single = case.placement == "single"
+    axis = AXIS if case.told and not single else None
+    parts = [] if single else [REDUCTIONS[case.reduction](axis)]
     if case.clip is not None:
         parts.append(optax.clip_by_global_norm(case.clip))
     if case.decay == "coupled":
@@ -87,16 +91,17 @@ class Library:
     def __init__(self, case: Case, params: Tree):
         self._prepare(case)
         params = jax.tree.map(jnp.asarray, params)
-        local = self.tx.init(params)
+        with axes.saying(() if case.told else (AXIS,)):
+            local = self.tx.init(params)
         self._put(params, boostax.states.stack_replicas(local, case.replicas))
 
     def _prepare(self, case: Case) -> None:
         self.case, self.tx = case, chain(case)
         self.oracle = self.mesh = self.loss = None
         if case.placement in ("checked", "unchecked", *MESHES):
-            axes = {AXIS: case.replicas} | ({"other": 2} if case.placement == "hsdp" else {})
-            kinds = (AxisType.Auto,) * len(axes)
-            self.mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+            sizes = {AXIS: case.replicas} | ({"other": 2} if case.placement == "hsdp" else {})
+            kinds = (AxisType.Auto,) * len(sizes)
+            self.mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
         axis = None if case.placement == "single" else AXIS
         if case.face == "train":
             specs = self._specs() if case.placement in MESHES else None

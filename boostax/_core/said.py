@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name the axis of the replicas once, for all parts of a chain that were not given one.
+
+``make_train_step`` and ``on_mesh`` bind their ``axis_name`` while they call a chain. A reduction
+without an ``axis_name`` runs over the bound one, and so does a gate inside which something reduces;
+a gate behind the reduction sees gradients that are equal on all replicas, and needs none. Each part
+asks when it is called, so that it does not matter which wrapper built it, or when.
+"""
+
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import optax
+
+from boostax._core import axes, checks, trees
+from boostax._core.describe import Description
+from boostax._core.gate import gate_of, gated
+
+PyTree = Any
+Made = optax.GradientTransformationExtraArgs
+Factory = TypeVar("Factory", bound=Callable[..., Made])
+
+_HEARD: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("heard", default=None)
+
+
+def reduction(factory: Factory) -> Factory:
+    """Let ``axis_name`` be left out of a reduction, and let gates around it know its axes."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Made:
+        who, given = factory.__name__, signature.bind(*args, **kwargs)
+        if given.arguments.get("axis_name") is not None:
+            tx = factory(*args, **kwargs)
+            return _delayed(tx, functools.partial(_reducing, tx, who))
+        within = given.arguments.get("within")
+        inside = within if isinstance(within, tuple) else (within,)
+        known: dict[tuple[str, ...], Made] = {}
+
+        def bound(params: PyTree) -> Made:
+            over = axes.said()
+            hint = f"Name it, {who}('data'), or leave it to make_train_step or on_mesh around it."
+            checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
+            if over not in known:
+                known[over] = _called(factory, given, [x for x in over if x not in inside])
+            return _reducing(known[over], who)
+
+        return _delayed(_called(factory, given, axes.LATER), bound)
+
+    return made  # type: ignore[return-value]
+
+
+def gate(factory: Factory) -> Factory:
+    """Let ``axis_name`` be left out of a gate: the bound one, where something inside reduces."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Made:
+        alone, given = factory(*args, **kwargs), signature.bind(*args, **kwargs)
+        if given.arguments.get("axis_name") is not None:
+            return alone
+        known: dict[tuple[str, ...], Made] = {(): alone}
+
+        def bound(params: PyTree) -> Made:
+            over = axes.said()
+            if over not in known:
+                reduced = _reduced_inside(alone, params)
+                wanted = sorted(reduced) if over == axes.LATER else over
+                agreed = [name for name in wanted if name in reduced]
+                known[over] = _called(factory, given, agreed) if agreed else alone
+            return known[over]
+
+        return _delayed(alone, bound)
+
+    return made  # type: ignore[return-value]
+
+
+def _called(factory: Factory, given: inspect.BoundArguments, over: Sequence[str]) -> Made:
+    told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": tuple(over)})
+    return factory(*told.args, **told.kwargs)
+
+
+def _delayed(sample: Made, pick: Callable[[PyTree], Made]) -> Made:
+    """Return a transformation that is chosen at each call, and described as ``sample`` is."""
+
+    def init(params: PyTree) -> Any:
+        return pick(params).init(params)
+
+    own = gate_of(sample)
+    if own is None:
+
+        @functools.wraps(sample.update)
+        def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Any:
+            chosen = pick(updates if params is None else params)
+            return chosen.update(updates, state, params, **extra)
+
+        return Made(init, update)
+
+    @functools.wraps(own.step)
+    def step(grads: Any, state: Any, params: PyTree, **how: Any) -> Any:
+        chosen: Any = gate_of(pick(grads.raw if params is None else params))
+        return chosen.step(grads, state, params, **how)
+
+    def flush(state: Any, params: PyTree, **extra: Any) -> Any:
+        chosen: Any = gate_of(pick(params))
+        return chosen.flush(state, params, **extra)
+
+    return gated(init, step, flush)
+
+
+def _description(tx: Made) -> Description:
+    return tx.update.description  # type: ignore[attr-defined]
+
+
+def _reducing(tx: Made, who: str, params: PyTree = None) -> Made:
+    """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
+    del params
+    bound, heard = axes.said(), _HEARD.get()
+    description: Any = tx.update.description  # type: ignore[attr-defined]
+    over = description.axes
+    if bound not in ((), axes.LATER) and not set(over) <= set(bound):
+        allowed = f"among the axes of the step around it, {bound}"
+        hint = "Leave it out: the step names its own."
+        raise ValueError(checks.message(who, "axis_name", allowed, over, hint))
+    if heard is not None:
+        heard.update(over)
+    return tx
+
+
+def _reduced_inside(tx: Made, params: PyTree) -> set[str]:
+    """Return the axes over which something inside a gate reduces, which it says in its ``init``."""
+    heard = set[str]()
+    token = _HEARD.set(heard)
+    try:
+        for inner in _description(tx).inner.values():
+            jax.eval_shape(inner.init, trees.at_least_float32(params))
+    finally:
+        _HEARD.reset(token)
+    return heard

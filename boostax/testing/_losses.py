@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law of a loss: on every road to a mesh it trains as it does on one device."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from boostax.reduce.mean import all_reduce
+from boostax.train.apply import apply_gradients
+from boostax.train.on_mesh import on_mesh
+from boostax.train.oracle import value_and_grad
+from boostax.train.step import make_train_step
+
+PyTree = Any
+Loss = Callable[[PyTree, PyTree], jax.Array]
+Trained = tuple[PyTree, list[float]]
+_STEPS, _RATE = 2, 0.05
+
+
+def check_loss(
+    loss_fn: Loss, params: PyTree, batch: PyTree, *, rtol: float = 1e-5, only: str = ""
+) -> None:
+    """Check that a loss trains on every road to a mesh as it does on one device.
+
+    The roads: ``step``, ``FSDP``, ``ZeRO-1``, ``HSDP``, ``another axis``,
+    ``micro-batches``, ``own loop``,
+    ``explain``, ``audit``, and ``nnx.Optimizer`` where Flax is installed. Each takes two steps of
+    gradient descent over four devices.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, the mean over the rows of the batch.
+      params: tree of floating arrays.
+      batch: tree of arrays ``[rows, ...]``; eight must divide the rows.
+      rtol: of the losses, and of the params by the largest element of each.
+      only: the one road to take; all of them if empty.
+
+    Raises:
+      AssertionError: a road that trains otherwise, with its name.
+
+    Example:
+      >>> import boostax.testing, jax, jax.numpy as jnp
+      >>> def loss(w, x):  # a loop that starts from a constant
+      ...   return jax.lax.fori_loop(0, 2, lambda i, total: total + jnp.mean((w - x) ** 2), 0.0)
+      >>> boostax.testing.check_loss(loss, jnp.float32(1.0), jnp.arange(8.0), only="own loop")
+    """
+    expected = _in_steps(loss_fn, params, batch, optax.sgd(_RATE), {})
+    roads = {only: ROADS[only]} if only else ROADS
+    for name, road in roads.items():
+        found = road(loss_fn, params, batch)
+        if found is None:
+            continue
+        np.testing.assert_allclose(found[1], expected[1], rtol=rtol, err_msg=f"{name}: loss")
+        for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+            worst, scale = np.abs(x - y).max(initial=0), np.abs(y).max(initial=0)
+            assert worst <= rtol * scale, f"{name}: params differ by {worst}, of up to {scale}"
+
+
+def _in_steps(
+    loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, how: Mapping[str, Any]
+) -> Trained:
+    step, losses = make_train_step(loss_fn, tx, **how), list[float]()
+    state = step.init(params)
+    for _ in range(_STEPS):
+        state, reported = step(state, batch)
+        losses.append(float(reported["loss"]))
+    return jax.device_get(state.params), losses
+
+
+def _reduced() -> optax.GradientTransformation:
+    return optax.chain(all_reduce(), optax.sgd(_RATE))
+
+
+def _mesh(**sizes: int) -> Mesh:
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices()[:4]
+    )
+
+
+def _sharded(params: PyTree, axis: str, size: int) -> PyTree:
+    """Return specs of the params, each cut along its first dimension that the axis divides."""
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        fits = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
+        return PartitionSpec(*[None] * fits[0], axis) if fits else PartitionSpec()
+
+    return jax.tree.map(spec, params)
+
+
+def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..., Trained]:
+    def road(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
+        how = {"mesh": _mesh(**sizes), "axis_name": "data", **more}
+        if shard:
+            how["param_specs"] = _sharded(params, shard, sizes[shard])
+        return _in_steps(loss_fn, params, batch, _reduced(), how)
+
+    return road
+
+
+def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
+    mesh = _mesh(data=4)
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    tx = on_mesh(_reduced(), params, axis_name="data")
+    oracle = value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+
+    @jax.jit
+    def step(params: PyTree, state: PyTree, batch: PyTree) -> Any:
+        loss, grads = oracle(params, state, batch)
+        return *apply_gradients(tx, grads, state, params), loss
+
+    state, losses = tx.init(params), list[float]()
+    for _ in range(_STEPS):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return jax.device_get(params), losses
+
+
+def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
+    if not importlib.util.find_spec("flax"):
+        return None
+    from flax import nnx
+
+    from boostax.nnx import Optimizer
+
+    whole, tree = NamedSharding(_mesh(data=4), PartitionSpec()), jax.tree.structure(params)
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            placed = jax.device_put(jax.tree.leaves(params), whole)
+            self.leaves = nnx.List([nnx.Param(x) for x in placed])
+
+    def of_model(model: Model, batch: PyTree) -> jax.Array:
+        return loss_fn(tree.unflatten([x[...] for x in model.leaves]), batch)
+
+    model, losses = Model(), list[float]()
+    optimizer = Optimizer(model, _reduced(), wrt=nnx.Param, axis_name="data")
+
+    @nnx.jit
+    def step(model: Model, optimizer: Any, batch: PyTree) -> jax.Array:
+        loss, grads = optimizer.value_and_grad(of_model)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    for _ in range(_STEPS):
+        losses.append(float(step(model, optimizer, batch)))
+    return tree.unflatten([np.asarray(x[...]) for x in model.leaves]), losses
+
+
+def _read(loss_fn: Loss, params: PyTree, batch: PyTree, *, compiled: bool) -> None:
+    """Explain, or audit, a step; there is nothing to compare."""
+    from boostax.inspect import audit, explain
+
+    step = make_train_step(loss_fn, _reduced(), mesh=_mesh(data=4), axis_name="data")
+    state = step.init(params)
+    if compiled:
+        assert audit(step, state, batch).collectives, "audit: nothing is reduced"
+    else:
+        found = explain(step, state, batch)
+        assert not found.problem, f"explain: {found.problem}"
+
+
+ROADS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {
+    "step": _step({"data": 4}),
+    "FSDP": _step({"data": 4}, "data"),
+    "ZeRO-1": _step({"data": 4}, shard_optimizer=True),
+    "HSDP": _step({"data": 2, "fsdp": 2}, "fsdp", axis_name=("data", "fsdp")),
+    "another axis": _step({"data": 2, "model": 2}, "model"),
+    "micro-batches": _step({"data": 4}, microbatches=2),
+    "own loop": _own_loop,
+    "nnx.Optimizer": _nnx,
+    "explain": lambda *args: _read(*args, compiled=False),
+    "audit": lambda *args: _read(*args, compiled=True),
+}
+"""What ``check_loss`` tries, by name."""
