@@ -198,7 +198,7 @@ MISTAKES = (
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
     ({"reduce": "partial"}, "partial_average: partitions must be given, or bucket_bytes, got None"),
-    ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends one"),
+    ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends 1%"),
     ({"reduce": "mean", "int8_reduce": True}, f"auto: int8_reduce {TWO} another"),
     ({"less_bn": {"normalized_head": 3}}, "less_bn: normalized_head must be True or False, got 3"),
     ({"check_updates": 3}, "auto: check_updates must be a dictionary, got 3. It takes no"),
