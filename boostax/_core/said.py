@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks
 from boostax._core.describe import Description
-from boostax._core.gate import gate_of, gated
+from boostax._core.gate import gate_of, gated, init_inner
 
 PyTree = Any
 Made = optax.GradientTransformationExtraArgs
@@ -137,7 +137,7 @@ def _reduced_inside(tx: Made, params: PyTree) -> set[str]:
     token = _HEARD.set(heard)
     try:
         for inner in _description(tx).inner.values():
-            jax.eval_shape(inner.init, trees.at_least_float32(params))
+            jax.eval_shape(functools.partial(init_inner, inner), params)
     finally:
         _HEARD.reset(token)
     return heard
