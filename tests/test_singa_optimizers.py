@@ -49,12 +49,11 @@ class Warmup:
 
 
 class Optimizer:
-    def __init__(self, lr=0.1, weight_decay=0.0, **hyperparams):
-        hyperparams |= {"lr": lr, "weight_decay": weight_decay}
-        self.schedules = {
-            name: value if callable(value) else Constant(value)
-            for name, value in hyperparams.items()
-        }
+    def __init__(self, *args, nesterov=False, **named):
+        values = dict(self.hyper)
+        values |= dict(zip(values, args, strict=False)) | named
+        self.nesterov = nesterov
+        self.schedules = {k: x if callable(x) else Constant(x) for k, x in values.items()}
         self.step_counter = 0.0
         # Of every kind of moment, by the parameters' names.
         self.states = {name: {} for name in self.moments}
@@ -83,9 +82,7 @@ class Optimizer:
 class SGD(Optimizer):
     moments = ("moments",)
 
-    def __init__(self, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
-        super().__init__(lr, weight_decay, momentum=momentum, dampening=dampening)
-        self.nesterov = nesterov
+    hyper = (("lr", 0.1), ("momentum", 0.0), ("dampening", 0.0), ("weight_decay", 0.0))
 
     def direction(self, name, g):
         if self.schedules["momentum"].init_value == 0:
@@ -99,8 +96,7 @@ class SGD(Optimizer):
 class RMSProp(Optimizer):
     moments = ("running_average",)
 
-    def __init__(self, lr=0.1, rho=0.9, epsilon=1e-8, weight_decay=0.0):
-        super().__init__(lr, weight_decay, rho=rho, epsilon=epsilon)
+    hyper = (("lr", 0.1), ("rho", 0.9), ("epsilon", 1e-8), ("weight_decay", 0.0))
 
     def direction(self, name, g):
         v = self.moment("running_average", name, g)
@@ -112,8 +108,7 @@ class RMSProp(Optimizer):
 class AdaGrad(Optimizer):
     moments = ("history",)
 
-    def __init__(self, lr=0.1, epsilon=1e-8, weight_decay=0.0):
-        super().__init__(lr, weight_decay, epsilon=epsilon)
+    hyper = (("lr", 0.1), ("epsilon", 1e-8), ("weight_decay", 0.0))
 
     def direction(self, name, g):
         h = self.moment("history", name, g) + g**2
@@ -124,8 +119,13 @@ class AdaGrad(Optimizer):
 class Adam(Optimizer):
     moments = ("m", "v")
 
-    def __init__(self, lr=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, weight_decay=0.0):
-        super().__init__(lr, weight_decay, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+    hyper = (
+        ("lr", 0.1),
+        ("beta_1", 0.9),
+        ("beta_2", 0.999),
+        ("epsilon", 1e-8),
+        ("weight_decay", 0.0),
+    )
 
     def direction(self, name, g):
         s, b1, b2 = self.step_counter + 1, self.at("beta_1"), self.at("beta_2")
