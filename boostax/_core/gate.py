@@ -120,9 +120,7 @@ class GatedUpdate:
         return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
-def gated(
-    init: optax.TransformInitFn, step: Step, flush: Flush
-) -> optax.GradientTransformationExtraArgs:
+def gated(init: Any, step: Step, flush: Flush) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
     return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))
 
