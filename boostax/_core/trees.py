@@ -134,10 +134,9 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+def named(tree: PyTree) -> list[tuple[str, Any]]:
     """Return the leaves with their paths; see ``path_name``."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [(path_name(path), leaf) for path, leaf in pairs]
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def names(tree: PyTree) -> list[str]:
