@@ -71,6 +71,10 @@ CASES = [
         lambda inner, axis: boostax.precision.check_updates(inner, axis_name=axis),
     ),
     Case(
+        "count_lost_updates",
+        lambda inner, axis: boostax.precision.count_lost_updates(inner),
+    ),
+    Case(
         "store",
         lambda inner, axis: boostax.precision.store(inner, moments="log8", least=1),
         bad_arguments=(

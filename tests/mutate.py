@@ -18,9 +18,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 FILES = {
     "_core/gate": "test_loss_scale test_compat test_accumulate test_errors test_contract",
     "accumulate/window": "test_accumulate test_errors test_contract test_pair_laws test_fuzz",
-    "reduce/feedback": "test_compressed test_errors test_contract test_singa_reductions",
+    "reduce/feedback": "test_compressed test_errors test_contract test_singa_modes",
     "train/oracle": "test_train_step test_errors test_mapped_losses test_carried test_on_mesh",
-    "reduce/quantized": "test_compressed test_compressed_travel test_errors test_contract",
+    "reduce/quantized": "test_compressed test_wire_bytes test_errors test_contract",
     "freeze/scheduled": "test_freeze test_freeze_groups test_migrate test_errors test_contract",
     "subspace/dim_reduce": "test_dim_reduce test_subspace_train test_errors test_contract",
     "reduce/pairwise": "test_adasum test_adasum_travel test_errors test_contract",

@@ -11,6 +11,7 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from reducing import the_one
 
 import boostax
 
@@ -27,12 +28,6 @@ def combiner(**options):
 def combine(grads, **options):
     """AdaSum of leaves ``(replicas, ...)``, once it is seen that all replicas got the same."""
     return jax.tree.map(the_one, jax.device_get(combiner(**options)(grads)))
-
-
-def the_one(copies):
-    for copy in copies[1:]:
-        assert_same(copy, copies[0])
-    return copies[0]
 
 
 def assert_same(actual, expected):
@@ -300,20 +295,11 @@ def test_low_gradients_are_combined_in_f32(seed, replicas, magnitude):
 @given(seed=seeds, replicas=st.integers(2, 9), data=st.data())
 def test_zero_gradients_leave_the_others(seed, replicas, data):
     rows = np.float32(normal(seed, replicas, WIDTH))
-    zero = data.draw(st.lists(st.booleans(), min_size=replicas, max_size=replicas), "zero")
-    some = np.where(np.array(zero)[:, None], np.float32(0), rows)
-    alone = data.draw(st.integers(0, replicas - 1), "alone")
-    only = np.where(np.arange(replicas)[:, None] == alone, rows, np.float32(0))
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=replicas, max_size=replicas)))
+    some = np.where(keep[:, None], rows, np.float32(0))
     assert_near(combine(some), reference.adasum(some), rows)
-    assert_same(combine(only), rows[alone])
-    assert not combine(np.zeros_like(rows)).any()
-
-
-@draws(30)
-@given(seed=seeds, magnitude=st.floats(-30, 20))
-def test_opposite_gradients_cancel(seed, magnitude):
-    x = np.float32(normal(seed, WIDTH) * 10**magnitude)
-    assert_near(combine(np.stack([x, -x])), np.zeros(WIDTH), x, 2 * reference.EPS)
+    if keep.sum() < 2:
+        assert_same(combine(some), some.sum(0))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -14,21 +14,16 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from reducing import mapped, mesh_of, sends, the_one, updating
 
 import boostax
-from boostax._core import costs
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
 WIDTH = 24
 SHAPES = [(16, 3), (5,), (), (3, 8)]
 HALVES = ("float16", "bfloat16")
 seeds = st.integers(0, 2**32 - 1)
-
-
-def updating(tx):
-    return lambda grads: tx.update(grads, tx.init(grads))[0]
 
 
 @functools.cache
@@ -40,26 +35,6 @@ def reducer(**options):
 def reduce(grads, **options):
     """Reduced leaves ``(replicas, ...)``, once it is seen that all replicas got the same."""
     return jax.tree.map(the_one, jax.device_get(reducer(**options)(grads)))
-
-
-def the_one(copies):
-    for copy in copies[1:]:
-        np.testing.assert_array_equal(copy, copies[0])
-    return copies[0]
-
-
-def mapped(update, mesh, in_specs=P("data"), out_specs=P(), **options):
-    """The update inside ``shard_map``; leaves ``(replicas, ...)`` lose their first dimension."""
-    drop = functools.partial(jax.tree.map, lambda x: x[0])
-    specs = {"in_specs": (in_specs,), "out_specs": out_specs}
-    return jax.jit(jax.shard_map(lambda g: update(drop(g)), mesh=mesh, **specs, **options))
-
-
-def sends(mesh, leaves, **options):
-    """Collectives of a reduction of leaves of these sizes or shapes."""
-    update = updating(boostax.all_reduce("data", **options))
-    shapes = [jax.ShapeDtypeStruct((8, *np.ravel(shape)), jnp.float32) for shape in leaves]
-    return costs.collectives(mapped(update, mesh), shapes)
 
 
 def gradients(seed=0, replicas=8):
@@ -93,9 +68,7 @@ def test_mean_and_sum_equal_those_of_jax(mesh, options, check):
 
 
 def test_several_axes_are_reduced_together():
-    kinds = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=kinds)
-    leaves = gradients()
+    mesh, leaves = mesh_of(a=4, b=2), gradients()
     for names in (("a", "b"), ("b", "a")):
         for options in ({}, {"dtype": "bfloat16"}):
             update = updating(boostax.all_reduce(names, **options))
@@ -109,7 +82,8 @@ def test_several_axes_are_reduced_together():
 def test_a_bucket_is_one_collective(mesh):
     counts = {}
     for limit in (None, 4 * 250, 4 * 1000):
-        found = sends(mesh, [100] * 10, bucket_bytes=limit)
+        tx = boostax.all_reduce("data", bucket_bytes=limit)
+        found = sends(updating(tx), [100] * 10, mesh)
         assert {c.primitive for c in found} == {"psum"}
         counts[limit] = len(found)
     # Two leaves of 400 bytes fit into a bucket of 1000, ten into one of 4000.
@@ -141,7 +115,8 @@ def test_low_gradients_are_summed_in_f32():
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pack(mesh, dtype):
     """Kernels go in their own shapes, vectors in a pack; powers of two of f16 in two gathers."""
-    found = sends(mesh, [(64, 512), (512,), (32, 2048), (512,)], dtype=dtype)
+    shapes = [(64, 512), (512,), (32, 2048), (512,)]
+    found = sends(updating(boostax.all_reduce("data", dtype=dtype)), shapes, mesh)
     elements = [2 * 512, 64 * 512, 32 * 2048]
     half = [c for c in found if c.dtypes == (dtype,)]
     sent = {
@@ -174,21 +149,6 @@ def test_a_half_wire_rounds_twice_at_any_magnitude(dtype, seed, replicas, base, 
         np.testing.assert_allclose(result, expected, rtol=0, atol=bound * (1 + 1e-3))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_half_wire_holds_large_and_small_leaves_at_once(dtype):
-    """1e6 overflows f16, 1e-10 underflows; sums that f16 could not hold do not overflow."""
-    magnitudes = {"large": 1e6, "small": 1e-10, "edge": 6e4, "zero": 0.0}
-    base = np.abs(normal(1)) + 0.1
-    rows = {name: np.float32(base * m) for name, m in magnitudes.items()}
-    for op in ("mean", "sum"):
-        result = reduce(rows, dtype=dtype, op=op)
-        for name, given_rows in rows.items():
-            expected = reference.mean(given_rows) * (8 if op == "sum" else 1)
-            # All of one sign: relative to every entry of the result.
-            largest = expected.max() * float(jnp.finfo(dtype).eps)
-            np.testing.assert_allclose(result[name], expected, rtol=0, atol=largest)
-
-
 @pytest.mark.parametrize("dtype", [None, *HALVES])
 @draws(60)
 @given(data=st.data())
@@ -206,16 +166,6 @@ def test_finite_stays_finite_and_the_rest_does_not(dtype, data):
             # They share a power of two: one bad entry may take its leaf along.
             assert not np.isfinite(result[~finite]).any()
             assert np.isfinite(result).all() or not finite.all()
-
-
-@pytest.mark.parametrize("replicas", [2, 3, 8])
-@pytest.mark.parametrize("dtype", [None, *HALVES])
-def test_the_mean_of_the_largest_gradients_stays_finite(dtype, replicas):
-    """Rounded to half they may grow, but not beyond the range of f32."""
-    largest = float(np.finfo(np.float32).max)
-    rows = np.float32([[largest, -largest, 3.4e38, 1.0]] * replicas)
-    result = reduce(rows, dtype=dtype, divide="before")
-    np.testing.assert_allclose(result / largest, rows[0] / largest, rtol=0, atol=0.01)
 
 
 # Clipping.
@@ -283,8 +233,7 @@ def test_the_way_of_a_gradient_is_short(how, monkeypatch):
     grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
     run = jax.vmap(update, axis_name="data")
     if how == "shard_map":
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-        run = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
+        run = jax.shard_map(update, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P())
     for _ in range(2):  # The first proves that types are read aright.
         jax.make_jaxpr(lambda grads, run=run: run(grads))(grads)
     require_short(ways, 12, 5)

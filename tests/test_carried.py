@@ -76,9 +76,8 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
     if "param_specs" in options:
         spec = lambda path, x: P("data") if x.ndim == 2 else P()  # noqa: E731
         options = {"param_specs": jax.tree_util.tree_map_with_path(spec, START)}
-    inner = boostax.dynamic_loss_scale(
-        chain(axis, optax.adamw(1e-2, weight_decay=0.1)), init_scale=1.0, axis_name=axis
-    )
+    inner = chain(axis, optax.adamw(1e-2, weight_decay=0.1))
+    inner = boostax.dynamic_loss_scale(inner, init_scale=1.0, axis_name=axis)
     tx = boostax.carry(inner, axis_name=axis)
     step = boostax.make_train_step(loss_fn, tx, microbatches=microbatches, **where, **options)
     state = step.init(START)
@@ -152,22 +151,20 @@ def assert_of(params, numbers):
     np.testing.assert_allclose(of(params), numbers, rtol=1e-6)
 
 
+def scaler(tx, axis):
+    return boostax.dynamic_loss_scale(tx, axis_name=axis)
+
+
+def window(tx, axis):
+    return boostax.accumulate(tx, 3, axis_name=axis)
+
+
 NESTINGS = {
-    "plain": (1, lambda opt, a: opt),
-    "scaler": (1, lambda opt, a: boostax.dynamic_loss_scale(opt, axis_name=a)),
-    "window": (3, lambda opt, a: boostax.accumulate(opt, 3, axis_name=a)),
-    "window in scaler": (
-        3,
-        lambda opt, a: boostax.dynamic_loss_scale(
-            boostax.accumulate(opt, 3, axis_name=a), axis_name=a
-        ),
-    ),
-    "scaler in window": (
-        3,
-        lambda opt, a: boostax.accumulate(
-            boostax.dynamic_loss_scale(opt, axis_name=a), 3, axis_name=a
-        ),
-    ),
+    "plain": (1, lambda opt, axis: opt),
+    "scaler": (1, scaler),
+    "window": (3, window),
+    "window in scaler": (3, lambda opt, axis: scaler(window(opt, axis), axis)),
+    "scaler in window": (3, lambda opt, axis: window(scaler(opt, axis), axis)),
 }
 
 
@@ -232,9 +229,8 @@ def test_a_value_that_is_not_finite_is_not_set_without_a_scaler():
     tx = boostax.carry(optax.sgd(0.1), RULES)
     grads = {"w": jnp.ones(2), "carried": {"amax": jnp.inf, "count": 2.0}, "router": {"bias": 1.0}}
     grads = jax.tree.map(jnp.float32, grads)
-    params, _ = jax.jit(functools.partial(boostax.apply_gradients, tx))(
-        grads, tx.init(PLAIN), PLAIN
-    )
+    step = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    params, _ = step(grads, tx.init(PLAIN), PLAIN)
     assert of(params) == of(PLAIN) and np.isfinite(params["w"]).all()
     np.testing.assert_allclose(params["w"], PLAIN["w"] - 0.1, rtol=1e-6)
 
@@ -242,7 +238,6 @@ def test_a_value_that_is_not_finite_is_not_set_without_a_scaler():
 def test_a_batch_that_weighs_nothing_says_nothing():
     def weighed(params, batch):
         x, mask = batch
-        x = seen(x, *PLAIN["carried"].values(), PLAIN["router"]["bias"]) * 0 + x
         kept = params["carried"]
         x = seen(x, kept["amax"], kept["count"], params["router"]["bias"])
         loss = ((x @ params["w"]) ** 2 * mask).sum() / mask.sum()
@@ -283,10 +278,8 @@ def test_a_loop_of_ones_own(checked):
         return boostax.apply_gradients(tx, grads, state, params)
 
     if checked == "pmap":
-        mapped = jax.pmap(
-            call, axis_name="data", in_axes=(None, None, 0), out_axes=None,
-            devices=jax.devices()[:2],
-        )  # fmt: skip
+        how = {"in_axes": (None, None, 0), "out_axes": None, "devices": jax.devices()[:2]}
+        mapped = jax.pmap(call, axis_name="data", **how)
         params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0].reshape(2, 4, 2))
     else:
         how = {"mesh": mesh_of(2), "in_specs": (P(), P(), P("data")), "out_specs": P()}
@@ -296,11 +289,8 @@ def test_a_loop_of_ones_own(checked):
 
 
 def test_params_of_each_replicas_own_have_the_same_carried_leaves():
-    tx = boostax.carry(
-        boostax.reduce.local_updates(optax.sgd(0.1), axis_name="data", every=2),
-        RULES,
-        axis_name="data",
-    )
+    inner = boostax.reduce.local_updates(optax.sgd(0.1), axis_name="data", every=2)
+    tx = boostax.carry(inner, RULES, axis_name="data")
     step = boostax.make_train_step(watched, tx, mesh=mesh_of(2), axis_name="data")
     state, _ = step(step.init(PLAIN), DATA[0])
     assert np.ptp(np.asarray(state.params.local["w"]), axis=0).max() > 0
@@ -338,16 +328,12 @@ def test_what_would_take_a_value_for_a_gradient_is_refused(tx, run, words):
         step(step.init(params), batch)
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        lambda: boostax.dynamic_loss_scale(optax.sgd(0.1)),
-        lambda: boostax.accumulate(optax.sgd(0.1), 2),
-        lambda: boostax.model.clip_by_global_norm(1.0),
-    ],
-)
-def test_a_loop_that_forgot_carry_is_refused(gate):
-    tx, grads = gate(), jax.jit(jax.grad(loss_fn))(START, BATCHES[0])
+CLIP = boostax.model.clip_by_global_norm(1.0)
+
+
+@pytest.mark.parametrize("tx", [scaler(SGD, None), window(SGD, None), CLIP])
+def test_a_loop_that_forgot_carry_is_refused(tx):
+    grads = jax.jit(jax.grad(loss_fn))(START, BATCHES[0])
     with pytest.raises(ValueError, match=r"got the new value of a leaf at '_over.*boostax\.carry"):
         boostax.apply_gradients(tx, grads, tx.init(START), START)
 
@@ -390,9 +376,8 @@ def test_a_window_that_was_moved_out_of_a_state_is_not_gone_on_with():
 
 def test_a_window_has_the_histories_of_its_rows():
     """Those of cotangents as of one call, whose mean loss is over half of the rows."""
-    tx = boostax.carry(
-        boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data"), axis_name="data"
-    )
+    inner = boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data")
+    tx = boostax.carry(inner, axis_name="data")
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of(2), axis_name="data", microbatches=2)
     state = step.init(START)
     for batch in BATCHES[:2]:

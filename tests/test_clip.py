@@ -1,11 +1,14 @@
-"""Clipping by the global norm: Optax's where leaves are whole, right where they are shards."""
+"""Clipping by the global norm, Optax's where leaves are whole and right on shards; and AdaGC."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 
@@ -32,8 +35,7 @@ def test_whole_leaves_are_clipped_as_by_optax(max_norm, dtype):
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 @pytest.mark.parametrize("shards", [2, 1])
 def test_shards_are_clipped_by_the_norm_of_the_whole(max_norm, shards):
-    some = jax.devices()[:shards]
-    mesh = jax.make_mesh((shards,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=some)
+    mesh = mesh_of(fsdp=shards)
 
     def clipped(tx, names=tuple(GRADS), grads=GRADS):
         update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
@@ -55,15 +57,79 @@ def test_shards_are_clipped_by_the_norm_of_the_whole(max_norm, shards):
         assert abs(np.asarray(wrong["w"]) / np.asarray(expected["w"]) - 1).max() > 0.1
 
 
-def test_nothing_is_clipped_where_there_is_nothing():
-    tx = boostax.model.clip_by_global_norm(1.0)
-    assert tx.update({}, tx.init({})) == ({}, optax.EmptyState())
-
-
 def test_shards_need_types():
-    mesh = jax.make_mesh((2,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of(fsdp=2)
     tx = boostax.model.clip_by_global_norm(1.0, shard_axes="fsdp")
     update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
     mapped = jax.shard_map(update, mesh=mesh, in_specs=(SPECS,), out_specs=SPECS, check_vma=False)
     with pytest.raises(ValueError, match="Leave check_vma on"):
         mapped(GRADS)
+
+
+# AdaGC: every leaf to its own running norm.
+
+
+SHAPES = {"a": (3,), "b": (8, 2)}
+OPTIONS = {"factor": 1.1, "decay": 0.9, "warmup": 5, "max_norm": 1.5}
+
+
+def gradients(steps=20):
+    rng = np.random.default_rng(0)
+    grads = [
+        {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()} for _ in range(steps)
+    ]
+    grads[11]["a"] *= 30
+    grads[14]["b"][0, 0] = np.nan
+    return grads
+
+
+def reference(grads):
+    """Clipped gradients and running norms in float64; ``None`` for what is not finite."""
+    norms, steps, clipped = dict.fromkeys(SHAPES, np.inf), 0, []
+    for given in grads:
+        size = {k: np.linalg.norm(np.float64(g)) for k, g in given.items()}
+        total, early = np.hypot(*size.values()), steps < OPTIONS["warmup"]
+        if not np.isfinite(total):
+            clipped.append(None)
+            continue
+        bound = {k: min(size[k], 1.1 * norms[k]) for k in SHAPES}
+        if early:
+            bound = {k: size[k] * min(1, 1.5 / total) for k in SHAPES}
+        clipped.append({k: np.float64(g) * bound[k] / size[k] for k, g in given.items()})
+        later = {k: 0.9 * norms[k] + 0.1 * bound[k] for k in SHAPES}
+        norms = {k: min(norms[k], bound[k]) for k in SHAPES} if early else later
+        steps += 1
+    return clipped, norms, steps
+
+
+def test_leaves_are_clipped_to_their_running_norms_as_in_float64():
+    """Global clipping first; what is not finite is seen and leaves the state unchanged."""
+    clipped, norms, steps = reference(gradients())
+    for placed in (False, True):
+        params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
+        if placed:
+            mesh = mesh_of(fsdp=4)
+            specs = {"a": NamedSharding(mesh, P()), "b": NamedSharding(mesh, P("fsdp"))}
+            params = jax.device_put(params, specs)
+        tx = boostax.model.adagc(**OPTIONS)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for given, wanted in zip(gradients(), clipped, strict=True):
+            given = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), given, params)
+            updates, state = update(given, state)
+            if wanted is None:
+                assert not jnp.isfinite(updates["b"]).all()
+            else:
+                chex.assert_trees_all_close(
+                    updates, jax.tree.map(np.float32, wanted), rtol=2e-5, atol=1e-7
+                )
+        chex.assert_trees_all_close(state.norms, jax.tree.map(np.float32, norms), rtol=2e-5)
+        assert int(state.steps) == steps == 19
+
+
+def test_a_leaf_without_a_gradient_at_first_is_not_held_at_zero():
+    """Defect guarded against: the running norm of such a leaf is zero, and a share of it too."""
+    tx = boostax.model.adagc(warmup=2)
+    state = tx.init({"a": jnp.zeros(()), "late": jnp.zeros(())})
+    for late in (0.0, 0.0, 0.0, 1.0):
+        updates, state = tx.update({"a": jnp.float32(1), "late": jnp.float32(late)}, state)
+    assert updates["late"] == 1

@@ -173,14 +173,16 @@ def test_a_gate_adds_at_most_one_copy_to_a_whole_step(name, target):
 
 
 @everywhere
-def test_one_program_for_all_freeze_depths_adds_at_most_a_copy(target):
-    model = perceptron(16, 2048)
+def test_one_program_for_all_freeze_depths_adds_a_copy_and_on_a_tpu_two(target):
+    """Of a size that the vector memory of a TPU (128 MiB) does not hold."""
+    width, limit = (4096, 1.7) if target == V5E else (2048, 1.01)
+    model = perceptron(16, width)
     schedule = boostax.freeze_schedule("progressive", total_steps=100, frozen_fraction=0.3)
     tx = boostax.scheduled_freeze(mean(), cases.labels(model.params), schedule)
     found = trained(model, tx, target, freeze_driver="switch")
-    added = found.temporaries - mean_step(target, 16, 2048).temporaries
+    added = found.temporaries - mean_step(target, 16, width).temporaries
     print(f"{added:+.3f} P of temporaries beside the step that freezes nothing")
-    assert added <= 1.01
+    assert added <= limit
 
 
 # The mean.

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import boostax
-from boostax.subspace.dim_reduce import dim_reduce
-from boostax.subspace.quasi_newton import MINDSPORE
+from boostax.subspace.dim_reduce import MINDSPORE, dim_reduce
 
 CASES = ["quad", "quad_default", "mlp", "mlp_sens16", "mlp_stall", "mlp_rho0.3_sigma0.9"]
 QUICK = {"quad", "mlp_sens16", "mlp_stall"}

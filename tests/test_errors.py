@@ -31,6 +31,7 @@ COUNTS = (0, -1, 2**31, True, np.bool_(True), 2.5, np.float32(2.0), "4", None, j
 SCALES = (0, -1.0, inf, -inf, nan, 1e-39, 1e39, "128", None, [2.0])
 DTYPES = ("f16x", "int8", int, "complex64", "bool", 3)
 AXES = ((), ("data", "data"), ["data"], 3)
+SHARES = (1.2, -0.1, nan, inf, "0.7", True, 1.0)
 SPECS = ("O4", "o1", "", "compute", "compute=float16,compute=float16", "w=float16", 3)
 INNER = (None, 0.1, optax.sgd, "sgd")
 by_group = functools.partial(precision.group_loss_scale, SGD, labels=half)
@@ -96,14 +97,20 @@ REFUSED = [
     (of(threshold, "data"), {"threshold": [-0.1], "capacity": [0, (0.5, 1.0)], "block": [-1]}),
     (of(threshold, "data"), {"bucket_bytes": [0]}),
     (of(boostax.int8_reduce, "data"), {"block": [0], "rounding": ["up"]}),
-    (of(reduce.power_sgd_reduce, "data"), {"rank": [0]}),
-    (of(average, axis_name="data"), {"partitions": [None, 0, {"a": 0, "b": 2}]}),
+    (of(reduce.power_sgd_reduce, "data"), {"rank": [0], "layout": ["keras"]}),
+    (of(average, axis_name="data"), {"partitions": [None, 0, "two", {"a": 0, "b": 2}, {"a": 1.0}]}),
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
     (of(local_updates, axis_name="data", every=2), {"every": [0]}),
-    (of(local_updates, axis_name="data", every=2), {"outer": [3.0]}),
+    (of(local_updates, axis_name="data", every=2), {"outer": [3.0], "reduction": ["mean"]}),
     (of(freeze, groups=half, schedule=1), {"moments": ["own"], "schedule": ["interval"]}),
-    (of(boostax.freeze_schedule, "interval", total_steps=9), {"frozen_fraction": [1.0]}),
+    (of(boostax.freeze_schedule, total_steps=9), {"kind": ["Interval", None, 1, [0, 1]]}),
+    (of(boostax.freeze_schedule, "interval"), {"total_steps": COUNTS}),
+    (of(boostax.freeze.prefix_groups, PARAMS, n=1), {"n": [0, True, 2.0], "level": [0]}),
+    (
+        of(boostax.freeze_schedule, "interval", total_steps=9),
+        {"frozen_fraction": SHARES, "seed": [-1, 2**32, True, 0.5, "0"], "freeze_p": SHARES[:-1]},
+    ),
     (of(record, size=3), {"size": [0, 1], "every": [0], "start": [-1, 0.5], "dtype": ["int8"]}),
     (of(boostax.dim_reduce, two_of), {"rule": ["armijo"], "dtype": ["int8", "int4"]}),
     (of(boostax.dim_reduce, two_of), {"residual": [3.0], "axis_name": AXES}),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from jax.sharding import PartitionSpec as P
+from reducing import at_once, mapped, updating
 
 import boostax
 from boostax.reduce import exchange
@@ -33,6 +33,7 @@ REDUCTIONS = {
 }
 
 
+HALVES = ("float16", "bfloat16")
 QUICK = ((3, None), (8, None), (3, "bfloat16"))
 
 
@@ -52,16 +53,15 @@ def gradients(replicas, seed=0):
 def reduced(name, replicas):
     """Results of every replica, and the state."""
     tx = REDUCTIONS[name]("data")
-    run = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
-    return run(gradients(replicas))
+    return at_once(tx)(gradients(replicas))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
-    found = exchange.parcels(leaves, replicas)
+    found = exchange.chunks(leaves, replicas)
     names = list(SHAPES)
-    alone = {names[p.index]: p.dim for p in found if isinstance(p, exchange.Alone)}
+    alone = {names[p.leaf]: p.dim for p in found if isinstance(p, exchange.Alone)}
     packs = [{names[i] for i in p.indices} for p in found if isinstance(p, exchange.Packed)]
     always = {"rows": 0, "columns": {3: 0}.get(replicas, 1), "a kernel": {3: 0}.get(replicas, 2)}
     sometimes = {
@@ -111,8 +111,7 @@ def test_a_row_has_a_scale_of_its_own(replicas):
 )
 def test_adasum_is_that_of_the_leaves(replicas, wire):
     tx = boostax.adasum("data", wire_dtype=wire)
-    run = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
-    found = run(gradients(replicas))
+    found = at_once(tx)(gradients(replicas))[0]
     tolerance = 2e-6 if wire is None else 8 * float(jnp.finfo(wire).eps)
     for leaf, rows in gradients(replicas).items():
         expected = reference.adasum(rows)
@@ -138,8 +137,7 @@ def test_leaves_of_different_dtypes_travel_together():
         grads = {name: rows[:2].astype("float64") for name, rows in gradients(2).items()}
         grads["rows"] = grads["rows"].astype("float32")
         tx = boostax.int8_reduce("data")
-        update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
-        means, state = jax.device_get(update(grads))
+        means, state = jax.device_get(at_once(tx)(grads))
     for leaf, rows in grads.items():
         assert means[leaf].dtype == rows.dtype == state.residual.local[leaf].dtype
         held = np.float64(state.residual.local[leaf]).mean(0)
@@ -151,12 +149,23 @@ def test_leaves_of_different_dtypes_travel_together():
 @pytest.mark.parametrize("make", [REDUCTIONS["bf16"], REDUCTIONS["int8"], boostax.adasum])
 def test_what_has_no_elements_comes_back_typed_equal(mesh, make):
     """JAX checks it: a leaf that is handed on as it came would differ between replicas."""
-    tx = make("data")
-
-    def update(grads):
-        local = jax.tree.map(lambda x: x[0], grads)
-        return tx.update(local, tx.init(local))[0]
-
     grads = {"full": jnp.ones((8, 3)), "empty": jnp.ones((8, 0, 4))}
-    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P()))
-    assert jax.tree.map(jnp.shape, mapped(grads)) == {"full": (3,), "empty": (0, 4)}
+    found = mapped(updating(make("data")), mesh)(grads)
+    assert jax.tree.map(jnp.shape, found) == {"full": (3,), "empty": (0, 4)}
+
+
+LARGEST = {
+    **{str(x): (boostax.all_reduce, {"dtype": x, "divide": "before"}) for x in (None, *HALVES)},
+    **{f"AdaSum in {x}": (boostax.adasum, {"wire_dtype": x}) for x in HALVES},
+}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_gradients_stay_finite(name, replicas):
+    """Rounded to half they may grow, but not beyond the range of f32."""
+    make, options = LARGEST[name]
+    largest = float(np.finfo(np.float32).max)
+    rows = np.float32([[largest, -largest, 3.4e38, 1.0]] * replicas)
+    result = at_once(make("data", **options))(rows)[0][0]
+    np.testing.assert_allclose(result / largest, rows[0] / largest, rtol=0, atol=0.01)

@@ -13,12 +13,11 @@ import pytest
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
+from memory import temporary_bytes
 
 import boostax
 from boostax.precision.boundary import check_boundaries, scale_boundary
-from boostax.precision.group_scale import group_loss_scale
-from boostax.precision.group_state import group_scales
+from boostax.precision.group_scale import group_loss_scale, group_scales
 from boostax.testing import drawn
 
 SGD = optax.sgd(1.0)
@@ -193,8 +192,7 @@ def test_frozen_groups_keep_their_scale():
     assert np.sign(np.asarray(state.table) - 4096.0).tolist() == [0, 1, 1]
 
 
-def test_windows_outside_and_inside():
-    """One outside hands sums on, with the factor of their mean still to come."""
+def test_a_window_outside_hands_sums_on_with_the_factor_of_their_mean():
     tx = boostax.accumulate(group_loss_scale(SGD, {"a": 0}), 2)
     params = {"a": jnp.zeros(2)}
     state = tx.init(params)
@@ -202,12 +200,6 @@ def test_windows_outside_and_inside():
         updates, state = tx.update({"a": jnp.array([2.0**-14.5, 1.0])}, state, params)
     np.testing.assert_allclose(state.inner_state.largest, 1 / 4096)
     np.testing.assert_array_equal(updates["a"], -jnp.array([2.0**-14.5, 1.0]) / 4096)
-    tx = group_loss_scale(boostax.accumulate(SGD, 2), {"a": 0})
-    state = tx.init(params)
-    for value in (1.0, jnp.nan, 3.0):
-        grads = {"a": jnp.full(2, value * state.scale)}
-        updates, state = tx.update(grads, state, params)
-    assert updates["a"].tolist() == [-2.0, -2.0]
 
 
 # Measured scales
@@ -295,9 +287,9 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
     def total(value, scales=scales):
         crossed = scale_boundary(value, scales, 0, 1)
         assert crossed["n"] is value["n"]
-        np.testing.assert_array_equal(crossed["x"], value["x"]) if concrete(value) else None
         return crossed["x"]
 
+    np.testing.assert_array_equal(total(x), x["x"])
     one = jnp.asarray([2.0**-10, 2.0**-11], dtype)
     for f in (
         total,
@@ -307,10 +299,6 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
     ):
         _, pullback = jax.vjp(lambda v, f=f: f({"x": v, "n": x["n"]}), x["x"])
         np.testing.assert_array_equal(pullback(one)[0], np.asarray([1024, 512], one.dtype))
-
-
-def concrete(value):
-    return not isinstance(value["x"], jax.core.Tracer)
 
 
 def test_scale_boundary_reads_the_state_and_does_nothing_without_one():
@@ -346,31 +334,18 @@ def test_the_checker_names_what_a_missing_boundary_spoils(edge, spoiled):
 # Many devices
 
 
-def test_one_bad_replica_skips_the_step_on_all(mesh):
-    """The blame is of the last group that is bad anywhere; other modes are in the contract."""
-    inner = optax.chain(boostax.all_reduce("data"), optax.adamw(0.1))
-    tx, params = group_loss_scale(inner, THREE, axis_name="data"), PARAMS
-    x = jax.random.normal(jax.random.key(3), (8, 3, 4))
-
-    def train(params, x):
-        state = tx.init(params)
-        for call in range(3):
-            scales = group_scales(state)
-            local = boostax.train.local_params(params, "data")
-            grads = jax.grad(lambda p, s=scales: s[-1] * residual(p, x, scales=s))(local)
-            # Replica 5 loses group 1 and those before it.
-            bad = (jax.lax.axis_index("data") == 5) & (call == 1)
-            ruined = {k: jnp.where(bad & (k != "c"), jnp.nan, g) for k, g in grads.items()}
-            params, state = boostax.apply_gradients(drawn(tx), ruined, state, params)
-        return state
-
-    local = lambda p, x: jax.tree.map(lambda y: y[None], train(p, x[0]))  # noqa: E731
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
-    state = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(params, x)
+def test_the_last_group_that_is_bad_on_any_replica_is_to_blame():
+    """That all skip together, in any mode, is in the contract."""
+    inner, params = optax.chain(boostax.all_reduce("data"), SGD), grads_of(0, 0, 0)
+    tx = group_loss_scale(inner, THREE, axis_name="data")
+    state = tx.init(params)
+    bad = jnp.zeros((8, 3)).at[5, 1].set(jnp.nan).at[2, 0].set(jnp.inf)
+    update = lambda g: drawn(tx).update(grads_of(*g), state, params)[1]  # noqa: E731
+    state = jax.jit(jax.vmap(update, axis_name="data"))(bad)
     for leaf in jax.tree.leaves(state):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
     assert (state.overflow_group[0], state.skipped_steps[0]) == (1, 1)
-    assert np.sign(state.table[0] - 4096).tolist() == [1, -1, 1]
+    assert np.sign(state.table[0] - 4096).tolist() == [0, -1, 1]
 
 
 # Memory and tracing
@@ -378,33 +353,12 @@ def test_one_bad_replica_skips_the_step_on_all(mesh):
 
 def test_it_takes_no_more_memory_than_one_scale():
     shapes = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(6)}
-    adam = optax.adam(1e-3)
-
-    def temp(tx, dtype):
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-        state = jax.eval_shape(tx.init, shapes)
-        step = jax.jit(
-            lambda p, s, g: boostax.apply_gradients(drawn(tx), g, s, p), donate_argnums=(0, 1)
-        )
-        compiled = step.lower(shapes, state, given).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    labels = {name: i // 2 for i, name in enumerate(shapes)}
+    adam, labels = optax.adam(1e-3), {name: i // 2 for i, name in enumerate(shapes)}
     both = boostax.dynamic_loss_scale(adam), group_loss_scale(adam, labels)
     for dtype in (jnp.float32, jnp.float16):
-        one, many = (temp(tx, dtype) for tx in both)
-        print(f"{jnp.dtype(dtype).name}: temp of one scale {one}, of three {many} bytes")
+        grads = jax.tree.map(lambda x, dtype=dtype: x.update(dtype=dtype), shapes)
+        one, many = (temporary_bytes(tx, shapes, grads) for tx in both)
         assert many <= one + 16384
-
-
-@jax.custom_jvp
-def attenuate(x):
-    return x
-
-
-@attenuate.defjvp
-def attenuate_jvp(primals, tangents):
-    return primals[0], tangents[0] * jnp.asarray(2.0**-3, tangents[0].dtype)
 
 
 def test_groups_keep_gradients_that_every_single_scale_loses():
@@ -417,7 +371,9 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
         hidden = x.astype(jnp.float16)
         for group, param in enumerate(params):
             hidden = scale_boundary(hidden, scales, max(group - 1, 0), group)
-            hidden = attenuate(hidden) * param.astype(jnp.float16)
+            # In the backward pass an eighth.
+            hidden = scale_boundary(hidden, jnp.array([0.125, 1.0]), 0, 1)
+            hidden = hidden * param.astype(jnp.float16)
         return jnp.mean(hidden.astype(jnp.float32))
 
     true = 2.0 ** (-2 - 3.0 * np.arange(count)[::-1])
@@ -436,17 +392,14 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 # Errors
 
 
+INNER = "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward "
+PATTERN = "labels must be patterns that match params, got 'x*'. It matches none; "
+SCALE = "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is "
 REFUSED = {
-    "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward ": (
-        lambda: scale_boundary(1.0, SCALES, 0, 3)
-    ),
+    INNER: lambda: scale_boundary(1.0, SCALES, 0, 3),
     "outer must be a group from 0 to 2, got 'a'": lambda: scale_boundary(1.0, SCALES, "a", 1),
-    "labels must be patterns that match params, got 'x*'. It matches none; ": (
-        lambda: group_loss_scale(SGD, ["x*"]).init(PARAMS)
-    ),
-    "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is ": (
-        lambda: start(init_scale=(1.0, 2.0))
-    ),
+    PATTERN: lambda: group_loss_scale(SGD, ["x*"]).init(PARAMS),
+    SCALE: lambda: start(init_scale=(1.0, 2.0)),
 }
 
 

@@ -272,6 +272,11 @@ def test_without_a_normalized_head_only_norms_change():
     assert report.head is None
     by_hand = Linen(basic, ("norm_1",))
     chex.assert_trees_all_equal(model.init(KEY, IMAGES), by_hand.init(KEY, IMAGES))
+    model, _ = less_bn(Linen(basic), IMAGES, multiplier=8.0)
+    assert model.init(KEY, IMAGES)["params"]["head"]["multiplier"] == 8
+    assert less_bn(NNX(basic), IMAGES, multiplier=8.0)[0].head.multiplier[...] == 8
+    with pytest.raises(ValueError, match=r"^less_bn: args must be a sample of what .* takes"):
+        less_bn(Linen(basic), train=True)
 
 
 @pytest.mark.parametrize("sample", [IMAGES, jax.ShapeDtypeStruct(IMAGES.shape, f16)])
@@ -408,12 +413,6 @@ def test_the_head_is_the_dense_that_nothing_follows():
         less_bn(Gated(False), IMAGES)
 
 
-def test_the_multiplier_may_start_elsewhere():
-    model, _ = less_bn(Linen(basic), IMAGES, multiplier=8.0)
-    assert model.init(KEY, IMAGES)["params"]["head"]["multiplier"] == 8
-    assert less_bn(NNX(basic), IMAGES, multiplier=8.0)[0].head.multiplier[...] == 8
-
-
 CHANGED = less_bn(Linen(basic), IMAGES)[0]
 
 
@@ -436,11 +435,6 @@ def test_errors(said):
     module, options = WRONG[said]
     with pytest.raises((TypeError, ValueError), match=f"^less_bn: .*{said}"):
         less_bn(module, IMAGES, **{"normalized_head": False, **options})
-
-
-def test_a_sample_is_needed():
-    with pytest.raises(ValueError, match=r"^less_bn: args must be a sample of what .* takes"):
-        less_bn(Linen(basic), train=True)
 
 
 # MindSpore.

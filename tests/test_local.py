@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax._core import costs, interpret
-from boostax.reduce.partial import _even_runs
+from boostax.reduce.local import _even_runs
 from boostax.testing import drawn
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -34,11 +34,6 @@ def draw(seed, *lead):
 
 def start():
     return jax.tree.map(jnp.asarray, draw(0))
-
-
-def mesh_of(replicas):
-    devices = jax.devices()[:replicas]
-    return jax.make_mesh((replicas,), ("data",), (AxisType.Auto,), devices=devices)
 
 
 def gradient(params, noise):
@@ -80,7 +75,7 @@ def on_replicas(train, mode, noise):
 
     mapped = jax.shard_map(
         on_one,
-        mesh=mesh_of(len(jax.tree.leaves(noise)[0])),
+        mesh=mesh_of(data=len(jax.tree.leaves(noise)[0])),
         in_specs=(P(), P("data")),
         out_specs=P("data"),
         check_vma=mode == "checked",
@@ -227,31 +222,10 @@ def test_another_reduction_may_make_the_outer_gradient():
     assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
 
 
-# Gates outside.
-
-
 WRAPPED = {
     "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
     "local": lambda: boostax.reduce.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
 }
-
-
-@pytest.mark.parametrize("kind", WRAPPED)
-def test_a_window_outside_counts_as_one_step(mesh, kind):
-    window = boostax.accumulate(WRAPPED[kind](), 2, axis_name="data")
-    tx = boostax.dynamic_loss_scale(window, init_scale=1.0, axis_name="data")
-
-    def loss(params, noise):
-        along = jax.tree.map(lambda p, x: jnp.sum(0.15 * p * p + x[0] * p), params, noise)
-        return sum(jax.tree.leaves(along))
-
-    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
-    state, noise = step.init(start()), draw(14, 4, 8)
-    for t in range(4):
-        state, _ = step(state, jax.tree.map(lambda x, t=t: x[t], noise))
-    inner = state.opt_state.inner_state.inner_state
-    assert inner.partition == 2 if kind == "partial" else (inner.syncs, inner.since_sync) == (1, 0)
-    assert kind == "partial" or all(map(equal_on_all, jax.tree.leaves(state.params)))
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -289,7 +263,7 @@ def sent_by_branch(tx, params):
 
     own = P("data")
     mapped = jax.shard_map(
-        step, mesh=mesh_of(8), in_specs=(own, specs, own), out_specs=(own, specs)
+        step, mesh=mesh_of(data=8), in_specs=(own, specs, own), out_specs=(own, specs)
     )
     each = boostax.states.stack_replicas(boostax.PerReplica(params), 8)
     jaxpr = jax.make_jaxpr(mapped)(each, boostax.states.stack_replicas(tx.init(params), 8), each)
@@ -303,24 +277,22 @@ def sent_by_branch(tx, params):
     return [b for b in branches if any(b)], always
 
 
-def test_a_step_sends_one_partition():
-    """The False branch of each holds, and exactly one is True."""
-    params = [jnp.zeros(100), jnp.zeros(300), jnp.zeros(200), jnp.zeros(200)]
-    branches, always = sent_by_branch(
-        boostax.reduce.partial_average(optax.adam(0.1), "data", 2), params
-    )
-    assert branches == [(0, 4 * 400), (0, 4 * 400)] and always == 0
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    branches, _ = sent_by_branch(boostax.reduce.partial_average(SGD, "data", [0, 1, 2, 3]), half)
-    assert branches == [(0, 4 * size) for size in (100, 300, 200, 200)]
+SIZES = (100, 300, 200, 200)
+SENT = {
+    "one partition of two": ("partition", 2, jnp.float32, [400, 400]),
+    "one partition of four, from bf16": ("partition", [0, 1, 2, 3], jnp.bfloat16, SIZES),
+    "all, if they meet": ("local", 4, jnp.float32, [sum(SIZES)]),
+}
 
 
-def test_nothing_is_sent_between_meetings():
-    params = {"w": jnp.zeros((20, 10)), "b": jnp.zeros(10)}
-    branches, always = sent_by_branch(
-        boostax.reduce.local_updates(optax.adam(0.1), "data", 4, NESTEROV), params
-    )
-    assert branches == [(0, 4 * 210)] and always == 0
+@pytest.mark.parametrize("name", SENT)
+def test_a_step_sends_one_partition_or_all_if_they_meet(name):
+    """The False branch of each holds and sends nothing, and exactly one partition's is True."""
+    kind, argument, dtype, sizes = SENT[name]
+    make = {"partition": boostax.reduce.partial_average, "local": boostax.reduce.local_updates}
+    tx = make[kind](optax.adam(0.1), "data", argument)
+    branches, always = sent_by_branch(tx, [jnp.zeros(n, dtype) for n in SIZES])
+    assert branches == [(0, 4 * size) for size in sizes] and always == 0
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -350,15 +322,13 @@ def partial(partitions):
     return boostax.reduce.partial_average(SGD, "data", partitions)
 
 
-def local(inner, **options):
-    return boostax.reduce.local_updates(inner, "data", 1, **options)
+def local(inner):
+    return boostax.reduce.local_updates(inner, "data", 1)
 
 
 REFUSED = {
-    "partial_average: partitions": [lambda: partial("two"), lambda: partial({"a": 0, "b": 1.0})],
     "number of param leaves, 4": [lambda: partial(5).init(start())],
     "a prefix of one": [lambda: partial({"a": 0, "x": 1}).init(start())],
-    "local_updates: reduction": [lambda: local(SGD, reduction="mean")],
     "gate outside": [
         lambda: local(boostax.accumulate(SGD, 2)),
         lambda: local(optax.chain(boostax.accumulate(SGD, 2))).init(start()),
@@ -367,7 +337,7 @@ REFUSED = {
     "equal on all replicas": [
         lambda: jax.eval_shape(
             jax.shard_map(
-                local(SGD).init, mesh=mesh_of(2), in_specs=P("data"), out_specs=P("data")
+                local(SGD).init, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P("data")
             ),
             jnp.ones(2),
         ),

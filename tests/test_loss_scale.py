@@ -4,6 +4,8 @@ import collections
 import functools
 import json
 import math
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +263,20 @@ def test_all_finite_agrees_over_an_axis():
     agreed = jax.vmap(lambda row: boostax.precision.all_finite(row, "i"), axis_name="i")(x)
     assert local.tolist() == [True, True, False, True]
     assert agreed.tolist() == [False] * 4
+
+
+SGD = optax.sgd(0.1)
+REPORTS = {
+    "loss_scaling": boostax.dynamic_loss_scale(SGD),
+    "group_loss_scale": boostax.precision.group_loss_scale(SGD, {"k": 0}),
+    "skip_spikes": boostax.precision.skip_spikes(SGD),
+}
+
+
+@pytest.mark.parametrize("card", REPORTS)
+def test_the_card_names_every_metric(card):
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "cards" / f"{card}.md").read_text()
+    sentence = re.search(r"`boostax\.metrics\(opt_state\)` has (.+?)\.\s", text, re.DOTALL)[1]
+    found = boostax.metrics(REPORTS[card].init({"k": jnp.ones(3)}))
+    names = {name.replace("group_0_", "group_k_") for name in found}
+    assert set(re.findall(r"`(\w\w+)`", sentence)) == names

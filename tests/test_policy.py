@@ -246,16 +246,11 @@ def make(request):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_flax_layers_give_out(make, level):
+def test_flax_layers_params_statistics_norms_and_output(make, level):
     """O1 casts to and fro at every product; a layer that was given its dtype keeps it."""
-    given = make(level)[-1]
+    fn, params, stats, given = make(level)
     low = f16 if level in ("O2", "O3") else f32
     assert {name: given[name] for name in LAYERS} == dict.fromkeys(LAYERS, low) | {"given": f32}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_flax_params_statistics_norms_and_output(make, level):
-    fn, params, stats, _ = make(level)
     y, new_stats = jax.eval_shape(fn, params, stats)
     assert {x.dtype for x in jax.tree.leaves(params)} == {boostax.policy(level).param_dtype}
     assert {x.dtype for x in jax.tree.leaves((stats, new_stats))} == {f32}

@@ -19,7 +19,7 @@ from boostax._core import axes, costs, interpret, jaxprs
 from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
-from boostax.model import branches
+from boostax.model import less_bn as branches
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
 READERS = (axes, interpret, costs, branches)
@@ -112,7 +112,7 @@ WAYS_IN = [
     ("boostax.freeze.order", lambda: boostax.freeze.forward_order(loss, PARAMS, SQUARE)),
     ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
     (
-        "boostax.model.branches",
+        "boostax.model.less_bn",
         lambda: branches.examine(lambda w, x, _: x[0], SQUARE, ((SQUARE,), {})),
     ),
 ]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 
@@ -43,16 +43,12 @@ def train(tx, mesh=None, axis_name=None, steps=4, **options):
     return step, state, metrics
 
 
-def two_axes(names=("dcn", "ici"), shape=(4, 2)):
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 2)
-
-
 def assert_params_close(state, other, tolerance=2e-6):
     chex.assert_trees_all_close(state.params, other.params, atol=tolerance, rtol=1e-7)
 
 
 def test_two_axes_average_within_and_combine_across():
-    mesh = two_axes()
+    mesh = mesh_of(dcn=4, ici=2)
     both = ("dcn", "ici")
     optimizer = optax.sgd(0.1, momentum=0.9)
     hierarchical = optax.chain(boostax.adasum("dcn", within="ici"), optimizer)
@@ -66,13 +62,12 @@ def test_two_axes_average_within_and_combine_across():
     assert trace.addressable_shards[0].data.shape == (INPUTS // 8, 8)
     assert step.replicas == 8
     over_both = train(optax.chain(boostax.adasum(both), optimizer), mesh, both)[1]
-    one_axis = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    flat_mesh = train(optax.chain(boostax.adasum("data"), optimizer), one_axis, "data")[1]
+    flat_mesh = train(optax.chain(boostax.adasum("data"), optimizer), mesh_of(data=8), "data")[1]
     assert_params_close(over_both, flat_mesh)
 
 
 def test_params_sharded_over_a_second_axis_train_alike():
-    mesh = two_axes(("data", "fsdp"))
+    mesh = mesh_of(data=4, fsdp=2)
     specs = {"w": P("fsdp"), "v": P(), "b": P()}
     tx = optax.chain(boostax.adasum("data"), optax.adam(1e-2))
     state = train(tx, mesh, "data", param_specs=specs)[1]
@@ -88,53 +83,6 @@ def test_metrics_report_the_orthogonality(mesh):
     metrics = train(tx, mesh, "data", steps=1)[2]
     assert 0 < float(metrics["orthogonality"]) <= 8
     assert {"orthogonality/w", "orthogonality/v", "orthogonality/b"} <= set(metrics)
-
-
-def on_four(tx, state, path):
-    """A step of four replicas, and a state of eight that has been saved and restored for it."""
-    from boostax.checkpoint import Checkpointer
-
-    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
-    with Checkpointer(path) as checkpointer:
-        checkpointer.save(int(state.step), state)
-        as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
-        saved, _ = checkpointer.restore(as_saved)
-    moved = boostax.reshard_state(saved, 4)
-    return step, jax.device_put(moved, step.shardings(moved))
-
-
-OWN = {
-    "moments": lambda: boostax.reduce.adasum_delta(optax.adam(1e-2), "data"),
-    "residuals": lambda: boostax.dynamic_loss_scale(
-        optax.chain(boostax.top_k_reduce("data", 0.1), optax.adam(1e-2)), axis_name="data"
-    ),
-    "params": lambda: boostax.reduce.partial_average(optax.sgd(0.1, momentum=0.9), "data", 2),
-}
-
-
-def own_of(state):
-    """The arrays that differ per replica."""
-    marked = lambda node: isinstance(node, boostax.PerReplica)  # noqa: E731
-    nodes = jax.tree.leaves((state.params, state.opt_state), is_leaf=marked)
-    return [x for node in nodes if marked(node) for x in jax.tree.leaves(node)]
-
-
-@pytest.mark.parametrize("kind", [pytest.param("moments", marks=pytest.mark.long), *list(OWN)[1:]])
-def test_what_differs_per_replica_goes_on_with_another_replica_count(mesh, tmp_path, kind):
-    """Through the train step and a checkpoint, inside gates."""
-    tx = OWN[kind]()
-    _, state, _ = train(tx, mesh, "data")
-    step, moved = on_four(tx, state, tmp_path)
-    chex.assert_trees_all_equal(moved, boostax.reshard_state(jax.device_get(state), 4))
-    assert any(np.ptp(np.asarray(x), axis=0).any() for x in own_of(state))
-    for old, new in zip(own_of(state), own_of(moved), strict=True):
-        assert old.sharding.spec == new.sharding.spec == P("data")
-        assert new.shape == (4, *old.shape[1:])
-        np.testing.assert_allclose(np.asarray(new).mean(0), np.asarray(old).mean(0), atol=1e-6)
-    after, metrics = step(moved, next(batches(1)))
-    assert np.isfinite(float(metrics["loss"])) and int(after.step) == 5
-    assert 0 < metrics.get("unsent", 0.5) < 1
 
 
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (6, 4), (3, 5), (5, 1), (1, 7)])
@@ -156,8 +104,9 @@ def test_resharding_keeps_the_mean(old, new):
 def test_a_sharded_state_needs_no_resharding(mesh):
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
     eight, state, _ = train(tx, mesh, "data", shard_optimizer=True)
-    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data", shard_optimizer=True)
+    step = boostax.make_train_step(
+        loss_fn, tx, mesh=mesh_of(data=4), axis_name="data", shard_optimizer=True
+    )
     moved = boostax.reshard_state(jax.device_get(state), 4)
     moved = jax.device_put(moved, step.shardings(moved))
     batch = list(batches(5))[4]

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 import reference
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax._core import costs
@@ -52,7 +53,7 @@ def by_the_formula(servers, replicas):
 
 def a_mesh(*sizes):
     names = ("data",) if len(sizes) == 1 else ("nodes", "cores")
-    return jax.make_mesh(sizes, names, (AxisType.Auto,) * len(sizes))
+    return mesh_of(**dict(zip(names, sizes, strict=True)))
 
 
 # Small enough that "w" travels in its own shape, the rest in a pack.

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from memory import reduction_bytes
+from reducing import at_once, mesh_of, sends, updating
 
 import boostax
-from boostax._core import costs
 from boostax.reduce import exchange
 
 REPLICAS, STEPS, RATE, MOMENTUM = 4, 20, 0.125, 0.5
+MESH = mesh_of(data=REPLICAS)
 # In forward order, as SINGA's tape has them; it goes through them from the last to the first.
 SHAPES = [(40,), (5, 7), (3,), (30, 4), (11,)]
 # In elements: the fourth alone, the last and the third with the second, the first by itself.
@@ -144,11 +144,6 @@ def batches():
     return [[jnp.asarray(c[step], jnp.float32) for c in CENTRES] for step in range(STEPS)]
 
 
-def mesh():
-    devices = jax.devices()[:REPLICAS]
-    return jax.make_mesh((REPLICAS,), ("data",), (AxisType.Auto,), devices=devices)
-
-
 def trained(step):
     """Params of every replica after all steps."""
     state = step.init([jnp.asarray(p, jnp.float32) for p in START])
@@ -231,7 +226,7 @@ def test_a_mode_is_its_formula(name):
     optimizer = optax.sgd(RATE, MOMENTUM)
     like = [jnp.asarray(p, jnp.float32) for p in START]
     with warned(reduction):
-        step = boost.make_train_step(loss_fn, optimizer, like, mesh=mesh(), axis_name="data")
+        step = boost.make_train_step(loss_fn, optimizer, like, mesh=MESH, axis_name="data")
     found = trained(step)
     for x, expected in zip(found, formula(name), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-6)
@@ -266,7 +261,7 @@ def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
     boost = boostax.auto({"singa": options})
     linear = lambda params, batch: jnp.sum(params * batch[0])  # noqa: E731
     with warned(boost.config["reduce"]):
-        step = boost.make_train_step(linear, optax.sgd(1.0), mesh=mesh(), axis_name="data")
+        step = boost.make_train_step(linear, optax.sgd(1.0), mesh=MESH, axis_name="data")
     state = step.init(jnp.zeros(size))
     state, metrics = step(state, rows)
     expected = np.zeros(size)
@@ -285,11 +280,11 @@ def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
 def test_the_replica_with_most_over_the_threshold_decides_for_all():
     size = 2**15
     tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.01)
-    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    update = at_once(tx)
     for count, capacity in ((328, 0.01), (329, 1.0)):
         rows = np.zeros((REPLICAS, size), np.float32)
         rows[0, :30], rows[2, :count] = 1.0, np.linspace(1.0, 2.0, count)
-        mean, state = update(rows, jax.vmap(tx.init, axis_name="data")(rows))
+        mean, state = update(rows)
         assert state.metrics()["capacity"].tolist() == [np.float32(capacity)] * REPLICAS
         assert not np.any(state.residual.local)
         np.testing.assert_allclose(mean[0], rows.sum(0) / REPLICAS, rtol=1e-6)
@@ -298,7 +293,7 @@ def test_the_replica_with_most_over_the_threshold_decides_for_all():
 def test_zeros_need_no_place():
     tx = boostax.reduce.threshold_reduce("data", 0.0, capacity=0.25)
     rows = jnp.zeros((2, 8)).at[:, 3].set(1.0)
-    mean, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(rows)
+    mean, state = at_once(tx)(rows)
     assert mean[0].tolist() == rows[0].tolist()
     assert state.metrics()["capacity"].tolist() == [0.25, 0.25]
 
@@ -309,7 +304,7 @@ def test_short_leaves_share_their_places():
     rows[0][0, :2] = 1.0
     for bucket_bytes, capacity in ((2**16, 0.01), (None, 1.0)):
         tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.01, bucket_bytes=bucket_bytes)
-        mean, state = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")(rows)
+        mean, state = at_once(tx)(rows)
         assert mean[0][0].tolist() == [0.5, 0.5, *[0.0] * 7]
         assert state.metrics()["capacity"].tolist() == [np.float32(capacity)] * 2
 
@@ -318,11 +313,7 @@ def test_a_threshold_sends_what_its_capacity_says():
     """Counted from the jaxpr: 8 bytes a place, gathered; those of a mean in a dense step."""
     size = 2**20
     tx = boostax.reduce.threshold_reduce("data", capacity=0.01)
-    devices = AbstractMesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
-    inside = lambda g: tx.update(g[0], tx.init(g[0]))[0]  # noqa: E731
-    mapped = jax.shard_map(inside, mesh=devices, in_specs=P("data"), out_specs=P())
-    jaxpr = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((REPLICAS, size), jnp.float32))
-    found = costs.collectives(jaxpr)
+    found = sends(updating(tx), [size], MESH)
     rungs = {}
     for one in found:
         if one.conditional:
@@ -340,7 +331,7 @@ def test_a_threshold_takes_no_more_memory_than_its_sparse_share():
 
     def temporary(tx):
         specs = boostax.states.state_specs(tx, jnp.zeros(grads.shape[1:]), "data")
-        mapped = functools.partial(jax.shard_map, mesh=mesh())
+        mapped = functools.partial(jax.shard_map, mesh=MESH)
 
         def begin(g):
             return boostax.states.leave_replica(tx.init(g[0]))

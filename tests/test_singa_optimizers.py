@@ -169,54 +169,39 @@ def undamped(dampening):
     return optax.scale(1.0 - dampening)
 
 
+of = functools.partial
 CASES = {
-    "sgd": (lambda: SGD(), optax.sgd(0.1)),
-    "sgd lr": (lambda: SGD(LR), optax.sgd(LR_OPTAX)),
-    "sgd stairs": (lambda: SGD(STAIRS), optax.sgd(STAIRS_OPTAX)),
-    "sgd decay": (
-        lambda: SGD(weight_decay=0.01),
-        optax.chain(decayed(0.01), optax.sgd(0.1)),
-    ),
+    "sgd": (SGD, optax.sgd(0.1)),
+    "sgd lr": (of(SGD, LR), optax.sgd(LR_OPTAX)),
+    "sgd stairs": (of(SGD, STAIRS), optax.sgd(STAIRS_OPTAX)),
     "sgd scheduled decay": (
-        lambda: SGD(weight_decay=DECAY),
+        of(SGD, weight_decay=DECAY),
         optax.chain(decayed(DECAY_OPTAX), optax.sgd(0.1)),
     ),
-    "sgd momentum": (lambda: SGD(momentum=0.9), optax.sgd(0.1, 0.9)),
-    "sgd momentum decay": (
-        lambda: SGD(momentum=0.9, weight_decay=0.01),
-        optax.chain(decayed(0.01), optax.sgd(0.1, 0.9)),
-    ),
+    "sgd momentum": (of(SGD, momentum=0.9), optax.sgd(0.1, 0.9)),
     "sgd nesterov": (
-        lambda: SGD(momentum=0.9, nesterov=True),
+        of(SGD, momentum=0.9, nesterov=True),
         optax.sgd(0.1, 0.9, nesterov=True),
     ),
-    "sgd nesterov decay": (
-        lambda: SGD(STAIRS, 0.9, weight_decay=0.01, nesterov=True),
-        optax.chain(decayed(0.01), optax.sgd(STAIRS_OPTAX, 0.9, nesterov=True)),
-    ),
     "sgd dampening": (
-        lambda: SGD(momentum=0.9, dampening=0.3),
+        of(SGD, momentum=0.9, dampening=0.3),
         optax.chain(undamped(0.3), optax.sgd(0.1, 0.9)),
     ),
-    "sgd dampening decay": (
-        lambda: SGD(momentum=0.9, dampening=0.3, weight_decay=0.01),
-        optax.chain(decayed(0.01), undamped(0.3), optax.sgd(0.1, 0.9)),
-    ),
     "sgd scheduled dampening": (
-        lambda: SGD(momentum=0.9, dampening=DAMPENING),
+        of(SGD, momentum=0.9, dampening=DAMPENING),
         optax.chain(undamped(DAMPENING_OPTAX), optax.sgd(0.1, 0.9)),
     ),
-    "sgd dampening without momentum": (lambda: SGD(dampening=0.3), optax.sgd(0.1)),
+    "sgd dampening without momentum": (of(SGD, dampening=0.3), optax.sgd(0.1)),
     "sgd scheduled momentum": (
-        lambda: SGD(momentum=MOMENTUM),
+        of(SGD, momentum=MOMENTUM),
         optax.chain(trace(MOMENTUM_OPTAX), optax.scale_by_learning_rate(0.1)),
     ),
     "sgd scheduled nesterov": (
-        lambda: SGD(momentum=MOMENTUM, nesterov=True),
+        of(SGD, momentum=MOMENTUM, nesterov=True),
         optax.chain(trace(MOMENTUM_OPTAX, nesterov=True), optax.scale_by_learning_rate(0.1)),
     ),
     "sgd all scheduled": (
-        lambda: SGD(LR, MOMENTUM, DAMPENING, DECAY),
+        of(SGD, LR, MOMENTUM, DAMPENING, DECAY),
         optax.chain(
             decayed(DECAY_OPTAX),
             undamped(DAMPENING_OPTAX),
@@ -224,43 +209,41 @@ CASES = {
             optax.scale_by_learning_rate(LR_OPTAX),
         ),
     ),
-    "rmsprop": (lambda: RMSProp(), optax.rmsprop(0.1)),
+    "rmsprop": (RMSProp, optax.rmsprop(0.1)),
     "rmsprop rho epsilon": (
-        lambda: RMSProp(rho=0.5, epsilon=1e-2),
+        of(RMSProp, rho=0.5, epsilon=1e-2),
         optax.rmsprop(0.1, 0.5, 1e-2),
     ),
-    "rmsprop decay": (
-        lambda: RMSProp(STAIRS, weight_decay=0.01),
-        optax.chain(decayed(0.01), optax.rmsprop(STAIRS_OPTAX)),
-    ),
     "rmsprop all scheduled": (
-        lambda: RMSProp(LR, BETA_1, EPSILON, DECAY),
+        of(RMSProp, LR, BETA_1, EPSILON, DECAY),
         optax.chain(decayed(DECAY_OPTAX), rmsprop(LR_OPTAX, BETA_1_OPTAX, EPSILON_OPTAX)),
     ),
-    "adagrad": (lambda: AdaGrad(), optax.adagrad(0.1, 0.0, 1e-8)),
-    "adagrad decay": (
-        lambda: AdaGrad(STAIRS, 1e-2, 0.01),
-        optax.chain(decayed(0.01), optax.adagrad(STAIRS_OPTAX, 0.0, 1e-2)),
-    ),
+    "adagrad": (AdaGrad, optax.adagrad(0.1, 0.0, 1e-8)),
     "adagrad all scheduled": (
-        lambda: AdaGrad(LR, EPSILON, DECAY),
+        of(AdaGrad, LR, EPSILON, DECAY),
         optax.chain(decayed(DECAY_OPTAX), adagrad(LR_OPTAX, 0.0, EPSILON_OPTAX)),
     ),
-    "adam": (lambda: Adam(), optax.adam(0.1)),
+    "adam": (Adam, optax.adam(0.1)),
     "adam betas epsilon": (
-        lambda: Adam(beta_1=0.8, beta_2=0.95, epsilon=1e-2),
+        of(Adam, beta_1=0.8, beta_2=0.95, epsilon=1e-2),
         optax.adam(0.1, 0.8, 0.95, 1e-2),
     ),
     "adam decay": (
-        lambda: Adam(STAIRS, weight_decay=0.01),
+        of(Adam, STAIRS, weight_decay=0.01),
         optax.chain(decayed(0.01), optax.adam(STAIRS_OPTAX)),
     ),
     "adam all scheduled": (
-        lambda: Adam(LR, BETA_1, BETA_2, EPSILON, DECAY),
+        of(Adam, LR, BETA_1, BETA_2, EPSILON, DECAY),
         optax.chain(
             decayed(DECAY_OPTAX), adam(LR_OPTAX, BETA_1_OPTAX, BETA_2_OPTAX, EPSILON_OPTAX)
         ),
     ),
+}
+# Decay is added to a gradient before all else.
+CASES |= {
+    f"{name} decay": (of(make, weight_decay=0.01), optax.chain(decayed(0.01), tx))
+    for name, (make, tx) in CASES.items()
+    if name in {"sgd", "sgd momentum", "sgd nesterov", "sgd dampening", "adagrad", "rmsprop"}
 }
 SCHEDULED = [name for name in CASES if name.endswith("all scheduled")]
 

@@ -1,5 +1,6 @@
 """Principal components of snapshots, and the ring buffer that records them."""
 
+import functools
 import re
 
 import chex
@@ -10,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax.subspace.basis import Basis, lift, pca_basis, project
@@ -200,7 +202,29 @@ def test_missing_directions_are_named_and_zero_inside_jit():
     assert not jax.jit(lambda x: pca_basis(x, 1))(still).components["w"].any()
 
 
+BASIS, PAIR = jnp.eye(3), {"a": jnp.ones(3), "b": jnp.ones(3)}
+make, replace = boostax.dim_reduce, boostax.subspace.replace_basis
+step = functools.partial(make(BASIS).update, jnp.ones(3), None, jnp.ones(3))
 REFUSED = {
+    "dim_reduce: basis must be a tree like the params, PyTreeDef(": (
+        lambda _: make({"w": BASIS}).init(PAIR)
+    ),
+    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). boostax.subspace.pca_basis"
+    "(snapshots, k) of the same params is one.": lambda _: make(BASIS).init(jnp.zeros(4)),
+    "dim_reduce: basis must be shaped (3, 3) at 'b', got (2, 3). ": (
+        lambda _: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
+    ),
+    "dim_reduce: update must be given params, value, value_fn, got no value. boostax.make_train_"
+    "step gives value and value_fn, the loss of the same batch at other params.": lambda _: step(),
+    "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
+        lambda _: step(value=1.0)
+    ),
+    "replace_basis: opt_state must be one with a state of dim_reduce, got 'none'.": (
+        lambda _: replace(optax.adam(1.0).init(jnp.ones(3)), BASIS)
+    ),
+    "replace_basis: basis must be of the shapes (3, 3), got (2, 3).": (
+        lambda _: replace(make(BASIS).init(jnp.ones(3)), BASIS[:2])
+    ),
     "pca_basis: n_components must be below the number of snapshots, 5, got 5. m snapshots differ "
     "from their mean in m - 1 directions at most.": lambda x: pca_basis(x, 5),
     "pca_basis: n_components must be a positive integer, got 0. ": lambda x: pca_basis(x, 0),
@@ -230,7 +254,7 @@ def test_errors_explain(said):
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
 )
 def test_sharded_leaves_stay_where_they_are(kind):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    mesh = mesh_of(kind, x=8)
     rng = np.random.default_rng(0)
     whole = {x: np.float32(rng.normal(size=(12, *n))) for x, n in (("w", (16, 4)), ("b", (8,)))}
     with jax.set_mesh(mesh):

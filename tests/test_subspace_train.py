@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax._core import costs, interpret
@@ -45,12 +46,6 @@ def batches(count, rows=48):
 
 def basis_of(k, params=None):
     return boostax.subspace.random_basis(start() if params is None else params, k)
-
-
-def mesh_of(shape, names):
-    kinds = (AxisType.Auto,) * len(shape)
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
 
 
 def train(tx, loss=loss_fn, steps=6, data=None, params=None, **options):
@@ -97,11 +92,11 @@ def test_same_run_on_any_number_of_devices(residual, k, layout):
     rest = RESIDUALS[residual](boostax.all_reduce("data"))
     tx = boostax.dim_reduce(basis_of(k), residual=rest, axis_name="data")
     if isinstance(layout, int):
-        state, _ = train(tx, mesh=mesh_of((layout,), ("data",)), axis_name="data")
+        state, _ = train(tx, mesh=mesh_of(data=layout), axis_name="data")
         assert_close(state.params, alone(residual, k).params)
         return
     specs = {"w": P("fsdp"), "v": P(), "b": P()}
-    mesh = mesh_of(layout, ("data", "fsdp"))
+    mesh = mesh_of(data=layout[0], fsdp=layout[1])
     state, _ = train(tx, mesh=mesh, axis_name="data", param_specs=specs)
     assert_close(state.params, alone(residual, k).params)
     rows = state.opt_state.basis["w"]
@@ -115,7 +110,7 @@ def test_same_run_on_any_number_of_devices(residual, k, layout):
 )
 def test_same_run_in_a_shard_map_of_ones_own(layout):
     """Whose loss gathers what is sharded."""
-    mesh, specs = mesh_of(layout, ("data", "fsdp")), {"w": P("fsdp"), "v": P(), "b": P()}
+    mesh, specs = mesh_of(data=layout[0], fsdp=layout[1]), {"w": P("fsdp"), "v": P(), "b": P()}
     rest = RESIDUALS["sgd"](boostax.all_reduce("data"))
     tx = boostax.dim_reduce(basis_of(5), residual=rest, axis_name="data", shard_axes="fsdp")
 
@@ -145,7 +140,7 @@ def test_same_run_in_a_shard_map_of_ones_own(layout):
 )
 def test_sharded_arrays_under_plain_jit(kind, k):
     """Nothing but the coordinates crosses the devices, and nothing is made flat."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    mesh = mesh_of(kind, x=8)
     plan = {"w": P("x"), "v": P(), "b": P()}
     rest = optax.sgd(0.05, 0.9)
     expected, _ = train(boostax.dim_reduce(basis_of(k), residual=rest))
@@ -166,7 +161,7 @@ def test_sharded_arrays_under_plain_jit(kind, k):
 @pytest.mark.parametrize("k", [5, 32])
 def test_what_travels(k):
     """Four bytes for each coordinate; the energy and every loss are one number."""
-    mesh = mesh_of((1, 8), ("data", "fsdp"))
+    mesh = mesh_of(data=1, fsdp=8)
     specs = {"w": P("fsdp"), "v": P(), "b": P()}
     rows = basis_of(k)
 
@@ -179,7 +174,7 @@ def test_what_travels(k):
     assert [(each.primitive, each.bytes) for each in found] == [("psum", 4 * k)]
 
     tx = boostax.dim_reduce(basis_of(k), axis_name="data")
-    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of((8,), ("data",)), axis_name="data")
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of(data=8), axis_name="data")
     state = step.init(start())
     found = boostax.audit(step, state, batches(1)[0]).collectives
     assert {each.does for each in found} == {"all-reduce"}
@@ -273,7 +268,7 @@ def test_weights_of_replicas_and_slices_count_in_the_line_search():
     data = [(*b, rng.integers(1, 4, 48).astype(np.float32)) for b in batches(5)]
     make = lambda axis: boostax.dim_reduce(basis_of(7), axis_name=axis)  # noqa: E731
     expected, _ = train(make(None), weighted, data=data, has_aux=True)
-    for options in ({"microbatches": 3}, {"mesh": mesh_of((4,), ("data",)), "axis_name": "data"}):
+    for options in ({"microbatches": 3}, {"mesh": mesh_of(data=4), "axis_name": "data"}):
         tx = make(options.get("axis_name"))
         state, _ = train(tx, weighted, data=data, has_aux=True, **options)
         assert_close(state.params, expected.params)
@@ -390,38 +385,3 @@ def test_bfloat16_as_numpy_itself_writes_it_is_read(tmp_path):
     np.savez(tmp_path / "1.npz", w=np.asarray(jnp.arange(3.0, dtype="bfloat16")))
     (got,) = boostax.subspace.checkpoint_snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
     assert got["w"].dtype == "bfloat16" and got["w"].tolist() == [0.0, 1.0, 2.0]
-
-
-BASIS, PAIR = jnp.eye(3), {"a": jnp.ones(3), "b": jnp.ones(3)}
-make, replace = boostax.dim_reduce, boostax.subspace.replace_basis
-update = functools.partial(make(BASIS).update, jnp.ones(3), None, jnp.ones(3))
-REFUSED = {
-    "dim_reduce: basis must be a tree like the params, PyTreeDef(": (
-        lambda: make({"w": BASIS}).init(start())
-    ),
-    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). boostax.subspace.pca_basis"
-    "(snapshots, k) of the same params is one.": lambda: make(BASIS).init(jnp.zeros(4)),
-    "dim_reduce: basis must be shaped (3, 3) at 'b', got (2, 3). ": (
-        lambda: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
-    ),
-    "dim_reduce: update must be given params, value, value_fn, got no value. boostax.make_train_"
-    "step gives value and value_fn, the loss of the same batch at other params.": update,
-    "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
-        lambda: update(value=1.0)
-    ),
-    "replace_basis: opt_state must hold a state of dim_reduce, got none.": (
-        lambda: replace(optax.adam(1.0).init(jnp.ones(3)), BASIS)
-    ),
-    "replace_basis: basis must be of the shapes (3, 3), got (2, 3).": (
-        lambda: replace(make(BASIS).init(jnp.ones(3)), BASIS[:2])
-    ),
-    "random_basis: n_components must be at most the number of params, 3, got 4.": (
-        lambda: boostax.subspace.random_basis(jnp.ones(3), 4)
-    ),
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_errors_explain(said):
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-        REFUSED[said]()

@@ -1,13 +1,20 @@
-"""The formulas of ``docs/choose.md``: bytes that a device sends in a step, on a ring."""
+"""The formulas of ``docs/choose.md``: bytes that a device sends in a step, on a ring; and how."""
+
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from reducing import mapped, sends, updating
 from replica_runs import AXIS, wire_bytes
 
 import boostax
 
+MILLION = 2**20
+MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 SHAPES = {"kernel": (2048, 512), "other": (1024, 1024), "bias": (4096,)}
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
 P = sum(4 * x.size for x in PARAMS.values())
@@ -18,13 +25,23 @@ def ring(n):
     return (n - 1) / n
 
 
+def half(n):
+    return ring(n) * P
+
+
+def places(size):
+    """A value and a place, in so many bytes, of each element that is sent."""
+    return lambda n: (n - 1) * P / 4 / 100 * size
+
+
+def factors(n):
+    """One factor of each matrix, of rank 1, and the vector as it is."""
+    return 2 * ring(n) * 4 * ((2048 + 512 + 1024 + 1024) / 2 + 4096)
+
+
 FORMULAS = {
     "mean": (lambda: boostax.all_reduce(AXIS), lambda n: 2 * ring(n) * P, 1e-6),
-    "mean in bf16": (
-        lambda: boostax.all_reduce(AXIS, dtype="bfloat16"),
-        lambda n: ring(n) * P,
-        1e-6,
-    ),
+    "mean in bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), half, 1e-6),
     "int8": (lambda: boostax.int8_reduce(AXIS), lambda n: ring(n) * P / 2, 0.01),
     "int8, blocks of 256": (
         lambda: boostax.int8_reduce(AXIS, block=256),
@@ -36,7 +53,17 @@ FORMULAS = {
         lambda n: 2 * (n - 1) * P / 100,
         0.01,
     ),
+    "mean in f16": (lambda: boostax.all_reduce(AXIS, dtype="float16"), half, 1e-4),
+    "top-k of 1%, blocks": (lambda: boostax.top_k_reduce(AXIS, block=1000), places(6), 0.01),
+    "top-k of 1%, blocks in bf16": (
+        lambda: boostax.top_k_reduce(AXIS, block=1000, value_dtype="bfloat16"),
+        places(4),
+        0.01,
+    ),
+    "PowerSGD": (lambda: boostax.reduce.power_sgd_reduce(AXIS, 1), factors, 1e-3),
     "AdaSum": (lambda: boostax.adasum(AXIS), lambda n: 2 * ring(n) * P, 0.01),
+    "AdaSum in bf16": (lambda: boostax.adasum(AXIS, wire_dtype="bfloat16"), half, 0.01),
+    "AdaSum in f16": (lambda: boostax.adasum(AXIS, wire_dtype="float16"), half, 0.01),
     "local updates, every 16": (
         lambda: boostax.reduce.local_updates(optax.sgd(1.0), AXIS, 16),
         lambda n: 2 * ring(n) * P / 16,
@@ -49,5 +76,37 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_device_sends_what_the_formula_says(name, replicas):
     make, formula, rtol = FORMULAS[name]
-    found = wire_bytes(make(), PARAMS, share=1 / 16, replicas=replicas)
+    # The share of the steps in which each branch that sends is taken.
+    share = 1 / 2 if name == "PowerSGD" else 1 / 16
+    found = wire_bytes(make(), PARAMS, share=share, replicas=replicas)
     assert found == pytest.approx(formula(replicas), rel=rtol)
+
+
+def test_collectives_do_not_grow_with_the_leaves():
+    for make in (boostax.top_k_reduce, boostax.int8_reduce, boostax.reduce.power_sgd_reduce):
+        counts = [len(sends(updating(make("data")), [(64, 64)] * n, MESH)) for n in (1, 9)]
+        assert counts[0] == counts[1] <= 6
+
+
+def test_every_stage_of_a_warm_up_sends_its_own_share():
+    tx = boostax.top_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
+    found = sends(updating(tx), [MILLION], MESH)
+    # A value and a place of each element, in messages of their own.
+    stages = sorted(c.bytes for c in found if c.conditional)[::2]
+    # Padded to whole tiles.
+    np.testing.assert_allclose(stages, [4 * MILLION * d for d in (0.01, 0.1, 0.5)], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (boostax.int8_reduce("data"), {"all-to-all": "s8", "all-gather": "s8"}),
+        (boostax.top_k_reduce("data", block=1000), {"all-gather": "u16"}),
+    ],
+)
+def test_the_compiler_keeps_narrow_types(mesh, tx, expected):
+    """What is counted in the jaxpr is what XLA:CPU moves."""
+    text = mapped(updating(tx), mesh).lower(jnp.zeros((8, 2**14))).compile().as_text()
+    for operation, dtype in expected.items():
+        lines = [line for line in text.splitlines() if re.search(rf" {operation}(-start)?\(", line)]
+        assert any(re.search(rf"\b{dtype}\[", line.split("=", 1)[1]) for line in lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss returns beside itself, and how it is averaged over micro-batches and replicas."""
+"""The auxiliary results of a loss, and how they are combined over micro-batches and replicas."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,19 @@ PyTree = Any
 
 
 class Aux(NamedTuple):
-    """What a loss function may return beside the loss, understood by boostax.
+    """Auxiliary results of a loss function that boostax combines.
 
-    Return ``(loss, Aux(...))`` with ``has_aux=True``. It is combined over micro-batches and
+    Return ``(loss, Aux(...))`` with ``has_aux=True``. An ``Aux`` is combined over micro-batches and
     replicas; any other auxiliary tree passes through as in ``jax.value_and_grad``.
 
     Attributes:
-      weight: scalar, what the loss is a mean over (tokens, unmasked examples): micro-batches,
-        windows and replicas are then averaged by it. ``None`` weighs all alike.
-      model_state: the new state of the model (BatchNorm statistics), threaded through
-        micro-batches and steps.
-      metrics: tree of arrays to report; floating ones are averaged like the loss, in f32 or wider,
-        integers summed.
+      weight: scalar, the number of items (tokens, unmasked examples) over which the loss is a mean.
+        Micro-batches, windows and replicas are averaged by these weights. ``None`` weighs all
+        equally.
+      model_state: the new state of the model (BatchNorm statistics), passed on from micro-batch to
+        micro-batch and from step to step.
+      metrics: tree of arrays to report; floating arrays are averaged like the loss, in f32 or
+        wider, and integers are summed.
 
     Example:
       >>> import boostax
@@ -31,38 +32,37 @@ class Aux(NamedTuple):
       {}
     """
 
-    weight: Any = None
+    weight: jax.typing.ArrayLike | None = None
     model_state: PyTree = None
     metrics: PyTree = {}  # noqa: RUF012
 
 
 class Beside(NamedTuple):
-    """An ``Aux``, and beside it what passes through as any other aux does."""
+    """An ``Aux``, and another auxiliary tree that passes through."""
 
     told: Aux
     own: PyTree
 
 
 def as_aux(aux: PyTree) -> Aux:
-    """``aux`` itself, or one that says nothing."""
+    """Return the ``Aux`` in ``aux``, or an empty one."""
     aux = aux.told if isinstance(aux, Beside) else aux
     return aux if isinstance(aux, Aux) else Aux()
 
 
 def own_of(aux: PyTree) -> PyTree:
-    """What of it passes through."""
+    """Return the part of ``aux`` that passes through."""
     return aux.own if isinstance(aux, Beside) else () if isinstance(aux, Aux) else aux
 
 
-def as_given(told: Aux, own: PyTree, given: PyTree) -> PyTree:
-    """The two of them in the form of what was given."""
-    if isinstance(given, Beside):
-        return Beside(told, own)
-    return told if isinstance(given, Aux) else own
+def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
+    """Return both parts in the form of ``like``, which the loss returned."""
+    both = Beside(told, own)
+    return both if isinstance(like, Beside) else told if isinstance(like, Aux) else own
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:
-    """``aux`` itself, or one with its scalars as metrics: what a step can report of a loss."""
+    """Return ``aux`` itself, or an ``Aux`` with its scalars as metrics."""
     if isinstance(aux, Aux):
         return aux
     for name, leaf in trees.named(aux):
@@ -70,48 +70,7 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
             raise TypeError(
                 f"{who}: aux must be boostax.Aux or a tree of scalars, which are averaged, got "
                 f"shape {jnp.shape(leaf)} at {name or 'the root'!r}. "
-                "boostax.Aux(metrics=...) averages arrays too; boostax.value_and_grad hands out "
-                "any aux as it is."
+                "boostax.Aux(metrics=...) averages arrays too; boostax.value_and_grad returns any "
+                "aux unchanged."
             )
     return Aux(metrics=aux)
-
-
-def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves times ``weight``, in f32 or wider; integers, which are counts, as they are.
-
-    Weights are token counts: in f16 they overflow at 65504, and round from 2048 on. A mean over
-    nothing is 0/0: what has no weight counts as zero, whatever it is.
-    """
-
-    tree = _map_floating(trees.at_least_float32, tree)
-    product = lambda x: x * weight.astype(x.real.dtype)  # noqa: E731
-    return drop_empty(_map_floating(product, tree), weight)
-
-
-def drop_empty(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves, or zeros if ``weight`` is not positive."""
-    return _map_floating(lambda x: jnp.where(weight > 0, x, jnp.zeros_like(x)), tree)
-
-
-def divide(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves of weighted sums over the total weight; zero where there is none.
-
-    The quotient is computed in f32 or wider and rounded once, to the dtype of the sum.
-    """
-    safe = jnp.where(weight > 0, weight, 1)
-
-    def quotient(x: jax.Array) -> jax.Array:
-        wide = trees.at_least_float32(x)
-        return (wide / safe.astype(wide.real.dtype)).astype(x.dtype)
-
-    return _map_floating(quotient, tree)
-
-
-def _map_floating(fn: Any, tree: PyTree) -> PyTree:
-    def on_leaf(leaf: Any) -> jax.Array:
-        x = jnp.asarray(leaf)
-        if jnp.issubdtype(x.dtype, jnp.bool_):
-            x = x.astype(jnp.int32)
-        return fn(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return jax.tree.map(on_leaf, tree)

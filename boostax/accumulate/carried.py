@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carried leaves: params whose "gradient" is their new value, and what becomes of it.
+"""Carried leaves: params whose "gradient" is their new value.
 
-A ``custom_vjp`` can hand out anything as the cotangent of an argument. Flax's fp8 layers hand out
-the new amax histories and scales (collection ``_overwrite_with_gradient``), routers new biases. To
-an optimizer they are gradients, and it destroys them.
+A ``custom_vjp`` can return anything as the cotangent of an argument. Flax's fp8 layers return new
+amax histories and scales (collection ``_overwrite_with_gradient``), and routers return new biases.
+An optimizer would take these values for gradients and destroy them.
 
 References:
   Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433, 2022.
@@ -12,7 +12,7 @@ References:
 
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,10 @@ from jax import lax
 
 from boostax._core import axes, checks, gate, said, trees
 from boostax._core.describe import describe, elsewhere
-from boostax._core.gate import Pending
 
 PyTree = Any
 Rule = Literal["max", "sum", "last"]
-# Of each carried leaf, by the name of its path.
+# The rule of each carried leaf, by the words of its path.
 Rules = Mapping[str, Rule]
 Carried = dict[str, jax.Array]
 
@@ -39,14 +38,14 @@ class CarryState(NamedTuple):
 
     Attributes:
       open: bool, whether ``window`` holds the values of an open window.
-      window: new values that are not yet set, by rule: trees like the params with
-        ``optax.MaskedNode`` for all that the rule is not for.
-      inner_state: state of the inner transformation, which knows nothing of carried leaves.
+      window: for each rule, a tree like the params with the new values that are not yet set, and
+        ``optax.MaskedNode`` for leaves without this rule.
+      inner_state: state of the inner transformation, which has no carried leaves.
     """
 
     open: jax.Array
     window: dict[Rule, PyTree]
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 @said.gate
@@ -56,37 +55,38 @@ def carry(
     *,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Set carried leaves to their "gradients", and hand ``inner`` all others.
+    r"""Set carried leaves to their "gradients", and pass all other leaves to ``inner``.
 
-    A carried leaf's cotangent :math:`v` is its new value. Over the micro-steps :math:`i` of a
-    window and the replicas :math:`r` it becomes, by its rule,
+    A carried leaf's cotangent :math:`v` is its new value. The values of the micro-steps :math:`i`
+    of a window and of the replicas :math:`r` are combined by the leaf's rule,
 
     .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
 
-    when ``inner`` moves the params, and stays as it was when a gate in ``inner`` skips the step.
-    It is neither scaled, clipped, decayed, averaged nor compressed, and has no moments.
-    ``boostax.value_and_grad`` reads from the state which leaves are carried and combines
-    micro-batches by the same rules.
+    and the leaf is set when ``inner`` updates the params. It stays unchanged when a gate in
+    ``inner`` skips the step. It is neither scaled, clipped, decayed, averaged nor compressed, and
+    has no moments. ``boostax.value_and_grad`` reads from the state which leaves are carried, and
+    combines micro-batches by the same rules.
 
-    It stands outermost (inside a ``scheduled_freeze`` alone), and wants
-    ``boostax.apply_gradients``, which sets params; updates, which are added, would round.
+    Put it outermost; only ``scheduled_freeze`` may be around it. It needs
+    ``boostax.apply_gradients``, which sets params: an update, which is added, would be rounded.
 
     Args:
       inner: the optimizer, its gates included.
-      rules: ``"max"``, ``"sum"`` or ``"last"`` by path: ``"router/bias"`` is any leaf, or all below
-        any node, whose path has these words in a row. The first that fits counts. The default is
+      rules: ``"max"``, ``"sum"`` or ``"last"`` by path. ``"router/bias"`` is the rule of every leaf
+        whose path contains these words in a row. The first rule that matches counts. The default is
         Flax's collection of fp8 metadata.
-      axis_name: replica axis (or axes) over which values are combined; ``"last"`` is the last
-        replica's.
+      axis_name: replica axis (or axes) over which values are combined; ``"last"`` takes the value
+        of the last replica.
 
     Returns:
-      A gate with a ``CarryState``. A value that is not finite is never set; where ``inner`` has a
-      loss scaler, that step overflowed and is skipped. Cost: one copy of the carried leaves; one
-      collective per carried leaf and call with ``axis_name``, each of a few bytes.
+      A gate with a ``CarryState``. A value that is not finite is never set, and counts as an
+      overflow for a loss scaler in ``inner``, which skips the step. Cost: one copy of the carried
+      leaves; one collective of a few bytes per carried leaf and call with ``axis_name``.
 
     Raises:
-      ValueError, TypeError: an argument out of range, an axis that is not bound; at ``init``, rules
-        that fit no leaf; at trace time, values multiplied by a gate around it, a pure ``update``.
+      ValueError, TypeError: an argument out of range, or an axis that is not bound; at ``init``, a
+        rule that matches no leaf; at trace time, a gate around it that multiplies the values, or
+        the pure ``update``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -112,25 +112,25 @@ class _Carry(NamedTuple):
     names: tuple[str, ...]
 
     def init(self, params: PyTree) -> CarryState:
-        """Return the first state: nothing waits."""
+        """Return the first state: no window is open."""
         found, every = resolve(self.rules, params), trees.names(params)
-        idle = [words for words in self.rules if not any(_within(words, name) for name in every)]
-        # Where scheduled_freeze asks for the state of some params, others are not there.
+        idle = [words for words in self.rules if not resolve({words: "last"}, params)]
+        # scheduled_freeze asks for the state of some params only, in which others are masked.
         if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
             raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
 
+        zeros = jax.tree.map(jnp.zeros_like, params)
         windows: dict[Rule, PyTree] = {}
         for rule in sorted(set(self.rules.values())):
-            others = {name for name in every if found.get(name) != rule}
-            windows[rule] = jax.tree.map(jnp.zeros_like, without(params, others))
+            windows[rule] = without(zeros, [name for name in every if found.get(name) != rule])
         inner_state = gate.init_inner(self.tx, without(params, found))
         return CarryState(jnp.asarray(False), windows, inner_state)
 
     def step(
-        self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
+        self, grads: gate.Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
-        """Run the inner step on all other leaves, then set the carried ones."""
+        """Run the inner step on all other leaves, then set the carried leaves."""
         hint = (
             "Write boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
             "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
@@ -144,19 +144,19 @@ class _Carry(NamedTuple):
             axes.require_bound(self.names, _WHO)
             new = {name: _over_replicas(found[name], x, self.names) for name, x in new.items()}
         _require_agreed(new, values(params, found))
-        # A window that another hand has taken out of the state is none.
+        # A migration may have removed the inner window from the state.
         opened = state.open & gate.held_open(state.inner_state)
         fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
-        pending = Pending(without(grads.raw, found))
+        pending = gate.Pending(without(grads.raw, found))
         if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
-            # fp8 clips what overflows, so that the gradients themselves may not show it.
+            # fp8 clips overflows, so the gradients may be finite when a carried value is not.
             below = fits(lambda x: x < jnp.inf)
             pending = pending.times(jnp.where(below, 1.0, jnp.nan).astype(jnp.float32))
         extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
-        own = without(params, found)
-        trained, inner = gate.run(self.tx, pending, state.inner_state, own, apply=True, extra=extra)
+        others, inside = without(params, found), state.inner_state
+        trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
 
         def merged(name: str, old: jax.Array) -> jax.Array:
@@ -170,9 +170,9 @@ class _Carry(NamedTuple):
         return params, CarryState(have & gate.held_open(inner), window, inner)
 
     def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
-        """Close what is open inside, and set the leaves that waited for it."""
-        own = without(params, resolve(self.rules, params))
-        trained, inner_state = gate.flush_inner(self.tx, state.inner_state, own, extra)
+        """Close the windows that are open inside, and set the leaves that waited for them."""
+        others = without(params, resolve(self.rules, params))
+        trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
         closed = state.open & gate.passed(inner_state)
         params = _settled(trained, params, state.window, closed)
         still = state.open & gate.held_open(inner_state)
@@ -180,17 +180,17 @@ class _Carry(NamedTuple):
 
 
 def require_outside(inner_state: PyTree, who: str) -> None:
-    """Refuse ``carry`` inside what adds up gradients."""
+    """Refuse ``carry`` inside a transformation that sums gradients."""
     inside = trees.find(inner_state, lambda node: isinstance(node, CarryState))
     allowed, hint = "without carry, which must stand outermost", f"Write boostax.carry({who}(...))."
     checks.require(who, "inner", "one that adds new values up", allowed, not inside, hint)
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
-    """The rules of a state that ``carry`` made, by whole paths; none without one.
+    """Return the rules of the ``CarryState`` in a state, by whole paths.
 
     Raises:
-      ValueError: there are leaves of Flax's collection that the optimizer would take for gradients.
+      ValueError: the optimizer would take leaves of Flax's collection for gradients.
     """
     found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
     windows = [window for state in found for window in state.window.items()]
@@ -205,16 +205,17 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
-    """The rule of each leaf that is carried."""
+    """Return the rule of each carried leaf."""
     found: dict[str, Rule] = {}
     # The first rule that fits a leaf counts.
     for words, rule in reversed([*rules.items()]):
-        found |= {name: rule for name in trees.names(tree) if _within(words, name)}
+        matching = (name for name in trees.names(tree) if f"/{words}/" in f"/{name}/")
+        found |= dict.fromkeys(matching, rule)
     return found
 
 
 def without(tree: PyTree, found: Container[str]) -> PyTree:
-    """A tree with ``optax.MaskedNode`` for what is carried."""
+    """Return a tree with ``optax.MaskedNode`` for carried leaves."""
     return _map(lambda name, x: optax.MaskedNode() if name in found else x, tree)
 
 
@@ -224,7 +225,7 @@ def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
 
 
 def put(tree: PyTree, carried: Carried) -> PyTree:
-    """A tree of ``without`` with carried leaves in it."""
+    """Return a tree from ``without`` with the carried leaves put back."""
     return _map(lambda name, x: carried.get(name, x) if _masked(x) else x, tree, is_leaf=_masked)
 
 
@@ -234,12 +235,12 @@ def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def nothing(rule: Rule, like: jax.Array) -> jax.Array:
-    """What adds nothing to others."""
+    """Return the neutral element of ``combine``."""
     return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
 
 
 def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
-    """Return the new values; those that change nothing for a batch without weight (loss 0/0)."""
+    """Return the new values, or neutral ones for a batch without weight, whose loss is 0/0."""
     found = resolve(rules, grads)
     new = values(grads, found)
     none = {name: nothing(found[name], x) for name, x in new.items()}
@@ -257,7 +258,7 @@ def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
 
 
 def _require_agreed(new: Carried, old: Carried) -> None:
-    """Refuse values by which replicas would part, where that can be seen."""
+    """Refuse values that differ over replicas, as far as types show it."""
     for name, x in new.items():
         apart = sorted(axes.varying(x) - axes.varying(old[name]))
         if apart:
@@ -266,19 +267,13 @@ def _require_agreed(new: Carried, old: Carried) -> None:
             raise ValueError(checks.message(_WHO, "axis_name", allowed, None, hint))
 
 
-def _settled(
-    trained: PyTree, params: PyTree, window: Mapping[Rule, PyTree], done: jax.Array
-) -> PyTree:
-    """The params with ``trained`` ones, and the carried ones of a window that is done."""
+def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:
+    """Return the ``trained`` params, with the carried values of a window that is done."""
     new = {name: x for tree in window.values() for name, x in trees.named(tree)}
     old = values(params, new)
     chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}
-    # Params that are each replica's own are typed so.
+    # Per-replica params have a varying type.
     return put(trained, axes.unify(chosen, old))
-
-
-def _within(words: str, name: str) -> bool:
-    return f"/{words}/" in f"/{name}/"
 
 
 def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> PyTree:
@@ -286,16 +281,16 @@ def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> Py
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
-def _masked(x: Any) -> bool:
+def _masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _checked(rules: Rules) -> Rules:
-    hint = "Try {'router/bias': 'last'}."
-    if not isinstance(rules, Mapping) or not rules:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(checks.message(_WHO, "rules", "a mapping of paths to rules", rules, hint))
-    for words, rule in rules.items():
-        if not isinstance(words, str) or not words.strip("/"):  # pyright: ignore
-            raise TypeError(checks.message(_WHO, "rules", "paths by name", words, hint))
+def _checked(rules: Any) -> Rules:
+    hint, allowed = "Try {'router/bias': 'last'}.", "a mapping of paths to rules"
+    mapping = isinstance(rules, Mapping) and bool(cast(Rules, rules))
+    checks.require(_WHO, "rules", rules, allowed, mapping, hint, TypeError)
+    for words, rule in cast(dict[Any, Rule], rules).items():
+        named = isinstance(words, str) and bool(words.strip("/"))
+        checks.require(_WHO, "rules", words, "paths by name", named, hint, TypeError)
         checks.choice(_WHO, "rules", rule, ("max", "sum", "last"), hint)
     return {words.strip("/"): rule for words, rule in rules.items()}

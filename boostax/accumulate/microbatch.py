@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation inside one step: a scan over slices of the batch.
 
-Equal to the big batch in memory for one slice. Gradients are summed locally in f32; a reduction
-over replicas then happens once, after the scan, because the params are local to each replica.
+The result is that of the whole batch, in the memory of one slice. Gradients are summed locally in
+f32. A reduction over replicas then happens once, after the scan, because gradients are local.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -15,16 +16,17 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
+from boostax.accumulate.weighting import divide, weigh
 
 PyTree = Any
 _WHO = "microbatch"
-# "stacked": as many as the batch leads with.
+# "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
 
 
 class _Sums(NamedTuple):
-    """Weighted sums over micro-batches, carried leaves apart."""
+    """Weighted sums over micro-batches, without carried leaves."""
 
     loss: jax.Array
     metrics: PyTree
@@ -32,7 +34,7 @@ class _Sums(NamedTuple):
     weight: jax.Array
 
 
-# Of a micro-batch, or several: sums, the values of carried leaves, the model's state, other aux.
+# The sums over one or more micro-batches, carried values, the model's state, and other aux.
 _Terms = tuple[_Sums, carried.Carried, PyTree, PyTree]
 
 
@@ -42,42 +44,43 @@ def microbatch(
     *,
     has_aux: bool = False,
     normalize: Literal["mean", "sum"] = "mean",
-    accumulator_dtype: Any = jnp.float32,
+    accumulator_dtype: jax.typing.DTypeLike = jnp.float32,
     rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Evaluate a ``value_and_grad`` function in slices of the batch and combine the results.
 
     .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
 
-    with :math:`w_i` the ``Aux.weight`` of micro-batch :math:`i` (1 without): a mean over tokens
-    stays one when the micro-batches hold different numbers of them. Unless the batch is stacked,
-    micro-batch ``i`` of ``k`` takes the rows ``i, i + k, ...``, so that one that is sharded along
-    its first dimension is split without moving between devices.
+    with :math:`w_i` the ``Aux.weight`` of micro-batch :math:`i`, or 1 without one. So a mean over
+    tokens stays a mean over tokens if micro-batches hold different numbers of them. Unless the
+    batch is stacked, micro-batch ``i`` of ``k`` takes the rows ``i, i + k, ...``. A batch that is
+    sharded along its first dimension is then split without moving data between devices.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
         ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      microbatches: number of slices; must divide the leading dimension of every batch leaf. 1
-        returns the function as it is. ``"stacked"`` for a batch that is cut already, as
-        ``lax.scan`` takes it: ``[k, rows, ...]``.
+      microbatches: number of slices; must divide the leading dimension of every batch leaf. With 1
+        the function is returned unchanged. ``"stacked"`` for a batch that is already split, as for
+        ``lax.scan``: ``[k, rows, ...]``.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined: see there. Any other aux
-        is stacked: its leaves lead with ``[microbatches]``. Of one element per row,
-        ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` is in the order of the batch.
+        is stacked: its leaves get a leading dimension ``[microbatches]``. If a leaf has one element
+        per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
-      accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind. Each
-        micro-batch rounds once, as in ``accumulate``, and so does the final division.
-      rules: of leaves whose gradient is their new value, as in ``boostax.carry``: they are combined
-        by it and not averaged.
+      accumulator_dtype: dtype of the gradient sum; sums of f64 and complex gradients keep their
+        kind. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the
+        division.
+      rules: rules of ``boostax.carry``, for leaves whose gradient is their new value: they are
+        combined by their rule and not averaged.
 
     Returns:
       A function of the same signature and results, gradients in the accumulator dtype, loss and
       floating metrics in f32 or wider. A keyword argument ``key`` is folded with the micro-batch's
-      index; ``model_state`` is threaded from one micro-batch to the next through
+      index. A keyword argument ``model_state`` is passed from one micro-batch to the next through
       ``Aux.model_state``. Cost: one copy of the gradients; activations of one micro-batch; no
       collective.
 
     Raises:
-      ValueError: a batch that does not divide, an argument out of range.
+      ValueError: the batch is not divisible, or an argument is out of range.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -94,6 +97,7 @@ def microbatch(
 
     def wrapped(params: PyTree, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
         slices, number, axis = split(batch, count, _WHO)
+        micro_batch = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
         key, model_state = kwargs.pop("key", None), kwargs.pop("model_state", None)
         given_aux: PyTree = Aux()
 
@@ -101,17 +105,18 @@ def microbatch(
             nonlocal given_aux
             given = kwargs | ({} if key is None else {"key": jax.random.fold_in(key, index)})
             given |= {} if state is None else {"model_state": state}
-            value, grads = value_and_grad_fn(params, take(slices, index, axis), *args, **given)
+            rows = jax.tree.map(lambda x: micro_batch(x, index), slices)
+            value, grads = value_and_grad_fn(params, rows, *args, **given)
             loss, given_aux = value if has_aux else (value, Aux())
             grads = trees.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
-            told, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
-            weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-            loss, metrics = trees.at_least_float32((loss, told.metrics))
+            known, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
+            weight = jnp.asarray(1.0 if known.weight is None else known.weight, jnp.float32)
+            loss, metrics = trees.at_least_float32((loss, known.metrics))
             sums = _Sums(loss, metrics, grads, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
-            state = state if told.model_state is None else told.model_state
+            state = state if known.model_state is None else known.model_state
             return sums, new, state, own_of(given_aux)
 
         total, new, state, stacked = _scan(evaluate, number, model_state, rules, narrow)
@@ -120,8 +125,8 @@ def microbatch(
         if not has_aux:
             return mean.loss, grads
         weight = None if as_aux(given_aux).weight is None else total.weight
-        told = Aux(weight, state, mean.metrics)
-        return (mean.loss, as_given(told, stacked, given_aux)), grads
+        combined = Aux(weight, state, mean.metrics)
+        return (mean.loss, as_given(combined, stacked, given_aux)), grads
 
     return wrapped
 
@@ -133,15 +138,13 @@ def _scan(
     rules: carried.Rules,
     narrow: np.dtype[Any],
 ) -> _Terms:
-    """Add up what ``evaluate`` returns for each micro-batch."""
-    first = jnp.int32(0)
-    replay, (like, new, after, _) = trees.trace_once(evaluate, first, model_state)
+    """Sum the results of ``evaluate`` over the micro-batches."""
+    replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), model_state)
     state = axes.unify(model_state, after)
     if axes.types(state) != axes.types(model_state):
-        # It comes out differing over replicas, so it must go in so.
-        replay, (like, new, *_) = trees.trace_once(evaluate, first, state)
-    buffer = lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow))  # noqa: E731
-    buffers = jax.tree.map(buffer, like.grads)
+        # The new state differs over replicas, so the first one must have that type too.
+        replay, (like, new, *_) = trees.trace_once(evaluate, jnp.int32(0), state)
+    buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
     found = carried.resolve(rules, new)
     none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in new.items()}
@@ -159,15 +162,15 @@ def _scan(
 
 
 def require_count(who: str, microbatches: Count) -> Count:
-    """The argument, checked."""
+    """Return a checked number of micro-batches."""
     if microbatches == "stacked":
         return microbatches
-    hint = "1 takes the batch whole, 'stacked' one that leads with its micro-batches."
+    hint = "1 does not split the batch, 'stacked' is for one with a dimension of micro-batches."
     return checks.positive_int(who, "microbatches", microbatches, hint)
 
 
 def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
-    """The leaves with a dimension of micro-batches, how many these are, and which dimension it is.
+    """Return the split leaves, the number of micro-batches, and the dimension that counts them.
 
     Leaves ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the rows.
     """
@@ -179,8 +182,8 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
                 f"{who}: the leading dimension of every batch leaf must be divisible by "
                 f"microbatches={count}, got shape {x.shape} at "
                 f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding no "
-                "weight (boostax.Aux.weight), or choose another number; a batch that leads with "
-                "its micro-batches is microbatches='stacked'."
+                "weight (boostax.Aux.weight), or choose another number; for a batch of shape "
+                "[micro-batches, rows, ...] pass microbatches='stacked'."
             )
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 
@@ -190,19 +193,13 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
 
 
 def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
-    """How many micro-batches a batch leads with, of arrays of so many dimensions at least."""
+    """Return the number of micro-batches of a stacked batch with at least ``least`` dimensions."""
     shapes = [(name, jnp.shape(x)) for name, x in trees.named(batch)]
     numbers = {shape[:1] for _, shape in shapes}
     if len(numbers) != 1 or numbers & {(), (0,)} or any(len(x) < least for _, x in shapes):
         raise ValueError(
             f"{who}: every batch leaf must be [micro-batches, rows, ...] with "
             "microbatches='stacked', of the same number of micro-batches, got shapes "
-            f"{dict(shapes)}. What is the same for all rows goes into the loss by keyword."
+            f"{dict(shapes)}. Pass to the loss by keyword what is the same for all rows."
         )
     return numbers.pop()[0]
-
-
-def take(slices: PyTree, index: jax.Array, axis: int) -> PyTree:
-    """Micro-batch ``index`` of what ``split`` returned."""
-    at = lambda x: lax.dynamic_index_in_dim(x, index, axis, keepdims=False)  # noqa: E731
-    return jax.tree.map(at, slices)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
-The sum is never reset. The first micro-step of a window overwrites it and the others add to it, so
-no branch resets the buffer, the compilers for CPU, TPU v5e and H100 add in place, and a NaN cannot
-survive its window the way it survives a multiplication by zero. The inner transformation, its
-collectives included, is compiled into a branch that only the last micro-step takes.
+The sum is never reset: the first micro-step of a window overwrites it, and the others add to it. So
+no branch resets the buffer, and the compilers for CPU, TPU v5e and H100 add in place. A NaN cannot
+outlive its window, as it would if the sum were multiplied by zero. The inner transformation with
+its collectives is compiled into a branch that only the last micro-step takes.
 """
 
 import functools
@@ -16,14 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, gate, noise_scale, said, trees
+from boostax._core import axes, checks, finite, gate, handshake, noise_scale, said, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
-from boostax._core.finite import all_finite
 from boostax._core.gate import Pending
-from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
-from boostax.accumulate.aux import weigh
 from boostax.accumulate.carried import require_outside
+from boostax.accumulate.weighting import MOST, factor, weigh
 from boostax.precision import formats
 
 PyTree = Any
@@ -31,18 +29,15 @@ Normalize = Literal["mean", "sum", "weight"]
 Rounding = Literal["nearest", "stochastic"]
 Every = int | Callable[[jax.Array], jax.Array | int]
 
-# Gradients that a scaler lets pass are below 2**48: their products with weights below _MOST add up
-# in f32, and the reciprocal of _LEAST is finite.
-_LEAST, _MOST = 2.0**-64, 2.0**64
 _WHO = "accumulate"
 
 
 class Window(NamedTuple):
-    """What a window has summed up: stale, and overwritten next, when ``micro_step`` is 0.
+    """The sums of a window. While ``micro_step`` is 0 they are stale, and are overwritten next.
 
     Attributes:
-      grads: tree like the params in the accumulator dtype.
-      weight: f32 scalar, or ``None`` unless normalised by weight.
+      grads: tree like the params, in the accumulator dtype.
+      weight: f32 scalar with ``normalize="weight"``, else ``None``.
     """
 
     grads: PyTree
@@ -53,12 +48,12 @@ class AccumulateState(NamedTuple):
     """State of ``accumulate``.
 
     Attributes:
-      micro_step: i32, micro-steps in the open window; 0 when it is closed.
-      optimizer_steps: i32, windows whose result was applied: the argument of an ``every`` schedule.
-      dropped_windows: i32, windows that closed and were not applied: their weights or sums could
-        not be used, or ``inner`` held them back.
-      applied: bool, whether the last call closed a window and its result was applied.
-      window: the sums; a ``PerReplica`` of them with ``axis_name``, ``None`` for ``every=1``.
+      micro_step: i32, number of micro-steps in the open window; 0 if none is open.
+      optimizer_steps: i32, number of applied windows, the argument of an ``every`` schedule.
+      dropped_windows: i32, number of windows that closed without being applied, because their
+        weights or sums were not usable or ``inner`` skipped them.
+      applied: bool, whether the last call closed a window and applied its result.
+      window: a ``Window``; a ``PerReplica`` of one with ``axis_name``, ``None`` for ``every=1``.
       inner_state: state of the inner transformation.
     """
 
@@ -67,33 +62,31 @@ class AccumulateState(NamedTuple):
     dropped_windows: jax.Array
     applied: jax.Array
     window: PerReplica | Window | None
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(("micro_step", "window"), "micro_step", ("window/grads",))
 
     def passed(self) -> jax.Array:
-        """Whether the last call ran the inner transformation to its end."""
+        """Return whether the last call applied the result of the inner transformation."""
         return self.applied
 
     def taken(self) -> jax.Array:
-        """Whether the last gradient was taken in: into the open window, or by the inner gate."""
+        """Return whether the last gradient was used: added to the open window, or run on inside."""
         return jnp.logical_or(self.micro_step > 0, gate.outermost_passed(self.inner_state))
 
     def held(self) -> jax.Array:
-        """Whether a window is open: gradients are summed up and not applied."""
+        """Return whether a window is open, so that gradients wait in it."""
         return self.micro_step > 0
 
     def shares(self) -> list[PerReplica]:
-        """What replicas add up and do not average: weighed sums, and those before a sum."""
-        window = self.window
-        if not isinstance(window, PerReplica):
+        """Return the window if replicas add its sums, not average them: see ``reshard_state``."""
+        if not isinstance(self.window, PerReplica):
             return []
-        before_sum = trees.telling(self.inner_state, "sums")
-        return [window] if window.local.weight is not None or before_sum else []
+        weighted = self.window.local.weight is not None
+        return [self.window] if weighted or trees.telling(self.inner_state, "sums") else []
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
-        names = ("micro_step", "optimizer_steps", "dropped_windows")
-        return {name: getattr(self, name) for name in names}
+        """Return named scalars for ``boostax.metrics``."""
+        return dict(zip(self._fields[:3], self[:3], strict=True))
 
 
 @said.gate
@@ -102,51 +95,52 @@ def accumulate(
     every: Every,
     *,
     normalize: Normalize = "mean",
-    accumulator_dtype: Any = "float32",
+    accumulator_dtype: jax.typing.DTypeLike = "float32",
     rounding: Rounding = "nearest",
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sum gradients over ``every`` calls, then run ``inner`` once on the result.
 
-    For micro-gradients :math:`g_1 \dots g_k` ``inner`` gets
+    For micro-gradients :math:`g_1 \dots g_k` ``inner`` receives
 
     .. math::
       \text{mean: } \tfrac1k \sum_i g_i, \qquad
       \text{sum: } \sum_i g_i, \qquad
       \text{weight: } \sum_i w_i g_i \big/ \sum_i w_i,
 
-    where ``weight`` is the extra argument ``weight=`` of ``update``: the number of tokens, say,
-    that the mean loss of the micro-batch was taken over. The weights of all replicas count, so
-    that a following *mean* over ``axis_name`` is the mean over all tokens. Between windows the
-    updates are zero, and nothing of ``inner`` runs.
+    where :math:`w_i` is the extra argument ``weight=`` of ``update``: the number of tokens, for
+    example, over which the loss of the micro-batch is a mean. The weights of all replicas are
+    summed, so that a following *mean* over ``axis_name`` is the mean over all tokens. In calls that
+    close no window, the updates are zero and ``inner`` does not run.
 
-    Dropped as a whole, and counted in ``dropped_windows``, is a window with a weight that is not in
-    [0, 2**64), with weights of less than 2**-64 in all, or with a sum that overflowed in an
-    ``accumulator_dtype`` of f16's range (a gate inside judges such a sum itself).
+    A window is dropped as a whole, and counted in ``dropped_windows``, if a weight is not in
+    [0, 2**64), if all weights sum to less than 2**-64, or if a sum overflowed in an
+    ``accumulator_dtype`` with the range of f16 (if ``inner`` has a gate, that gate decides).
 
-    Around or inside a loss scaler, both right (see ``docs/cards/accumulate.md``):
-    ``dynamic_loss_scale(accumulate(opt, 8))`` drops a bad micro-batch alone and the window takes
+    Both nestings with a loss scaler are right (see ``docs/cards/accumulate.md``).
+    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only a bad micro-batch, and the window takes
     one more; ``accumulate(dynamic_loss_scale(opt), 8)`` drops the window and is cheaper.
 
     Args:
-      inner: the optimizer, collectives included; it sees f32 (or wider) gradients.
-      every: micro-steps per window, or a schedule of them by applied optimizer steps.
+      inner: the optimizer, collectives included; it receives f32 (or wider) gradients.
+      every: micro-steps per window, or a function from ``optimizer_steps`` to their number.
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
-      accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
-        computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
-        fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
-      rounding: of bf16 sums; ``"stochastic"`` up or down at random, so that their mean is exact
-        however many gradients are added. To the nearest, a sum of bf16 does not move for what is
-        less than a 512th of it.
+      accumulator_dtype: dtype of the sums; sums of f64 and complex gradients keep their kind. A
+        gradient is added in f32 or wider, and the sum is rounded once. The sum of :math:`w_i g_i`
+        must be in range: in f16 it overflows at 65504, even if the mean would not, and the window
+        is dropped.
+      rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that their
+        expected value is exact however many gradients are added. With ``"nearest"`` a gradient of
+        less than a 512th of the sum does not change it.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
         and gradients must be local: see ``boostax.train.local_params``.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
-      ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
-      own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also read
-      once more then; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e and
-      H100, through the pure ``update`` one of the params.
+      ``accumulator_dtype`` (none for ``every=1``); the collectives of ``inner``, once per window;
+      for ``"weight"`` and for f16 sums a collective of 4 bytes per window, and one more read of f16
+      sums; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e and H100, through
+      the pure ``update`` one of the params.
 
     Raises:
       ValueError, TypeError: an argument out of range; in ``init``, weights around
@@ -176,20 +170,17 @@ def accumulate(
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     hint = "Other sums are rounded to the nearest."
     checks.choice(_WHO, "rounding", rounding, ("nearest", "stochastic"), hint)
-    if rounding == "stochastic" and narrow != jnp.bfloat16:
-        allowed = "'nearest' but for accumulator_dtype='bfloat16'"
-        raise ValueError(checks.message(_WHO, "rounding", allowed, rounding, hint))
+    fits = rounding == "nearest" or narrow == jnp.bfloat16
+    allowed = "'nearest' unless accumulator_dtype='bfloat16'"
+    checks.require(_WHO, "rounding", rounding, allowed, fits, hint)
     names = axes.canonical(_WHO, axis_name)
     how = _Windows(tx, every, normalize, narrow, rounding == "stochastic", names)
     described = describe(_WHO, "window", names, inner={"inner_state": tx})
     return gate.gated(how.init, described(how.step), how.flush)
 
 
-class _Closed(NamedTuple):
-    """What closing a window leaves: the inner state, and whether the result was applied."""
-
-    inner_state: Any
-    applied: jax.Array
+# The inner state after a window was closed, and whether its result was applied.
+_Closed = tuple[Any, jax.Array]
 
 
 class _Windows(NamedTuple):
@@ -207,12 +198,12 @@ class _Windows(NamedTuple):
         inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)
         weighted = self.normalize == "weight"
-        if weighted and noise_scale.found(inner_state):
-            hint = "Its local gradients would bear their weights, and their norms as well."
-            allowed = "'mean' or 'sum' around all_reduce(noise=...)"
-            raise ValueError(checks.message(_WHO, "normalize", allowed, self.normalize, hint))
+        hint = "Weights would multiply its local gradients, and so their norms."
+        allowed = "'mean' or 'sum' around all_reduce(noise=...)"
+        fits = not (weighted and noise_scale.found(inner_state))
+        checks.require(_WHO, "normalize", self.normalize, allowed, fits, hint)
         window = None
-        # Only a plain 1 does without a buffer: a schedule or a traced value may change its mind.
+        # Only a Python 1 needs no buffer: a schedule or a traced value may be larger later.
         if not (isinstance(self.every, int) and self.every == 1):
             zeros = lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, self.narrow))  # noqa: E731
             weight = jnp.zeros((), jnp.float32) if weighted else None
@@ -224,7 +215,7 @@ class _Windows(NamedTuple):
     def step(
         self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
-        """Add a gradient, and close the window if it ends."""
+        """Add a gradient, and close the window if this was its last micro-step."""
         trees.require_gradients(grads.raw, _WHO)
         axes.require_local(grads.raw, self.names, _WHO)
         new = self._added(trees.addends(grads.value(), self.narrow), extra.pop("weight", None))
@@ -247,20 +238,19 @@ class _Windows(NamedTuple):
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
     def flush(self, state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
-        """Close an open window, and what the inner transformation holds open in its turn."""
+        """Close an open window, and the windows that are open inside."""
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside asked for their scale when they came.
-        sums = assume_scaled(_local(state.window), state.inner_state)
+        # A scaler inside has checked their scale when the gradients came.
+        sums = handshake.assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
-        params, closed = self._close_if(ends, sums, count, state, params, True, extra)
-        params, inner_state = gate.flush_inner(self.tx, closed.inner_state, params, extra)
-        closed = closed._replace(inner_state=inner_state)
-        return params, _next(state, jnp.zeros_like(count), closed, ends)
+        params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
+        params, inner = gate.flush_inner(self.tx, inner, params, extra)
+        return params, _next(state, jnp.zeros_like(count), (inner, applied), ends)
 
     def _added(self, grads: PyTree, weight: Any) -> Window:
-        """Return the window of one gradient alone."""
+        """Return the sums of a window with this gradient alone."""
         if self.normalize != "weight":
             allowed = f"left out with normalize={self.normalize!r}"
             hint = "normalize='weight' averages by it: boostax.Aux(weight=...) asks for that."
@@ -270,31 +260,30 @@ class _Windows(NamedTuple):
         allowed = "given (tokens in this micro-batch) with normalize='weight'"
         checks.require(_WHO, "weight", weight, allowed, weight is not None, hint)
         weight = axes.to_varying(jnp.asarray(weight, jnp.float32), self.names)
-        # NaN stays in the sum of the weights, and out of that of the gradients.
-        weight = jnp.where((weight >= 0) & (weight < _MOST), weight, jnp.nan)
+        # A bad weight becomes NaN: it spoils the sum of the weights, but not that of the gradients.
+        weight = jnp.where((weight >= 0) & (weight < MOST), weight, jnp.nan)
         return Window(weigh(grads, weight), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, *rest: Any) -> Stepped:
         state, params, apply, _ = rest
-        held = _Closed(state.inner_state, jnp.asarray(False))
+        held = state.inner_state, jnp.asarray(False)
         work = functools.partial(self._close, sums, count, *rest)
-        how: Any = {"apply": apply, "who": _WHO, "names": self.names}
-        return gate.run_or_hold(ends, work, params, held, **how)
+        return gate.run_or_hold(ends, work, params, held, apply=apply, who=_WHO, names=self.names)
 
     def _close(
         self, window: Window, count: jax.Array, state: AccumulateState, *rest: Any
     ) -> tuple[PyTree, _Closed]:
-        """Normalise the sums and, if they can be used, run ``inner`` on them."""
+        """Normalise the sums, and run ``inner`` on them if they are usable."""
         (params, apply, extra), names, inner_state = rest, self.names, state.inner_state
-        # The range of f16: what a scaler lets pass does not add up in it. A gate inside judges such
-        # a sum itself: a scaler has to see what overflows, to lower the scale.
-        judged = float(jnp.finfo(self.narrow).max) < _MOST and not gate.has_gate(inner_state)
-        ok = all_finite(window.grads) if judged else jnp.asarray(True)
+        # In the range of f16, a sum of gradients that a scaler has passed can overflow. A gate
+        # inside must decide about such a sum itself: a scaler needs overflows to lower the scale.
+        judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.has_gate(inner_state)
+        ok = finite.all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
             weight = jnp.where(ok, window.weight, jnp.nan) if judged else window.weight
-            total = jax.lax.psum(weight, names) if names else weight
-            ok, factors = total >= _LEAST, ((axes.size(names) if names else 1) / total,)
+            ok, by_weight = factor(weight, names)
+            factors = (by_weight,)
         elif judged:
             ok = axes.agree(ok, names)
 
@@ -302,18 +291,17 @@ class _Windows(NamedTuple):
             grads = Pending(window.grads, factors)
             return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
 
-        if window.weight is None and not judged:
-            value, new_state = run_on()
-        else:
-            how: Any = {"apply": apply, "who": _WHO, "names": names}
-            value, new_state = gate.run_or_hold(ok, run_on, params, inner_state, **how)
-        # Not in the branch: XLA:GPU copies what passes through one that returns a constant flag.
-        return value, _Closed(new_state, ok & gate.passed(new_state))
+        how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
+        if_ok = functools.partial(gate.run_or_hold, ok, run_on, params, inner_state, **how)
+        value, new_state = if_ok() if judged or window.weight is not None else run_on()
+        # The flag is computed outside the branch: XLA:GPU copies all operands of a branch that
+        # returns a constant flag.
+        return value, (new_state, ok & gate.passed(new_state))
 
 
-def _refused(given: PyTree) -> PyTree:
-    """What is asked of the last micro-batch's loss, whose gradient is not the window's."""
-    del given
+def _refused(params: PyTree) -> PyTree:
+    """Refuse a line search: the loss is that of the last micro-batch, the gradient the window's."""
+    del params
     raise ValueError(
         "accumulate: every must be 1 around a line search, got a window of several calls, whose "
         "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "
@@ -328,15 +316,16 @@ def _local(window: PerReplica | Window) -> Window:
 def _next(
     state: AccumulateState, count: jax.Array, closed: _Closed, ended: jax.Array
 ) -> AccumulateState:
-    steps = gate.counted(state.optimizer_steps, closed.applied)
-    dropped = gate.counted(state.dropped_windows, ended & ~closed.applied)
-    return AccumulateState(count, steps, dropped, closed.applied, state.window, closed.inner_state)
+    inner_state, applied = closed
+    steps = gate.counted(state.optimizer_steps, applied)
+    dropped = gate.counted(state.dropped_windows, ended & ~applied)
+    return AccumulateState(count, steps, dropped, applied, state.window, inner_state)
 
 
 def _summed(
-    first: jax.Array, seed: jax.Array | None, path: Any, old: jax.Array, new: jax.Array
+    first: jax.Array, seed: jax.Array | None, path: tuple[Any, ...], old: jax.Array, new: jax.Array
 ) -> jax.Array:
-    """A window's sum with one gradient more; of the first one alone."""
+    """Add a gradient to a window's sum, or begin the sum with the first one."""
     total = jnp.where(first, new, old.astype(new.dtype) + new)
     if seed is not None and old.dtype == jnp.bfloat16:
         return formats.to_bfloat16(total, formats.seed_of(seed, path))
@@ -344,18 +333,18 @@ def _summed(
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
-    """Whether the last call changed the params: a window closed, and no scaler skipped it.
+    """Return whether the last call changed the params: a window closed, and no scaler skipped it.
 
-    Schedules, EMAs and logging outside the transformation should follow this, not the calls.
+    Schedules, EMAs and logging outside the transformation should count these calls, not all calls.
 
     Args:
-      opt_state: any state that holds one of ``accumulate``.
+      opt_state: any state that holds a state of ``accumulate``.
 
     Returns:
       Bool scalar; False before the first call.
 
     Raises:
-      ValueError: nothing in the state accumulates.
+      ValueError: the state holds no ``AccumulateState``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -375,19 +364,19 @@ def has_updated(opt_state: PyTree) -> jax.Array:
 def flush(
     tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, PyTree]:
-    """Apply the last, partial window, normalised by what it really holds.
+    """Apply the last, partial window, normalised by the micro-steps that it holds.
 
     Call it where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel step), or
-    use ``TrainStep.flush``. With no window open, or none at all, nothing happens.
+    use ``TrainStep.flush``. If no window is open, nothing happens.
 
     Args:
       tx: the transformation that made the state; a window must not be inside an Optax wrapper.
-      opt_state: its state, that of an ``nnx.Optimizer`` too.
+      opt_state: its state, or that of an ``nnx.Optimizer``.
       params: the params.
-      **extra_args: handed to the inner transformation.
+      **extra_args: passed to the inner transformation.
 
     Returns:
-      ``(params, opt_state)``, arrays for NNX's variables.
+      ``(params, opt_state)``, with arrays in place of NNX's variables.
 
     Raises:
       ValueError: ``tx`` hides a window behind an Optax wrapper.

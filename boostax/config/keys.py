@@ -27,7 +27,7 @@ from boostax._core import axes, checks
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.subspace.basis import saved_basis
-from boostax.subspace.quasi_newton import RULES
+from boostax.subspace.dim_reduce import RULES
 
 Factory: TypeAlias = Callable[..., Any]
 Chain: TypeAlias = list[optax.GradientTransformation]

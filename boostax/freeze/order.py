@@ -12,7 +12,7 @@ from boostax._core import trees
 from boostax._core.interpret import flow, of_data, require_readable
 
 PyTree = Any
-# Which leaves of the params a value is computed from, or None once the data have a part in it.
+# The leaves of the params from which a value is computed, or None if it also depends on data.
 Origin = frozenset[int] | None
 
 
@@ -21,28 +21,29 @@ def forward_order(
 ) -> list[str]:
     """Return path names of the params in the order in which ``fn`` reads them.
 
-    A leaf is read where it first meets data: a value that depends on ``args`` or ``kwargs``, by a
-    product, a sum, a lookup. A cast, a reshape, a slice or any other arithmetic among params alone
-    is not yet a reading, so a precision policy that casts them all ahead changes nothing. Loops,
-    branches, ``jit``, ``checkpoint``, ``custom_vjp`` and ``shard_map`` are looked into.
+    A leaf is read where it is first combined with data, that is with a value that depends on
+    ``args`` or ``kwargs``: by a product, a sum, a lookup. Arithmetic among params alone (a cast, a
+    reshape, a slice) does not count, so a precision policy that casts all params first changes
+    nothing. The bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and
+    ``shard_map`` are searched too.
 
-    Hand the result to ``prefix_groups`` where names do not tell the order of layers.
+    Pass the result to ``prefix_groups`` if the names of the layers do not tell their order.
 
     Args:
-      fn: the loss, or the forward pass alone: any function that JAX can trace.
+      fn: the loss or the forward pass: any function that JAX can trace.
       params: a tree of arrays or of ``jax.ShapeDtypeStruct``.
-      *args: the data. Arrays and ``jax.ShapeDtypeStruct`` are traced, whatever has no shape (a
-        bool, a string, a number) is handed on as it is.
+      *args: the data. Arrays and ``jax.ShapeDtypeStruct`` are traced; an object without a shape (a
+        bool, a string, a number) reaches ``fn`` unchanged.
       **kwargs: like ``args``.
 
     Returns:
       One name per leaf, such as ``block_0/kernel``. Leaves read by the same operation keep the
-      order of the tree; leaves never read stand last, in the order of the tree. Params raveled into
-      one vector are all read where the first of them is. Cost: one trace; nothing is compiled.
+      order of the tree. Leaves that are never read come last, in the order of the tree. Params that
+      are raveled into one vector count as read together. Cost: one trace; nothing is compiled.
 
     Raises:
-      ValueError: ``args`` and ``kwargs`` hold no array: data that ``fn`` closes over cannot be told
-        from params.
+      ValueError: ``args`` and ``kwargs`` hold no array; data that ``fn`` closes over cannot be
+        distinguished from params.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -59,14 +60,14 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """Return the origin of what these give; params are read if data are among them."""
+        """Return the origin of a value computed from these; record params that meet data."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves
         read.update(dict.fromkeys(sorted(leaves)))
         return None
 
-    # Which weights a branch takes is data too, and a carry of zeros soon depends on data.
+    # A constant has no origin: the carry of a loop often starts from zeros.
     origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
     computed = lambda eqn, found: [meet(found)] * len(eqn.outvars)  # noqa: E731
     flow(program, [*origins, *[None] * data], computed, meet, nothing=frozenset())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say at which step how deep a prefix of the network is frozen.
+"""Schedules: how many of the first groups are frozen at each step.
 
-A schedule is a table, known before the first step and the same on every host: a program
-can be compiled for each depth that occurs, and replicas agree on the next one without a word.
+A schedule is a table, known before the first step and equal on every host. So a program can be
+compiled for each depth that occurs, and replicas agree on the next depth without communicating.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 _KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
-# Of a schedule that is not told the length of the run; MindSpore's default.
+# The length of a schedule without ``total_steps``, as in MindSpore.
 CYCLE = 65536
 _WHO = "freeze_schedule"
 _STEPS = "It counts the optimizer steps of the whole training."
@@ -26,17 +26,17 @@ _SAME = "The same seed draws the same depths on all hosts."
 
 @dataclasses.dataclass(frozen=True)
 class FreezeSchedule:
-    """Holds the depth of every optimizer step; made by ``freeze_schedule``.
+    """The depth of every optimizer step; ``freeze_schedule`` makes one.
 
-    Two schedules are equal if they were made alike (a callable is equal to itself alone).
+    Two schedules are equal if they were made from equal arguments (a callable equals only itself).
 
     Attributes:
       kind: ``"interval"``, ``"continuous"``, ``"progressive"``, ``"ramp"`` or a callable.
-      total_steps: optimizer steps that it is made for.
-      frozen_fraction: share of them on which something is frozen; ``None`` for a callable, and
-        beside ``freeze_p``.
-      seed: of the draws of ``"interval"``; ``None`` where nothing is drawn.
-      freeze_p: MindSpore's share of steps that train all; ``None`` if it was not given.
+      total_steps: number of optimizer steps.
+      frozen_fraction: share of the steps on which a group is frozen; ``None`` for a callable, and
+        with ``freeze_p``.
+      seed: seed of the draws of ``"interval"``; ``None`` for other kinds.
+      freeze_p: MindSpore's share of the steps that train all groups; ``None`` if not given.
     """
 
     kind: Kind | Callable[[int], int]
@@ -49,22 +49,22 @@ class FreezeSchedule:
     )
 
     def depths(self, groups: int) -> Depths:
-        """Return the depth of every step for a network of so many groups.
+        """Return the depth of every step for a network with this number of groups.
 
         At depth ``d`` the groups ``0..d-1``, in forward order, are frozen and ``d..groups-1``
-        train: 0 trains all, and the last group always trains.
+        train. Depth 0 trains all groups, and the last group always trains.
 
         Args:
           groups: number of groups.
 
         Returns:
-          ``i32[total_steps]`` (with ``freeze_p`` more) with elements in ``[0, groups)``, read-only.
-          Cost: 4 bytes per step on the host, built once per number of groups; 65536 steps take some
-          10 ms.
+          ``i32[total_steps]`` (longer with ``freeze_p``) with elements in ``[0, groups)``,
+          read-only. Cost: 4 bytes per step on the host, built once per number of groups; 65536
+          steps take about 10 ms.
 
         Raises:
-          ValueError, TypeError: ``groups`` is no positive integer, or too few for the fraction of
-            ``"continuous"``, whose ``freeze_p`` is below 1; a callable gave what is no depth.
+          ValueError, TypeError: ``groups`` is no positive integer, or too small for the fraction of
+            ``"continuous"``, whose ``freeze_p`` is below 1; a callable returned no valid depth.
 
         Example:
           >>> import boostax
@@ -75,9 +75,8 @@ class FreezeSchedule:
         hint = "It counts the parts that freeze one after the other."
         groups = checks.positive_int("FreezeSchedule.depths", "groups", groups, hint)
         if groups not in self._tables:
-            table = _table(self, groups)
-            table.flags.writeable = False
-            self._tables[groups] = table
+            self._tables[groups] = _table(self, groups)
+            self._tables[groups].flags.writeable = False
         return self._tables[groups]
 
 
@@ -89,7 +88,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         return np.fromiter(asked, np.int32, length)
     fraction, exact = schedule.frozen_fraction, schedule.freeze_p is not None
     freeze_p: Any = schedule.freeze_p if fraction is None else 1.0 - fraction
-    # Number by number MindSpore's is a hundredth longer than the run, and to the end of a cycle.
+    # MindSpore's sequence is a hundredth longer than the run, and extends to the end of a cycle.
     length = int(length * 1.01) if exact else length
     if groups == 1 or (freeze_p == 1 and not exact):
         return np.zeros(length, np.int32)
@@ -100,7 +99,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
     checks.require(_WHO, "freeze_p", freeze_p, allowed, freeze_p < 1, hint)
-    # Steps of a cycle that train all, rounded as MindSpore does.
+    # The steps of a cycle that train all groups, rounded as in MindSpore.
     whole = int(freeze_p * (groups - 1) // (1 - freeze_p))
     if exact:
         cycle = whole + groups - 1
@@ -109,17 +108,17 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
     hint = "A cycle has a step that trains all; 'interval' freezes more often."
     checks.require(_WHO, "frozen_fraction", fraction, allowed, (fraction or 0.0) <= most, hint)
-    # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
+    # In floating point 1 - 0.9 < 0.1, so ``whole`` would be 0 for ten groups.
     return _continuous(groups, max(1, whole), length)
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
-    """Freeze whenever the share of frozen steps so far is below ``1 - freeze_p``."""
+    """Freeze on each step before which the share of frozen steps is below ``1 - freeze_p``."""
     frozen, count = [False], 0
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
         count += frozen[-1]
-    # RandomState.choice does this for each draw; in one go the depths are the same.
+    # This is what RandomState.choice does for each draw, so the depths are the same.
     cdf = (np.arange(1, groups) / (groups * (groups - 1) // 2)).cumsum()
     cdf /= cdf[-1]
     draws = np.random.RandomState(seed).random_sample(count)
@@ -129,20 +128,20 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> De
 
 
 def _continuous(groups: int, whole: int, length: int) -> Depths:
-    """Repeat ``whole`` steps that train all, then one step at each depth from 1."""
+    """Repeat cycles of ``whole`` steps at depth 0 and one step at each other depth, ascending."""
     whole = min(whole, length)
     position = np.arange(length) % (whole + groups - 1)
     return np.maximum(position - whole + 1, 0).astype(np.int32)
 
 
 def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths:
-    """Freeze a group for good at each of evenly spaced ``power``-th roots of the time."""
+    """Freeze one group more, for good, at steps whose ``power``-th roots are evenly spaced."""
     times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
     begins = np.maximum(np.floor(length * times + 0.5), 1)
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
-def _below(limit: int, argument: str, value: Any, hint: str) -> int:
+def _below(limit: int, argument: str, value: object, hint: str) -> int:
     """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
     checks.require(_WHO, argument, value, allowed, not isinstance(value, bool), hint, TypeError)
@@ -159,54 +158,57 @@ def freeze_schedule(
     seed: int | None = None,
     freeze_p: float | None = None,
 ) -> FreezeSchedule:
-    r"""Say for every optimizer step how many of the first groups are frozen.
+    r"""Make a schedule: for every optimizer step, how many of the first groups are frozen.
 
     With ``T`` steps, ``G`` groups in forward order and ``f = frozen_fraction``, depth ``d`` freezes
     the groups ``0..d-1`` and trains ``d..G-1``; the last group always trains. The named kinds train
-    all on the first step:
+    all groups on the first step:
 
-    - ``"interval"``: frozen steps are spread evenly, each of a random depth,
-      :math:`P(d) = (G - d) \big/ \tfrac12 G (G - 1)`: shallow ones most often. Every group goes on
-      learning to the end. Their share is ``f`` within ``1/T``.
-    - ``"continuous"``: cycles of ``z`` steps that train all and one step at each depth
-      ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over whole cycles their share is
-      between ``f`` and ``f (G-1) / (G-1-f)``. Fewer than ``z`` steps freeze nothing.
-    - ``"progressive"`` and ``"ramp"``: group ``i - 1`` freezes for good at the step
+    - ``"interval"``: frozen steps are spread evenly, each at a random depth,
+      :math:`P(d) = (G - d) \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. Every
+      group keeps learning until the end. The share of frozen steps is ``f`` within ``1/T``.
+    - ``"continuous"``: cycles of ``z`` steps that train all groups and one step at each depth
+      ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over whole cycles the share of
+      frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A run of fewer than ``z`` steps
+      freezes nothing.
+    - ``"progressive"`` and ``"ramp"``: group ``i - 1`` freezes for good at step
 
       .. math::
         \lfloor T c_i^k + \tfrac12 \rfloor \ge 1, \qquad
         c_i = c_1 + \tfrac{i - 1}{G - 1} (1 - c_1), \qquad c_1 = (1 - f)^{1/k},
         \qquad i = 1 \dots G - 1,
 
-      with ``k = 1`` for ``"progressive"`` (at even distances) and ``k = 3`` for ``"ramp"``
-      (FreezeOut's cubic schedule: early groups soon after another, late ones slowly). The last
-      group would be due at ``T``. Their share is ``f`` within ``1/T``, and every depth comes up if
-      :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the learning rate of each layer until
-      it freezes; here the optimizer's own schedule stands.
+      with ``k = 1`` for ``"progressive"`` (evenly spaced) and ``k = 3`` for ``"ramp"`` (FreezeOut's
+      cubic schedule: early groups freeze at short intervals, late groups at long ones). The last
+      group would freeze at ``T``. The share of frozen steps is ``f`` within ``1/T``, and every
+      depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the learning rate of
+      each layer until it freezes; here the optimizer's schedule is not changed.
 
     The first two are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 - f``, cut off at ``T``.
-    One group, or ``f = 0``, never freezes. ``freeze_p`` itself, instead of ``f``, makes MindSpore's
-    sequence number by number: ``int(1.01 T)`` steps, to the end of its cycle for ``"continuous"``,
-    whose cycle may have no step that trains all (``freeze_p < 1 / G``).
+    With one group, or with ``f = 0``, nothing is ever frozen. If ``freeze_p`` is given instead of
+    ``f``, the schedule is MindSpore's sequence, number by number: ``int(1.01 T)`` steps, extended
+    to the end of a cycle for ``"continuous"``, whose cycle may have no step that trains all groups
+    (``freeze_p < 1 / G``).
 
     Args:
       kind: one of these, or a callable from the step, a Python int, to the depth, an integer in
-        ``[0, G)``; it is called once per step whenever the depths of another ``G`` are asked for.
-      total_steps: optimizer steps that were applied, not micro-steps.
-      frozen_fraction: share of the steps on which something is frozen, in ``[0, 1)``; ``None`` is
+        ``[0, G)``; it is called once per step and per number of groups.
+      total_steps: number of applied optimizer steps, not of micro-steps.
+      frozen_fraction: share of the steps on which a group is frozen, in ``[0, 1)``; ``None`` means
         0.3. Not for a callable.
-      seed: of the draws of ``"interval"``, in ``[0, 2**32)``; ``None`` is 0. The other kinds draw
-        nothing and ignore it. Not for a callable. NumPy's global generator is not touched: what
-        MindSpore draws after ``np.random.seed(seed)`` is drawn from a generator of its own.
-      freeze_p: share of the steps that train *all*, in ``[0, 1]``; MindSpore's default is 0.7. For
-        ``"interval"`` and ``"continuous"``. With 0 only the first step of ``"interval"`` trains
-        all; 1 is none of ``"continuous"``, where MindSpore divides by zero.
+      seed: seed of the draws of ``"interval"``, in ``[0, 2**32)``; ``None`` means 0. The other
+        kinds draw nothing and ignore it. Not for a callable. The draws are those of MindSpore after
+        ``np.random.seed(seed)``, but NumPy's global generator is not used.
+      freeze_p: share of the steps that train *all* groups, in ``[0, 1]``; MindSpore's default is
+        0.7. Only for ``"interval"`` and ``"continuous"``. With 0 only the first step of
+        ``"interval"`` trains all groups; ``"continuous"`` refuses 1, where MindSpore divides by
+        zero.
 
     Returns:
       A ``FreezeSchedule``. Cost: none before ``depths``; nothing on the device.
 
     Raises:
-      ValueError, TypeError: an argument out of range, or one that a callable has no use for.
+      ValueError, TypeError: an argument out of range, or an argument that a callable does not use.
 
     Example:
       >>> import boostax

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Keep averages of the params beside any optimizer: exponential, uniform, of the latest snapshots.
 
-The mean of several points of a path lies lower than the points where the path is noise around a
-valley, which is what a rate that falls gets rid of too. An average moves with the *applied* steps:
-around a scaler or a window it reads their states, inside them it stands in their branch.
+If a path is noise around a valley, the mean of several points lies lower than the points. A falling
+learning rate removes the same noise. An average moves with the *applied* steps: around a scaler or
+a window it reads their states; inside them it stands in their branch.
 
-All that move at each step are one formula, with :math:`n` params averaged so far, these included,
+Exponential and uniform averages have one formula, for the :math:`n`-th params taken in,
 
 .. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1
 
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, Stepped, describe
@@ -41,21 +42,21 @@ class AverageParamsState(NamedTuple):
 
     Attributes:
       steps: i32, applied steps so far.
-      averaged: i32, how many params were taken in; of snapshots, the next goes to the slot
+      averaged: i32, how often params were taken in; the next snapshot goes to the slot
         ``averaged % size``.
-      averages: tree like the params, in f32 or wider: the average; or of ``(size, *leaf.shape)``
-        in the storage dtype: the snapshots.
+      averages: the average, a tree like the params, in f32 or wider; or the snapshots, a tree of
+        ``(size, *leaf.shape)`` in the storage dtype.
       inner_state: state of the inner transformation.
     """
 
     steps: jax.Array
     averaged: jax.Array
     averages: PyTree
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
     def whole_params(self) -> bool:
-        """Say that averages are of all params: what masks some of them must not stand around."""
+        """Mark that averages are of all params: no transformation around it may mask some."""
         return True
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -64,23 +65,26 @@ class AverageParamsState(NamedTuple):
 
 
 def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
-    """Return the average with one more, or without a ``weight`` the snapshots."""
+    """Return the average with the params ``p``, or the snapshots if there is no ``weight``."""
     p = p.astype(average.dtype)
     if weight is None:
         return lax.dynamic_update_index_in_dim(average, p, averaged % len(average), 0)
     n = (averaged + 1).astype(average.real.dtype)
-    # The first overwrites, so that no NaN stays.
+    # The first params overwrite the average, so no NaN stays.
     return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
 
 
 def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
-    # Zeros like the leaf: with its sharding.
+    # Zeros like the leaf have its sharding.
     zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
     return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
 
 
 def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Array:
-    """Return whether the params come in; a branch that always runs shares the optimizer's loop."""
+    """Return whether the params are taken in, as ``moved`` itself if they are at every step.
+
+    A branch on ``moved`` shares the optimizer's loop.
+    """
     due = moved & (steps >= start) if start else moved
     return due & ((steps - start) % every == 0) if every > 1 else due
 
@@ -93,45 +97,45 @@ def average_params(
     size: int | None = None,
     every: int = 1,
     start: int = 0,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep an average of the params beside the optimizer; ``averaged_params`` reads it.
 
     The params are taken in after the applied steps :math:`\text{start} + 1 + i \cdot
-    \text{every}`, counted from 1. The n-th to come in makes
+    \text{every}`, counted from 1. The n-th params taken in make
 
     .. math::
       \text{ema: } a_n = a_{n-1} + \tfrac{1-d}{1-d^n}\,(p_n - a_{n-1}), \quad
       \text{window: } a_n = a_{n-1} + \tfrac1n\,(p_n - a_{n-1}), \quad
       \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
 
-    with the decay :math:`d` and the size :math:`k`. The first is ``optax.ema`` of the params, its
-    bias corrected; the second the mean of all since ``start``, for the last steps of a run whose
-    length is known, without a copy for each; the third the mean of the latest snapshots, of those
-    that there are at first. Before the first, ``averaged_params`` gives the params.
+    with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params with
+    its bias corrected. ``"window"`` is the mean of all params since ``start``, without a copy of
+    each: it suits the last steps of a run whose length is known. ``"lawa"`` is the mean of the
+    latest snapshots, of fewer at first. Before the first, ``averaged_params`` returns the params.
 
-    It stands around any optimizer or gate, and inside gates: a step that one of them holds back,
-    inside or outside, leaves the average bit for bit. Cheapest directly around the optimizer, where
-    it shares its loop: ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
+    It stands around any optimizer or gate, and inside gates. A step that a gate holds back, inside
+    or outside, leaves the average unchanged bit for bit. It is cheapest directly around the
+    optimizer, where it shares its loop: ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
     Args:
       inner: the optimizer, with gates or without. Its params are equal on all replicas.
-      kind: see above.
-      decay: of ``"ema"``, in (0, 1); 0.999 by default. It looks back over ``every / (1 - decay)``
-        steps.
-      size: of ``"lawa"``: snapshots kept; 5 by default.
-      every: applied steps from one to the next.
+      kind: ``"ema"``, ``"window"`` or ``"lawa"``.
+      decay: decay of ``"ema"``, in (0, 1); 0.999 by default. It looks back over
+        ``every / (1 - decay)`` steps.
+      size: number of snapshots of ``"lawa"``; 5 by default.
+      every: applied steps from one average to the next.
       start: applied steps before the first.
-      dtype: of the snapshots; an average that moves by little is kept in f32. f64 and complex
-        leaves keep their kind.
+      dtype: dtype of the snapshots; the other kinds, which move by little, must be f32. f64 and
+        complex leaves keep their kind.
 
     Returns:
       A gate that holds nothing back, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
-      the params in f32, or ``size`` of them in ``dtype``, sharded as they are. A step that takes
-      them in reads params and copy and writes the copy, or reads params and writes one snapshot;
-      where ``every`` or ``start`` leaves a step out, or a gate inside holds it, nothing is moved.
-      In place on CPU, TPU v5e and H100; but on CPU between a scaler and a window, which takes a
-      copy. A pure ``update`` around a gate takes one copy more than the gate's.
+      the params in f32, or ``size`` copies in ``dtype``, sharded like them. A step that takes them
+      in reads params and copy and writes the copy, or reads params and writes one snapshot. A step
+      that ``every`` or ``start`` leaves out, or that a gate inside holds back, moves nothing. The
+      write is in place on CPU, TPU v5e and H100; but on CPU between a scaler and a window it takes
+      a copy. A pure ``update`` around a gate takes one copy more than the gate's.
 
     Raises:
       ValueError, TypeError: an argument out of range or of another kind; at ``init``, params that
@@ -161,24 +165,23 @@ def average_params(
     fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
     checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
     # In f32 a decay near 1 has lost most of its logarithm.
-    log: Any = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
-    # Those of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
+    log = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
+    # The weights of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
     unbiased = lambda n: (1 - decay) / -jnp.expm1(n * log)  # noqa: E731
     weight = {"ema": unbiased, "window": lambda n: 1 / n}.get(kind)
 
     def init_fn(params: PyTree) -> AverageParamsState:
         inner_state = gate.init_inner(tx, params)
-        if owns_params(inner_state):
-            raise ValueError(
-                f"{_WHO}: inner must keep params equal on all replicas, got local_updates or "
-                "partial_average. Their last synchronisation averages over the replicas instead."
-            )
+        allowed = "an optimizer that keeps params equal on all replicas"
+        got, fits = "local_updates or partial_average", not owns_params(inner_state)
+        hint = "Their last synchronization averages over the replicas instead."
+        checks.require(_WHO, "inner", got, allowed, fits, hint)
         averages = jax.tree.map(lambda p: _buffer(p, narrow, None if weight else slots), params)
         steps, averaged = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AverageParamsState(steps, averaged, averages, inner_state)
 
     def take_in(
-        state: AverageParamsState, inner_state: Any, moved: jax.Array, new: Callable[[], PyTree]
+        state: AverageParamsState, inner_state: PyTree, moved: jax.Array, new: Callable[[], PyTree]
     ) -> AverageParamsState:
         one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
         heavy = lambda: ((), jax.tree.map(one, state.averages, new()))  # noqa: E731
@@ -212,11 +215,11 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       opt_state: any state that holds one of ``average_params``.
-      params: the params now, which give the dtypes; they are the result before the first is taken
-        in, and of leaves that are not averaged (``boostax.carry``).
+      params: the current params, which give the dtypes. They are returned before any are taken in,
+        and for leaves that are not averaged (``boostax.carry``).
 
     Returns:
-      A tree like ``params``. Cost: a copy of the params, and a read of what is kept.
+      A tree like ``params``. Cost: a copy of the params, and a read of the average or snapshots.
 
     Raises:
       ValueError: nothing in the state averages; params of other shapes.
@@ -228,22 +231,19 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
       [1.0, 1.0]
     """
     found = trees.find(opt_state, lambda node: isinstance(node, AverageParamsState))
-    if not found:
-        raise ValueError(
-            "averaged_params: opt_state must hold an AverageParamsState, got none. Put "
-            "boostax.model.average_params around the optimizer."
-        )
+    who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
+    allowed = "one with an AverageParamsState"
+    checks.require(who, "opt_state", "none", allowed, bool(found), hint)
     params, averaged = trees.arrays(params), found[0].averaged
 
     def mean(kept: jax.Array, p: jax.Array) -> jax.Array:
         if jnp.ndim(kept) == jnp.ndim(p):
             return kept
-        # Slots that were not written yet are zero.
+        # Slots that are not yet written are zero.
         count = jnp.clip(averaged, 1, len(kept))
         total = kept.astype(trees.wide_dtype(kept)).sum(0)
         return total / count.astype(total.real.dtype)
 
     means = jax.tree.map(mean, trees.unmasked(found[0].averages, params), params)
-    hint = "They are those that were averaged."
-    trees.require_shapes("averaged_params", "params", params, means, hint)
+    trees.require_shapes(who, "params", params, means, "They are the averaged ones.")
     return jax.tree.map(lambda a, p: jnp.where(averaged > 0, a.astype(p.dtype), p), means, params)

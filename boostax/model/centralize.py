@@ -26,7 +26,7 @@ _HINT = "0 averages over the first axis, (0, 1) over the first two, None over no
 
 
 def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
-    """Return ``g`` without its mean over ``dims``, if these are several and the last divides."""
+    """Subtract the mean over ``dims``, if they have several elements and ``multiple_of`` fits."""
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
         return g
@@ -35,28 +35,29 @@ def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
 
 
 def _dims(rules: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
-    """Return the axes to average over, the input channels last; none for a leaf that stays."""
-    name, ndim = trees.path_name(path), np.ndim(leaf)
-    patterns = {} if callable(rules) else rules
-    rule = next((rule for pattern, rule in patterns.items() if matches(name, pattern)), "auto")
-    rule = rules(name, leaf) if callable(rules) else rule
-    if rule is None or (not callable(rules) and kernels.is_vector(path, ndim)):
+    """Return the axes to average over, the input channels last; none for an unchanged leaf."""
+    name, ndim, rule = trees.path_name(path), np.ndim(leaf), None
+    if callable(rules):
+        rule = rules(name, leaf)
+    elif not kernels.is_vector(path, ndim):
+        rule = next((rule for pattern, rule in rules.items() if matches(name, pattern)), "auto")
+    if rule is None:
         return ()
-    if _word(rule):
-        return kernels.inputs(path, ndim, int(rule == "stacked"))
+    if isinstance(rule, str):
+        return kernels.inputs(path, ndim, int(_known(rule) == "stacked"))
     allowed = f"different axes of {name or 'the root'!r}, which has {ndim}"
     several: Any = rule if isinstance(rule, (tuple, list)) else (rule,)
-    given = [checks.integer(_WHO, "axes", dim, allowed, _HINT) for dim in several]
-    dims = sorted({dim + ndim if dim < 0 else dim for dim in given})
-    fits = len(dims) == len(given) and all(0 <= dim < ndim for dim in dims)
+    numbers = [checks.integer(_WHO, "axes", dim, allowed, _HINT) for dim in several]
+    dims = sorted({dim + ndim if dim < 0 else dim for dim in numbers})
+    fits = len(dims) == len(numbers) and all(0 <= dim < ndim for dim in dims)
     checks.require(_WHO, "axes", rule, allowed, fits, _HINT)
     return kernels.ordered(tuple(dims))
 
 
-def _word(rule: Any) -> bool:
-    """Return whether a rule is a word, which must be one of two."""
-    word = isinstance(rule, str)
-    return word and bool(checks.choice(_WHO, "axes", rule, ("auto", "stacked"), _HINT))
+def _known(rule: Any) -> Any:
+    """Return a rule, which must be one of two if it is a word."""
+    words = ("auto", "stacked")
+    return checks.choice(_WHO, "axes", rule, words, _HINT) if isinstance(rule, str) else rule
 
 
 def centralize_gradients(
@@ -66,42 +67,41 @@ def centralize_gradients(
 
     .. math:: u_{io} = g_{io} - \tfrac1n \sum_{j=1}^{n} g_{jo}
 
-    It projects the gradient onto the kernels whose weights into each unit have a fixed sum: with
-    plain or momentum SGD that sum stays what it was at the start, with Adam if it stands after
-    ``scale_by_adam``. It is linear, so it may stand before or after a mean over replicas or
-    micro-batches. Its order with weight decay is a choice: ``chain(add_decayed_weights(w),
-    centralize_gradients(), ...)`` centralizes the decay too, as MindSpore does; the other order
-    leaves the decay whole, and so does a decoupled one.
+    It projects the gradient onto the kernels whose weights into each unit have a fixed sum. With
+    plain or momentum SGD that sum keeps its first value; with Adam it does if the transformation
+    stands after ``scale_by_adam``. It is linear, so it may stand before or after a mean over
+    replicas or micro-batches. Its order with weight decay is a choice:
+    ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` centralizes the decay too, as
+    MindSpore does; the other order, and decoupled decay, leave the decay unchanged.
 
-    ``"auto"`` goes by a layout. In Flax's all axes but the last are inputs: ``(in, out)``, ``HWIO``
-    and the attention's ``out`` of ``(heads, head_dim, out)``; of kernels of three axes named
-    ``query``, ``key`` and ``value`` only the first is. In Haiku's a module named after a
+    ``"auto"`` follows a layout. In Flax's all axes but the last are inputs: ``(in, out)``, ``HWIO``
+    and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes named
+    ``query``, ``key`` and ``value`` only the first is. In Haiku's a module whose name contains
     ``transpose`` has ``(H, W, out, in)``. In Equinox's and PyTorch's kernels are called ``weight``,
     and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's transposed
     convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn`` are known by their classes,
-    stacked ones too. Vectors, scalars, tables of embeddings, and what is called ``bias`` or
-    ``scale`` (or ends so) stay unchanged. So does every leaf, under any rule, with a single input,
-    which would never move again.
+    stacked ones too. Vectors, scalars, tables of embeddings, and leaves whose names are or end with
+    ``bias`` or ``scale`` stay unchanged. So does every leaf with a single input, under any rule: it
+    would never move again.
 
     Args:
-      multiple_of: only kernels whose last averaged axis, the input channels, divides by it.
-        MindSpore's is 16.
-      layout: whose kernels these are, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
-        ``"torch"``. ``None`` finds Equinox's modules and reads other trees as Flax's; a matrix
-        called ``weight`` outside of ``equinox.nn``, which may have its outputs first or last, it
-        refuses.
-      axes: which axes to average over. ``"auto"``; a dict of patterns and rules; or a function of a
-        leaf's path name and the leaf that gives a rule. A pattern is an ``fnmatch`` on path names
-        (the name of a module stands for all that is in it); the first that matches decides, what
-        matches none goes by ``"auto"``, and biases, scales and vectors stay under all of them. A
-        rule is an axis or a tuple of them, ``None`` for none, ``"auto"``, or ``"stacked"``: the
-        same behind one leading axis of layers (``flax.linen.scan``).
+      multiple_of: centralize only kernels whose last averaged axis, the input channels, is a
+        multiple of this. MindSpore's is 16.
+      layout: the library of the kernels, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
+        ``"torch"``. ``None`` finds Equinox's modules and reads other trees as Flax's. It refuses a
+        matrix called ``weight`` outside of ``equinox.nn``, whose outputs may come first or last.
+      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function of a
+        leaf's path name and the leaf that returns a rule. A pattern is an ``fnmatch`` on path names
+        (the name of a module matches all leaves in it). The first pattern that matches decides, and
+        other leaves follow ``"auto"``; biases, scales and vectors stay under all patterns. A rule
+        is an axis or a tuple of axes, ``None`` for none, ``"auto"``, or ``"stacked"``, which is
+        ``"auto"`` behind one leading axis of layers (``flax.linen.scan``).
 
     Returns:
-      A stateless transformation; ``optax.masked`` takes it to some of the params. Means are taken
-      in f32 or wider, and the result has the gradient's dtype, saturating there. They are those of
-      whole arrays, in plain ``jit`` however these are sharded; inside a ``jax.shard_map`` of your
-      own those of its shards. Cost: no state; the gradients are read once more, and written once
+      A stateless transformation; ``optax.masked`` applies it to some of the params. Means are taken
+      in f32 or wider, and the result has the gradient's dtype, saturating there. They are means of
+      whole arrays, in plain ``jit`` for any sharding; inside a ``jax.shard_map`` of your own they
+      are means of its shards. Cost: no state; the gradients are read once more, and written once
       before Adam by XLA:CPU, not by XLA for TPU v5e and H100. For a leaf that is sharded along its
       inputs one mean, f32 or wider, travels for each output unit; else nothing.
 
@@ -129,11 +129,9 @@ def centralize_gradients(
     """
     rules: Any = {} if isinstance(axes, str) and axes == "auto" else axes
     allowed, hint = "'auto', a dict of rules by pattern, or a function", "Try {'*/qkv': 0}."
-    known = callable(rules) or isinstance(rules, Mapping)
-    checks.require(_WHO, "axes", axes, allowed, known, hint, TypeError)
-    patterns = {} if callable(rules) else rules
-    for rule in patterns.values():
-        _word(rule)
+    fits = callable(rules) or isinstance(rules, Mapping)
+    checks.require(_WHO, "axes", axes, allowed, fits, hint, TypeError)
+    patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
     named(_WHO, layout)
     least = 1 if multiple_of is None else multiple_of
     checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
@@ -144,7 +142,6 @@ def centralize_gradients(
 
     @describe(_WHO, "centralize")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del extra
         trees.require_gradients(updates, _WHO)
         trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
         one = lambda g, dims: centralized(g, dims, least)  # noqa: E731

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by the global norm, right on shards."""
+"""Clipping by norms: the global one, right on shards, or the running norm of each leaf."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Stepped, describe
 
 PyTree = Any
@@ -16,24 +16,23 @@ PyTree = Any
 def clip_by_global_norm(
     max_norm: float, *, shard_axes: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""``optax.clip_by_global_norm`` that knows of shards.
+    r"""Clip by the global norm, as ``optax.clip_by_global_norm``, also where leaves are sharded.
 
     .. math:: u = g \cdot \min\left(1, \frac{c}{\lVert g \rVert}\right), \quad
               \lVert g \rVert^2 = \sum_{\text{leaves, shards}} \lVert g_s \rVert^2
 
-    Inside ``jax.shard_map`` a leaf that is sharded over an axis is there as one shard, and Optax's
-    norm is that of the shards of one device: every device would clip by another factor. Here the
-    squares are summed over the axes that a leaf is sharded over, those of whole leaves count once.
-    Behind the reduction, whose result is equal on all replicas. In plain ``jit`` Optax's own is
-    right however params are sharded.
+    Inside ``jax.shard_map`` Optax sees one shard of a leaf, so its norm is that of the shards of
+    one device, and every device would clip by another factor. Here squares are summed over the
+    axes that a leaf is sharded over, and whole leaves count once. It stands behind the reduction,
+    whose result is equal on all replicas. In plain ``jit`` Optax's own is right for any sharding.
 
     Args:
-      max_norm: the largest norm that stays.
+      max_norm: the largest norm that is not clipped.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel); needs JAX's tracking
         of varying types (``check_vma``).
 
     Returns:
-      A stateless transformation. Without shards its results are Optax's, to the bit. Cost: one
+      A stateless transformation. Without shards its results equal Optax's bit for bit. Cost: one
       scalar collective for each set of axes that leaves are sharded over.
 
     Raises:
@@ -51,17 +50,108 @@ def clip_by_global_norm(
     names = axes.canonical(who, shard_axes)
 
     @describe(who, "norm clip", names)
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
         squares = [jnp.sum((g * g.conj()).real) for g in jax.tree.leaves(updates)]
         norm = jnp.sqrt(axes.shard_total(squares, names, who))
 
         def clipped(g: jax.Array) -> jax.Array:
             scaled = (g / norm.astype(g.dtype)) * max_norm
-            # A norm that is not finite shows in every leaf, as with Optax.
+            # A norm that is not finite makes every leaf not finite, as in Optax.
             return jnp.where(norm < max_norm, g, scaled).astype(g.dtype)
 
         return jax.tree.map(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+class AdaGCState(NamedTuple):
+    """State of ``adagc``.
+
+    Attributes:
+      steps: i32, finite gradients so far.
+      norms: tree like the params, f32 scalars: the running norm of each leaf's clipped gradient;
+        infinite before the first.
+    """
+
+    steps: jax.Array
+    norms: PyTree
+
+
+def adagc(
+    factor: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm: float = 1.0
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clip each leaf of the gradient to a multiple of its running norm.
+
+    With :math:`\gamma_i` the running norm of leaf :math:`i`, after the warm-up
+
+    .. math::
+      u_i = g_i \min\Bigl(1, \frac{\lambda \gamma_i}{\lVert g_i \rVert}\Bigr), \qquad
+      \gamma_i \leftarrow \beta \gamma_i + (1 - \beta) \lVert u_i \rVert.
+
+    In the first ``warmup`` steps the whole gradient is clipped by its global norm,
+    :math:`u = g \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least
+    :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped.
+
+    Put it behind the reduction, and inside a gate that skips gradients that are not finite: by
+    itself it passes them on and leaves its state unchanged. Norms are those of whole arrays, in
+    plain ``jit`` for any sharding. On record it clipped nine steps in ten of a short run and lost
+    by it, because its bounds are the least norms of the warm-up.
+
+    Args:
+      factor: :math:`\lambda`, >= 1.
+      decay: :math:`\beta`, in (0, 1).
+      warmup: steps of global clipping, at least 1.
+      max_norm: :math:`c`, the largest global norm in the warm-up.
+
+    Returns:
+      A transformation with an ``AdaGCState``. Updates have the dtypes of the gradients. Cost: 4
+      bytes for each leaf, and 4; two reads of the gradients; no collective of its own.
+
+    Raises:
+      ValueError, TypeError: an argument out of range.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> tx = boostax.model.adagc(warmup=1)
+      >>> state = tx.init({"w": jnp.zeros(2)})
+      >>> for g in (jnp.array([0.6, 0.8]), jnp.array([60.0, 80.0])):
+      ...   updates, state = tx.update({"w": g}, state)
+      >>> print(f"{jnp.linalg.norm(updates['w']):.3f}")
+      1.050
+
+    References:
+      Wang et al., AdaGC: Enhancing LLM Pretraining Stability via Adaptive Gradient Clipping,
+      https://arxiv.org/abs/2502.11034, 2025.
+    """
+    who = "adagc"
+    checks.number(who, "factor", factor, "at least 1", lambda x: x >= 1, "1.05 is the default.")
+    checks.number(who, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.98 is the default.")
+    checks.positive_int(who, "warmup", warmup, "It counts steps; 100 is the default.")
+    checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
+
+    def init_fn(params: PyTree) -> AdaGCState:
+        norms = jax.tree.map(lambda _: jnp.full((), jnp.inf, jnp.float32), params)
+        return AdaGCState(jnp.zeros((), jnp.int32), norms)
+
+    @describe(who, "norm clip")
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        trees.require_gradients(updates, who)
+        length = lambda g: jnp.sqrt(jnp.sum((g * g.conj()).real).astype(jnp.float32))  # noqa: E731
+        sizes = jax.tree.map(length, trees.at_least_float32(updates))
+        total, early = optax.tree.norm(sizes), state.steps < warmup
+        finite = jnp.isfinite(total)
+
+        def clipped(g: jax.Array, size: jax.Array, norm: jax.Array) -> Stepped:
+            by_total = jnp.where(total > max_norm, size * (max_norm / total), size)
+            by_leaf = jnp.where(norm > 0, jnp.minimum(size, factor * norm), size)
+            limit = jnp.where(early, by_total, by_leaf)
+            share = jnp.where(size > limit, limit / size, 1.0).astype(trees.wide_dtype(g))
+            moved = jnp.where(early, jnp.minimum(norm, limit), decay * norm + (1 - decay) * limit)
+            return (g * share).astype(g.dtype), jnp.where(finite, moved, norm)
+
+        both = jax.tree.map(clipped, updates, sizes, state.norms)
+        new, norms = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
+        return new, AdaGCState(gate.counted(state.steps, finite), norms)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

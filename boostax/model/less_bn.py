@@ -1,21 +1,242 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep only the last BatchNorm of each residual branch; the head becomes cosines.
+"""Keep only the last BatchNorm of each residual branch, and compute cosines in the head.
 
 A BatchNorm reads its input twice forward and twice backward, and keeps it for the backward pass.
-One per branch still fixes the variance of what is added to the stream; the others are paid for
-without that. It is another architecture, to be trained from scratch: kernels are not rescaled.
+One per branch still fixes the variance of the sum; the others cost as much without that. The
+result is another architecture, to be trained from scratch: kernels are not rescaled.
+
+The model is traced with a mark instead of every BatchNorm. In the traced program a value has its
+*nodes*: the inputs, products (convolution, matrix product) and norms that it is computed from.
+Where values are added or concatenated, the nodes common to all operands lie before the fork, and
+the other nodes of an operand are its branch. Names, classes and the order of operands play no part.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from __future__ import annotations
 
-from boostax._core import checks
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from boostax._core import checks, interpret, jaxprs
 from boostax._core.groups import matches
-from boostax.model.branches import LessBNReport, Norm
 
+PyTree = Any
 Remove = Sequence[str] | Callable[[str, bool], bool] | None
 
 _WHO = "less_bn"
+_PREFIX = "boostax.model.less_bn"
+_PRODUCTS = ("conv_general_dilated", "dot_general")
+_ENDS = {"add": "a sum", "concatenate": "a concatenation"}
+
+
+class Norm(NamedTuple):
+    """The path of a norm, whether it is removed, and the reason."""
+
+    path: str
+    removed: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LessBNReport:
+    """The BatchNorms of a model and the changes of ``less_bn``. Its ``str`` is a table.
+
+    Attributes:
+      norms: every BatchNorm in the order of the calls: path, whether it was removed, and why.
+      head: path of the Dense that gives the output and becomes a ``NormalizedDense``, or None.
+    """
+
+    norms: tuple[Norm, ...]
+    head: str | None
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Return the paths of the removed BatchNorms."""
+        return tuple(norm.path for norm in self.norms if norm.removed)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Return the paths of the remaining BatchNorms."""
+        return tuple(norm.path for norm in self.norms if not norm.removed)
+
+    def __str__(self) -> str:
+        width = max((len(norm.path) for norm in self.norms), default=0)
+        lines = [f"less_bn: {len(self.removed)} of {len(self.norms)} BatchNorms removed"]
+        for path, removed, reason in self.norms:
+            lines.append(f"  {'removed' if removed else 'kept   '}  {path:<{width}}  {reason}")
+        head = "as it was" if self.head is None else f"{self.head} is a NormalizedDense"
+        return "\n".join([*lines, f"  head     {head}"])
+
+
+class Node(NamedTuple):
+    """An input, a product, a norm or a Dense of the traced program.
+
+    Attributes:
+      number: position in the program.
+      kind: ``"input"``, ``"product"``, ``"norm"`` or ``"dense"``.
+      path: path of a norm or a Dense in the model.
+    """
+
+    number: int
+    kind: str
+    path: str = ""
+
+
+Nodes = frozenset[Node]
+
+
+class Flow(NamedTuple):
+    """The nodes that a value is computed from; none if it does not depend on the data.
+
+    Attributes:
+      nodes: all of them.
+      norms: the norms that reach the value without passing another.
+      sites: the nearest nodes, without inputs.
+    """
+
+    nodes: Nodes = frozenset()
+    norms: Nodes = frozenset()
+    sites: Nodes = frozenset()
+
+    def through(self, node: Node) -> Flow:
+        """Return the flow of the value that ``node`` computes from this one."""
+        if not self.nodes:
+            return self
+        one = frozenset([node])
+        return Flow(self.nodes | one, one if node.kind == "norm" else self.norms, one)
+
+
+def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
+    """Mark a value in a model for ``examine``.
+
+    A mark of kind ``"norm"`` replaces the norm at ``path``; one of kind ``"dense"`` names the Dense
+    that computed the value.
+    """
+    return checkpoint_name(x, f"{_PREFIX}:{kind}:{path}")
+
+
+def examine(
+    run: Callable[..., PyTree], fixed: PyTree, data: tuple[Any, Any], paths: Sequence[str] = ()
+) -> LessBNReport:
+    """Judge every norm of a marked model by the flow of the data in its traced program.
+
+    An addition ends a residual branch if one operand is a shortcut: at most one product beyond the
+    fork, and fewer than the other. A concatenation does if one operand has none beyond it. Then
+
+    - in the branch, the norms stay that reach the end without passing another;
+    - a norm on the shortcut goes if a sum ends the branch and the branch has a norm. It stays at a
+      concatenation, because its channels are its own.
+
+    A norm that lies in several branches is judged at the end of the innermost. A norm that lies in
+    none stays. The trace goes into loops, branches, ``jit`` and ``remat``; into a loop body once.
+
+    Args:
+      run: ``run(fixed, args, kwargs)``, the marked model.
+      fixed: values independent of the data: params, statistics, keys.
+      data: ``args`` and ``kwargs``. Values without a shape are passed on unchanged.
+      paths: all norms, read after the trace. Norms that are not met in the trace stay.
+
+    Returns:
+      The norms and the head. Cost: one trace; nothing is compiled.
+
+    Raises:
+      ValueError: no array in ``data``.
+    """
+    allowed = "a sample of what the module takes"
+    hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
+    require_readable()
+    return _judged(*interpret.of_data("less_bn", run, fixed, data, allowed, hint), paths)
+
+
+@functools.cache
+def require_readable() -> None:
+    """Raise unless the norms of two small residual blocks are judged as they must be."""
+    interpret.require_readable()
+    convolved = lambda x, w: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]  # noqa: E731
+    stacked = lambda x, y: lax.concatenate([x, y], 0)  # noqa: E731
+
+    def model(w: jax.Array, x: jax.Array) -> jax.Array:
+        for product, end in ((lax.dot, lax.add), (convolved, stacked)):
+            y = mark("norm", product(x, w), "inner")
+            x = end(x, mark("norm", product(y, w), "last"))
+        return mark("dense", lax.dot(x, w), "head")
+
+    with jaxprs.apart():
+        x = jax.ShapeDtypeStruct((2, 2), "float32")
+        found = _judged(jax.make_jaxpr(model)(x, x), 1)
+    if (found.removed, found.kept, found.head) != (("inner",), ("last",), "head"):
+        allowed = "judged: of two residual blocks the inner norm goes"
+        danger = "less_bn would take out norms that must stay, or none."
+        raise jaxprs.unreadable("the flow of data in programs", allowed, found, danger)
+
+
+def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:
+    """Return the norms and the head of a program whose last inputs are the data."""
+    nodes = [Node(number, "input") for number in range(data)]
+    verdicts: dict[Node, Norm] = {}
+
+    def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
+        name, label = eqn.primitive.name, str(eqn.params.get("name"))
+        if name in _ENDS:
+            # An inner branch ends first, so its verdicts hold.
+            verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
+        found, product = _union(inputs), name in _PRODUCTS
+        if product or label.startswith(_PREFIX):
+            words = ["product"] if product else label.split(":", 2)[1:]
+            nodes.append(Node(len(nodes), *words))
+            found = found.through(nodes[-1])
+        return [found] * len(eqn.outvars)
+
+    fixed = [Flow()] * (len(program.jaxpr.invars) - data)
+    inputs = [*fixed, *(Flow(frozenset([node])) for node in nodes)]
+    outputs = interpret.flow(program, inputs, results, _union, nothing=Flow(), once=True)
+    norms: dict[str, Norm] = {}
+    for node in (node for node in nodes if node.kind == "norm"):
+        norm = verdicts.get(node, Norm(node.path, False, "in no residual branch"))
+        # A norm that is called twice goes only if both calls may go.
+        norms[node.path] = min(norms.get(node.path, norm), norm, key=lambda norm: norm.removed)
+    for path in paths:
+        norms.setdefault(path, Norm(path, False, "not met in the trace"))
+    heads = [node.path for node in sorted(_union(outputs).sites) if node.kind == "dense"]
+    return LessBNReport(tuple(norms.values()), heads[-1] if heads else None)
+
+
+def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
+    """Judge the norms of the branch that ends where ``flows`` join, if one ends there."""
+    common = _union(flows).nodes.intersection(*(flow.nodes for flow in flows))
+    beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
+    lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]
+    shortest = min(lengths, default=0)
+    if not common or shortest == max(lengths) or shortest > (name == "add"):
+        return {}
+    branch = _union(x for x, length in zip(beyond, lengths, strict=True) if length > shortest)
+
+    def verdict(node: Node) -> Norm:
+        if node in branch.norms:
+            return Norm(node.path, False, f"last of its branch to {_ENDS[name]}")
+        ends = ", ".join(_beside(node.path, end.path) for end in sorted(branch.norms))
+        if node in branch.nodes:
+            return Norm(node.path, True, f"{ends} is the last of its branch")
+        return Norm(node.path, True, f"on the shortcut; {ends} stays")
+
+    shortcut = name == "add" and branch.norms
+    judged = _union(beyond).nodes if shortcut else branch.nodes
+    return {node: verdict(node) for node in judged if node.kind == "norm"}
+
+
+def _beside(path: str, other: str) -> str:
+    """Return ``other``, without its module if both lie in the same one."""
+    parent, _, name = other.rpartition("/")
+    return name if parent == path.rpartition("/")[0] else other
+
+
+def _union(flows: Iterable[Flow]) -> Flow:
+    return Flow(*(frozenset[Node]().union(*nodes) for nodes in zip(*flows, strict=True)))
 
 
 def less_bn(
@@ -29,37 +250,36 @@ def less_bn(
 ) -> tuple[Any, LessBNReport]:
     """Return a Flax model with fewer BatchNorms and a normalised head, and a report.
 
-    By default the flow of the data decides (``boostax.model.branches``): where a residual branch
-    ends in a sum or a concatenation, the norm that ends it stays, the others in it go, and so do
-    those on the shortcut of a sum. What lies in no such branch stays: stems, plain stacks,
-    transitions. This holds for basic and bottleneck blocks with and without downsampling, inverted
-    residuals, dense blocks and pre-activation alike. The params and statistics of what is removed
-    are not in the tree. What is decided here holds for every later call, in training and
-    evaluation.
+    By default the flow of the data decides. If a residual branch ends in a sum or a concatenation,
+    the norm that ends it stays; the others in it go, and so do those on the shortcut of a sum.
+    Norms outside such branches stay: in stems, plain stacks, transitions. This holds for basic and
+    bottleneck blocks with and without downsampling, inverted residuals, dense blocks and
+    pre-activation alike. The params and statistics of removed norms are not in the tree. The
+    decision holds for every later call, in training and evaluation.
 
     With ``normalized_head`` the Dense whose result leaves the model becomes
     ``y = m (x / |x|) (W / |W_column|)`` with a trained scalar m and no bias: a
-    ``NormalizedDense``. A trained model is not kept by either change: train from scratch.
+    ``NormalizedDense``. Both changes invalidate trained params: train from scratch.
 
     Args:
       module: a linen ``nn.Module`` or an NNX ``nnx.Module``.
-      *args: a sample of what ``module`` is called with: arrays or ``jax.ShapeDtypeStruct``.
-        Whatever has no shape (``True``, a string) is handed on as it is.
+      *args: sample arguments of ``module``: arrays or ``jax.ShapeDtypeStruct``. Values without a
+        shape (``True``, a string) are passed on unchanged.
       normalized_head: replace the head.
       remove: None for the rule above; or path patterns such as ``["block_*/norm_1"]``, in which *
-        stands for anything and a pattern that ends early takes all below it; or a function of a
-        BatchNorm's path and of what the rule says, which returns whether it goes.
-      multiplier: what m starts from. MindSpore's is 1: no logit then exceeds 1 until m has grown.
+        stands for anything and a pattern that names a module matches all below it; or a function of
+        a BatchNorm's path and the rule's verdict that returns whether it goes.
+      multiplier: first value of m. MindSpore's is 1: no logit then exceeds 1 until m has grown.
       **kwargs: like ``args``.
 
     Returns:
       The model and a ``LessBNReport``. For linen the model is a linen module, whose variables keep
-      their paths; for NNX it is a changed copy, which keeps the head's kernel. The class of the
-      model and the model given are left alone. Cost: one trace of the model, nothing compiled; a
-      step is spared what the removed norms took.
+      their paths; for NNX it is a changed copy, which keeps the head's kernel. The given model and
+      its class stay unchanged. Cost: one trace of the model, nothing compiled; a step saves the
+      cost of the removed norms.
 
     Raises:
-      TypeError: no Flax module, or a result of this; ``remove`` is no patterns and no function.
+      TypeError: no Flax module, or a result of ``less_bn``; ``remove`` of another kind.
       ValueError: no sample; a pattern that matches no BatchNorm; a normalised head for a model that
         no Dense ends; no normalised head and nothing removed.
       ImportError: Flax is not installed.
@@ -96,13 +316,12 @@ def changed(
     multiplier: float = 1.0,
     strict: bool = True,
 ) -> tuple[Any, LessBNReport]:
-    """Do what ``less_bn`` does; without ``strict`` it may be that nothing is changed."""
+    """Return the result of ``less_bn``; without ``strict`` a model may stay unchanged."""
     with checks.needing(_WHO, "Flax", "workloads"):
         from boostax.model import less_bn_flax as flax
-    hint = "It starts the multiplier of the head, 1 by default."
-    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, hint)
+    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "It starts at 1.")
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
-    hint = "Give the model itself, once, with remove= for what else shall go."
+    hint = "Pass the model itself, once; remove= chooses further norms."
     fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
     checks.require(_WHO, "module", type(module), allowed, fits, hint, TypeError)
     found = flax.structure(module, data)
@@ -121,7 +340,7 @@ def changed(
 
 
 def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
-    """Return the norms with the verdict of the user."""
+    """Return the norms with the verdicts of the argument ``remove``."""
     if callable(remove):
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
         return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)

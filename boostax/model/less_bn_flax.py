@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mark or replace layers of a Flax model: linen's calls are intercepted, NNX's objects copied."""
+"""Mark or replace layers of a Flax model: linen calls are intercepted, NNX objects are copied."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from boostax.model.branches import LessBNReport, examine, mark
+from boostax.model.less_bn import LessBNReport, examine, mark
 from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear
 
 MODULES = (nn.Module, nnx.Module)
@@ -18,16 +18,16 @@ _SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
 
 
 class LessBN(nn.Module):
-    """A linen module in which some BatchNorms are the identity, and a Dense one of cosines.
+    """A linen module in which some BatchNorms are the identity, and a Dense computes cosines.
 
-    ``init`` makes no variables for the removed ones; all others have the paths they have in
-    ``module``, whose scope this one shares. It nests, transforms and prints like any module.
+    ``init`` makes no variables for removed norms. All other variables keep their paths in
+    ``module``, whose scope this module shares. It nests, transforms and prints like any module.
 
     Attributes:
       module: the model.
-      removed: paths of the BatchNorms, such as ``block_0/norm_1``.
-      head: path of the ``nn.Dense`` in whose place a ``NormalizedDense`` stands, or None.
-      multiplier: what that one's multiplier starts from.
+      removed: paths of the removed BatchNorms, such as ``block_0/norm_1``.
+      head: path of the ``nn.Dense`` that a ``NormalizedDense`` replaces, or None.
+      multiplier: first value of the multiplier of that ``NormalizedDense``.
     """
 
     module: nn.Module
@@ -40,14 +40,14 @@ class LessBN(nn.Module):
         nn.share_scope(self, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return ``module(*args, **kwargs)`` without those norms."""
+        """Return ``module(*args, **kwargs)`` without the removed norms."""
 
         def replaced(layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
             if path != self.head:
                 return x if path in self.removed else result()
             same = {name: getattr(layer, name) for name in _SAME}
             start = nn.initializers.constant(self.multiplier)
-            # In the Dense's own scope: the path of its kernel does not change.
+            # In the Dense's own scope the path of the kernel does not change.
             return NormalizedDense(multiplier_init=start, parent=layer.scope, **same)(x)
 
         with _intercepted(replaced, len(self.path)):
@@ -55,16 +55,15 @@ class LessBN(nn.Module):
 
 
 class Identity(nnx.Module):
-    """Stands where an NNX BatchNorm was, takes what it took, and gives back its input."""
+    """The replacement of an NNX BatchNorm: it takes the same arguments and returns its input."""
 
     def __call__(self, x: jax.Array, use_running_average: Any = None, *, mask: Any = None) -> Any:
         """Return ``x``."""
-        del use_running_average, mask
         return x
 
 
 def structure(module: Any, data: tuple[Any, Any]) -> LessBNReport:
-    """Return what ``examine`` says of ``module``, called with the args and kwargs in ``data``."""
+    """Return the report of ``examine`` on ``module``, called with the arguments in ``data``."""
     paths: list[str] = []
 
     def initialized(key: jax.Array, args: Any, kwargs: Any) -> Any:
@@ -91,14 +90,14 @@ def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[]
     if isinstance(layer, (nn.Dense, nnx.Linear)):
         return mark("dense", result(), path)
     paths.append(path)
-    # Nothing is computed: a norm over a named axis would ask for that axis.
+    # The norm is not computed: over a named axis it would need that axis bound.
     dtype = layer.dtype or jnp.promote_types(jnp.result_type(x), layer.param_dtype)
     return mark("norm", jnp.asarray(x, dtype), path)
 
 
 @functools.cache
 def _marking_class(cls: Any) -> Any:
-    """Make a subclass whose call leaves a mark in the trace. Cached, as NNX keeps every class."""
+    """Make a subclass whose call leaves a mark in the trace; cached, as NNX keeps all classes."""
 
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         result = lambda: cls.__call__(self, x, *args, **kwargs)  # noqa: E731
@@ -108,7 +107,7 @@ def _marking_class(cls: Any) -> Any:
 
 
 def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier: float) -> Any:
-    """Return the model without those norms, and with that Dense or Linear one of cosines."""
+    """Return the model without the norms ``removed``, and with cosines in its ``head``."""
     if isinstance(module, nn.Module):
         return LessBN(module, removed, head, multiplier)
 
@@ -123,8 +122,8 @@ def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier:
 def _intercepted(replacement: Callable[..., Any], root: int = 0) -> Any:
     """Call ``replacement(layer, path, x, result)`` in place of linen's BatchNorms and Denses.
 
-    Paths are those below a module whose own path has ``root`` components; ``result()`` is what the
-    layer gives.
+    Paths begin below a module whose own path has ``root`` components; ``result()`` is the layer's
+    result.
     """
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -138,6 +137,6 @@ def _intercepted(replacement: Callable[..., Any], root: int = 0) -> Any:
 
 
 def _edited(module: Any, edit: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of an NNX model with ``edit(path, node)`` in place of each node."""
+    """Return a copy of an NNX model with each node replaced by ``edit(path, node)``."""
     named = lambda path, node: edit("/".join(map(str, path)), node)  # noqa: E731
     return nnx.recursive_map(named, nnx.clone(module))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute cosines in the head: inputs and weight columns of length one, times a trained scalar.
 
-y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. Logits lie in -m..m whatever the
-scale of the last activations, which a network with few normalisations does not fix.
+y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. Logits lie in -m..m for any scale
+of the last activations, which a network with few normalisations does not fix.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from boostax._core import checks, trees
 
@@ -20,10 +21,10 @@ Initializer = nn.initializers.Initializer
 
 
 def unit(x: jax.Array, axis: int) -> jax.Array:
-    """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays one.
+    """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays zero.
 
     The length is taken relative to the largest magnitude, so no square over- or underflows. At a
-    zero vector, where the quotient has no derivative, the gradient passes as it came: a kernel that
+    zero vector the quotient has no derivative, and the gradient passes unchanged: a kernel that
     starts at zero learns, and nothing is NaN.
     """
     x = x.astype(trees.wide_dtype(x))
@@ -38,8 +39,8 @@ def normalized_dense(
     kernel: jax.Array,
     multiplier: jax.Array,
     bias: jax.Array | None = None,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """Return ``multiplier * (x / |x| @ kernel / |kernel_column| + bias)``.
 
@@ -48,11 +49,11 @@ def normalized_dense(
       kernel: ``[inputs, outputs]``.
       multiplier: a scalar.
       bias: ``[outputs]``, added before the multiplier.
-      dtype: of the product and of the result; by default that of ``x`` and ``kernel`` together.
-      precision: of the product, as ``jax.lax.dot_general`` takes it.
+      dtype: dtype of the product and the result; by default that of ``x`` and ``kernel`` together.
+      precision: precision of the product, as in ``jax.lax.dot_general``.
 
     Returns:
-      ``[..., outputs]``. Lengths, bias and multiplier are in f32 or wider whatever ``dtype`` is.
+      ``[..., outputs]``. Lengths, bias and multiplier are in f32 or wider for any ``dtype``.
     """
     dtype = jnp.result_type(x, kernel) if dtype is None else jnp.dtype(dtype)
     y = jnp.dot(unit(x, -1).astype(dtype), unit(kernel, 0).astype(dtype), precision=precision)
@@ -62,21 +63,21 @@ def normalized_dense(
 
 
 class NormalizedDense(nn.Module):
-    """``nn.Dense`` of cosines: ``y = m (x / |x|) (W / |W_column|)``, with m a trained scalar.
+    """An ``nn.Dense`` of cosines: ``y = m (x / |x|) (W / |W_column|)``, with m a trained scalar.
 
     With ``use_bias`` it is m (... + b), as in MindSpore. Params: ``kernel``, ``multiplier`` of
-    shape () and, with ``use_bias``, ``bias``. The lengths are f32 whatever ``dtype`` is.
+    shape () and, with ``use_bias``, ``bias``. Lengths are computed in f32 for any ``dtype``.
 
     Attributes:
-      features: outputs.
+      features: number of outputs.
       use_bias: add a bias before the multiplier.
-      dtype: of the product and of the result; by default that of input and params.
-      param_dtype: of the params.
-      precision: of the product.
-      kernel_init: of the kernel; its scale does not matter.
-      bias_init: of the bias.
-      multiplier_init: of the multiplier, 1 as in MindSpore. The largest difference of logits is
-        twice the multiplier, so a short training may want it to start higher.
+      dtype: dtype of the product and the result; by default that of input and params.
+      param_dtype: dtype of the params.
+      precision: precision of the product.
+      kernel_init: initializer of the kernel; its scale does not matter.
+      bias_init: initializer of the bias.
+      multiplier_init: initializer of the multiplier, 1 as in MindSpore. The largest difference of
+        logits is twice the multiplier, so a short training may need a larger one.
 
     Cost: two passes over the inputs and the kernel for their lengths.
 
@@ -94,9 +95,9 @@ class NormalizedDense(nn.Module):
 
     features: int
     use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: jax.lax.PrecisionLike = None
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     multiplier_init: Initializer = nn.initializers.ones_init()
@@ -112,12 +113,12 @@ class NormalizedDense(nn.Module):
 
 
 class NormalizedLinear(nnx.Module):
-    """``NormalizedDense`` for NNX, made of an ``nnx.Linear`` and called like it.
+    """A ``NormalizedDense`` for NNX, made from an ``nnx.Linear`` and called like it.
 
     Args:
-      linear: has the kernel, and the dtypes and precision of the product.
+      linear: gives the kernel, and the dtypes and precision of the product.
       use_bias: take its bias too, added before the multiplier.
-      multiplier: what the trained scalar starts from.
+      multiplier: first value of the trained scalar.
 
     Example:
       >>> from flax import nnx

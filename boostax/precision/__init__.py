@@ -9,7 +9,7 @@ from boostax._core.late import late as _late
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale
-from boostax.precision.group_state import group_scales as group_scales
+from boostax.precision.group_scale import group_scales as group_scales
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from boostax.precision.loss_scale import loss_scale as loss_scale
 from boostax.precision.loss_scale import scale_loss as scale_loss

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the matrix products and convolutions of any function in a lower precision.
 
-The function is traced, and every ``dot_general`` and ``conv_general_dilated`` in the trace gets its
-f32 operands in the low dtype and gives its result back in f32. The types of all other values stay,
-so the bodies of loops, branches and ``shard_map`` are rewritten where they are, not traced again.
+The function is traced. Every ``dot_general`` and ``conv_general_dilated`` in the trace then casts
+its f32 operands to the low dtype and its result back to f32. All other values keep their types, so
+the bodies of loops, branches and ``shard_map`` are rewritten in place, not traced again.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from boostax._core.interpret import CUSTOM, require_readable, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
-# Their derivative rules are functions of their own, which a rewritten body would not fit.
+# These have derivative rules of their own, which would not fit a rewritten body.
 _OPAQUE = (*CUSTOM, "pallas_call")
 
 
 def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
+    """Return ``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
 
-    Derivatives of the result are those of the rewritten products, so they run in ``dtype`` too.
-    Arguments that are no arrays or numbers pass as they are.
+    The derivative of a rewritten product is rewritten too, so it runs in ``dtype``. Arguments that
+    are neither arrays nor numbers reach ``fn`` unchanged.
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        given = {i: jnp.asarray(x) for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
+        arrays = {i: jnp.asarray(x) for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
-        def on_arrays(given: dict[int, jax.Array]) -> Any:
-            args, kwargs = treedef.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
+        def on_arrays(arrays: dict[int, jax.Array]) -> Any:
+            args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
             return fn(*args, **kwargs)
 
         require_readable()
-        replay, _ = trees.trace_once(on_arrays, given)
+        replay, _ = trees.trace_once(on_arrays, arrays)
         lowered = rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
-        return replay._replace(program=lowered)(given)
+        return replay._replace(program=lowered)(arrays)
 
     return wrapped
 
 
-def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
-    """Return the equations that stand for one; ``None`` where only its bodies may have products."""
+def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[jaxprs.JaxprEqn] | None:
+    """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
     if eqn.primitive not in _PRODUCTS:
         return [eqn] if eqn.primitive.name in _OPAQUE else None
     if any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
@@ -66,8 +66,8 @@ def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
     ]
 
 
-def _cast(eqn: Any, source: Any, target: Any) -> Any:
-    """Make a cast that stands where ``eqn`` stood in the source."""
+def _cast(eqn: jaxprs.JaxprEqn, source: Any, target: Any) -> jaxprs.JaxprEqn:
+    """Make a cast with the source position of ``eqn``."""
     return eqn.replace(
         primitive=lax.convert_element_type_p,
         invars=[source],

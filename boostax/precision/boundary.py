@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change the scale of a cotangent where the backward pass goes from one group to another.
 
-Let ``s_k`` be the scale of group ``k``: every cotangent inside the group is ``s_k`` times itself.
-A value that was made in group ``o`` and is used in group ``i`` receives ``s_i`` times its cotangent
-and must hand ``s_o`` times it on: the product with ``s_o / s_i``, a power of two, which is exact.
-In the forward pass nothing happens.
+Let ``s_k`` be the scale of group ``k``, by which every cotangent inside the group is multiplied. A
+value computed in group ``o`` and used in group ``i`` receives its cotangent multiplied by ``s_i``,
+and must hand it on multiplied by ``s_o``. So the cotangent is multiplied by ``s_o / s_i``, a power
+of two, which is exact. The forward pass is unchanged.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,14 @@ from jax.core import Tracer
 
 from boostax._core import checks, handshake, trees
 from boostax._core.groups import few
-from boostax.precision.group_state import group_numbers, group_scales
+from boostax.precision.group_scale import group_numbers, group_scales
 
 PyTree = Any
+Group = int | jax.Array
 
 
-# custom_jvp, not custom_vjp: transposed by JAX itself, the product keeps the varying type, the
-# batch dimension and the place in a scan or a remat that the value has.
+# A custom_jvp, not a custom_vjp: JAX transposes the product itself, which keeps the value's varying
+# type, its batch dimension, and its position in a scan or a remat.
 @jax.custom_jvp
 def _cross(x: jax.Array, ratio: jax.Array) -> jax.Array:
     del ratio
@@ -35,12 +36,12 @@ def _cross_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, jax.Array]:
     (x, ratio), tangent = primals, tangents[0]
-    # In f32: the ratio alone can be beyond f16.
+    # In f32, because the ratio itself can exceed the range of f16.
     wide = trees.at_least_float32(tangent)
     return x, (wide * ratio.astype(wide.real.dtype)).astype(tangent.dtype)
 
 
-def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: Any) -> PyTree:
+def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: Group) -> PyTree:
     r"""Return ``x`` unchanged where it goes from group ``outer`` to group ``inner``.
 
     In the backward pass the cotangent, which arrives multiplied by :math:`s_\text{inner}`, leaves
@@ -48,23 +49,23 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
 
     .. math:: \bar x_\text{outer} = \bar x_\text{inner} \cdot s_\text{outer} / s_\text{inner}.
 
-    It stands on *every* edge between groups: an activation that enters the next one, a residual
-    stream that is added to later, a weight that is used in a group other than its own. The loss is
-    in the last group. ``check_boundaries`` finds what was forgotten.
+    Put it on *every* edge between groups: an activation that enters the next group, a residual
+    stream to which a later group adds, a weight that is used in another group. The loss is in the
+    last group. ``check_boundaries`` finds missing boundaries.
 
     Args:
-      x: tree of arrays; integers pass.
+      x: tree of arrays; integers stay unchanged.
       opt_state_or_scales: f32 ``[groups]``, or an optimizer state that holds a
-        ``GroupLossScaleState``; ``None``, or a state without one: nothing is scaled.
-      outer: the group that ``x`` comes from, from 0; may be a traced integer.
-      inner: the group that it goes to.
+        ``GroupLossScaleState``; with ``None``, or a state without one, nothing is scaled.
+      outer: the group in which ``x`` is computed, counted from 0; may be a traced integer.
+      inner: the group in which ``x`` is used.
 
     Returns:
       ``x``. Cost: one product per element in the backward pass, which fuses with its neighbours; no
       memory, no collective.
 
     Raises:
-      ValueError: a group that does not exist.
+      ValueError: a group does not exist.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -84,14 +85,14 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
     allowed, hint = f"a group from 0 to {count - 1}", "The first of the forward pass is 0."
     for argument, group in (("outer", outer), ("inner", inner)):
         if not isinstance(group, Tracer):
-            flag = isinstance(group, bool)
-            number = -1 if flag else checks.integer(who, argument, group, allowed, hint)
-            checks.require(who, argument, group, allowed, 0 <= number < count, hint)
+            number = checks.integer(who, argument, group, allowed, hint)
+            fits = not isinstance(group, bool) and 0 <= number < count
+            checks.require(who, argument, group, allowed, fits, hint)
     handshake.crossed(scales)
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]
 
-    def cross(leaf: Any) -> Any:
+    def cross(leaf: jax.Array) -> jax.Array:
         return _cross(leaf, ratio) if trees.is_inexact(jnp.result_type(leaf)) else leaf
 
     return jax.tree.map(cross, x)
@@ -101,7 +102,7 @@ def check_boundaries(
     loss_fn: Callable[..., Any],
     params: PyTree,
     batch: PyTree,
-    labels: Any,
+    labels: PyTree,
     *,
     has_aux: bool = False,
     rtol: float = 1e-5,
@@ -110,23 +111,23 @@ def check_boundaries(
 ) -> float:
     """Prove a loss function's boundaries: the unscaled gradients must not depend on the scales.
 
-    Every group draws a power of two of its own, the gradients are taken and unscaled, and compared
-    with those at scale 1. An edge without its boundary, or the wrong way round, multiplies the
-    gradients behind it by a ratio of scales: the leaves are named. A gradient that is zero proves
-    nothing. Check in f32: in f16 it is the scales that decide what underflows.
+    A power of two is drawn for every group; the gradients at these scales are unscaled and compared
+    with those at scale 1. An edge with a missing or reversed boundary multiplies the gradients
+    behind it by a ratio of scales, and the error names the leaves. A gradient that is zero proves
+    nothing. Check in f32: in f16 the scales decide which gradients underflow.
 
     Args:
       loss_fn: ``loss_fn(params, batch, *, scales, **kwargs)``.
       params: tree of arrays.
-      batch: handed to the loss.
+      batch: passed to the loss.
       labels: as in ``group_loss_scale``.
-      has_aux: the loss returns ``(loss, aux)``.
-      rtol: difference allowed, as a share of the largest element of the leaf.
+      has_aux: whether the loss returns ``(loss, aux)``.
+      rtol: allowed difference, as a share of the largest element of the leaf.
       draws: how often scales are drawn, from fixed seeds.
-      **kwargs: handed to the loss: ``key=``, ``model_state=``.
+      **kwargs: passed to the loss: ``key=``, ``model_state=``.
 
     Returns:
-      The largest relative difference found; 0 means equal to the bit.
+      The largest relative difference; 0 means that all bits are equal.
 
     Raises:
       ValueError: a leaf's gradients depend on the scales.
@@ -159,10 +160,8 @@ def check_boundaries(
 
     drawn = [jnp.ones(count), *(_drawn(seed, count) for seed in range(draws))]
     plain, *others = (jax.device_get(gradients(scales)) for scales in drawn)
-    worst = {
-        path: max(_difference(one, other) for other in found)
-        for path, one, *found in zip(trees.names(params), plain, *others, strict=True)
-    }
+    columns = zip(trees.names(params), plain, *others, strict=True)
+    worst = {path: max(_difference(x, other) for other in rest) for path, x, *rest in columns}
     wrong = [path for path, off in worst.items() if off > rtol]
     if wrong:
         raise ValueError(
@@ -174,13 +173,13 @@ def check_boundaries(
 
 
 def _drawn(seed: int, count: int) -> jax.Array:
-    """Draw powers of two, different for up to 25 groups: equal ones prove nothing."""
-    places = np.random.default_rng(seed).permutation(count) % 25
-    return jnp.asarray(np.exp2(places - min(count, 25) // 2), jnp.float32)
+    """Draw powers of two, distinct for up to 25 groups: equal scales prove nothing."""
+    powers = np.random.default_rng(seed).permutation(count) % 25
+    return jnp.asarray(np.exp2(powers - min(count, 25) // 2), jnp.float32)
 
 
 def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """Return the largest difference as a share of the largest element; inf where one is NaN."""
+    """Return the largest difference as a share of the largest element; inf if there is a NaN."""
     size, off = (np.max(np.abs(x), initial=0) for x in (one, one - other))
     share = off / size if np.isfinite(off) and size > 0 else np.inf
     return 0.0 if off == 0 else float(share)

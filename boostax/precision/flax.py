@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A precision policy on a Flax model: every layer is told its dtype.
+"""A precision policy on a Flax model, by the dtype of every layer.
 
-Flax layers cast their own inputs and params to their ``dtype``, and Flax norms compute in f32 and
-cast only their result. So O2 is "every layer low, params in f32": no param needs a cast outside,
-and no norm carries f32 on into the next layer. O1 tells the layers nothing: the matrix products in
-the traced model are rewritten, as in any other function.
+Flax layers cast their inputs and params to their ``dtype``, and Flax norms compute in f32 and cast
+only their result. So O2 means "every layer in the low dtype, params in f32": no param needs a cast
+outside its layer, and no norm hands f32 on to the next layer. O1 sets no dtype of a layer: the
+matrix products of the traced model are rewritten, as in any other function.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
 
 
 def layer_dtype(rules: Policy, class_name: str) -> Any:
-    """Return the dtype in which a layer of this class computes (a norm: of its result)."""
-    # A norm computes in f32 whatever its dtype, and must not hand f32 on to the next layer.
+    """Return the dtype in which a layer of this class computes, or that of a norm's result."""
+    # A norm computes in f32 whatever its dtype is, and must not hand f32 on to the next layer.
     kept = rules.keeps(class_name) and "Norm" not in class_name
     return jnp.dtype(jnp.float32) if kept else rules.compute_dtype
 
@@ -34,26 +34,25 @@ def layer_dtype(rules: Policy, class_name: str) -> Any:
 class PolicyModule:
     """A linen module whose ``init`` and ``apply`` follow a policy; see ``apply_policy``."""
 
-    module: Any
+    module: nn.Module
     rules: Policy
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        """``module.init``; params in the policy's ``param_dtype``."""
+        """Run ``module.init``, and cast the params to the policy's ``param_dtype``."""
         with self._layers():
             variables = self.module.init(*args, **kwargs)
         return {**variables, "params": self.rules.store_params(variables.get("params", {}))}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """``module.apply``; floating results in the policy's ``output_dtype``."""
+        """Run ``module.apply``, and cast floating results to the policy's ``output_dtype``."""
         apply = self.module.apply
         if self.rules.only_matmuls:
             apply = autocast(apply, self.rules.compute_dtype)
         with self._layers():
             result = apply(variables, *self.rules.cast_inputs(args), **kwargs)
-        if kwargs.get("mutable", False) is not False:
-            output, state = result
-            return self.rules.cast_output(output), state
-        return self.rules.cast_output(result)
+        if kwargs.get("mutable", False) is False:
+            return self.rules.cast_output(result)
+        return self.rules.cast_output(result[0]), result[1]
 
     def _layers(self) -> Any:
         if self.rules.only_matmuls:
@@ -72,21 +71,21 @@ class PolicyModule:
 def apply_policy(module: Any, policy: Policy | str) -> Any:
     """Return a Flax model that follows a precision policy.
 
-    Every layer that has a ``dtype`` and was not given one computes in the policy's; a layer that
-    was given one keeps it, and ``keep_f32`` may name classes that compute in f32. Norms (Flax
-    computes them in f32) hand their result on in the compute dtype; with O3 their params are stored
-    low as well. With O1 it is the products that count, not the layers.
+    A layer whose ``dtype`` was left unset computes in the policy's ``compute_dtype``, or in f32 if
+    ``keep_f32`` names its class; a layer whose ``dtype`` was set keeps it. Norms, which Flax
+    computes in f32, cast their result to ``compute_dtype``; with O3 their params are stored low
+    too. O1 rewrites matrix products and convolutions instead, whatever the layer.
 
     Args:
       module: a linen ``nn.Module``, or an NNX ``nnx.Module``.
       policy: a policy, or what ``boostax.policy`` takes.
 
     Returns:
-      For linen an object with ``init`` and ``apply``; for NNX a copy of the model, called as
-      before. Cost: none in the compiled program beside the casts.
+      For linen an object with ``init`` and ``apply``; for NNX a copy of the model, which is called
+      like the model. Cost: only the casts in the compiled program.
 
     Raises:
-      TypeError: no Flax module.
+      TypeError: ``module`` is no Flax module.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -108,16 +107,16 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
         if _follows(layer) and not chosen.only_matmuls:
             setattr(layer, "dtype", layer_dtype(chosen, type(layer).__name__))  # noqa: B010
     nnx.update(model, chosen.store_params(nnx.state(model, nnx.Param)))
-    # A layer's own call is not cast, so only the whole model gets the class that casts.
+    # Only the call of the whole model casts inputs and outputs, so only it gets the new class.
     object.__setattr__(model, "__class__", _casting_class(type(model), chosen))
     return model
 
 
 @functools.cache
-def _casting_class(cls: Any, rules: Policy) -> Any:
-    """Make a subclass whose call casts inputs and outputs, as linen's ``apply`` does.
+def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
+    """Make a subclass whose call casts inputs and outputs, as ``PolicyModule.apply`` does.
 
-    Cached, because NNX compares classes when it splits and merges.
+    It is cached, because NNX compares classes when it splits and merges.
     """
 
     def pure(graph: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -127,7 +126,7 @@ def _casting_class(cls: Any, rules: Policy) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = rules.cast_inputs(args)
         if rules.only_matmuls:
-            # Traced to be rewritten, so what the call changes in the model must come out of it.
+            # The call is traced to be rewritten, so changes of the model must be results of it.
             graph, state = nnx.split(self)
             on_state = functools.partial(pure, graph)
             result, state = autocast(on_state, rules.compute_dtype)(state, args, kwargs)
@@ -141,7 +140,7 @@ def _casting_class(cls: Any, rules: Policy) -> Any:
 
 
 def _follows(module: Any) -> bool:
-    """Whether a layer has a dtype and was not given one; NNX's Embed then takes its params'."""
+    """Return whether a layer's ``dtype`` was left unset (``nnx.Embed`` copies its params')."""
     if isinstance(module, nnx.Embed):
         return module.dtype in (None, module.param_dtype)
     return hasattr(module, "dtype") and module.dtype is None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loss scale per group of layers: where a single one overflows here and underflows there.
+"""One loss scale per group of layers, for models in which no single scale fits all layers.
 
-Gradients of early layers can be orders of magnitude smaller than those of late ones. With a scale
-for every group each works where f16 has its numbers; where the backward pass goes from one group to
-the next, the cotangent changes its scale (``boundary.py``).
+Gradients of early layers can be orders of magnitude smaller than those of late layers. With a scale
+per group, the gradients of every group lie in the range of f16. Where the backward pass goes from
+one group to the next, the cotangent changes its scale (``boundary.py``).
 
 References:
   MindSpore 2.10, ``mindspore.boost.GroupLossScaleManager``: the factors, and the ratio of scales
@@ -18,26 +18,75 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
-from boostax._core import axes, checks, handshake, said, trees
-from boostax._core.describe import Stepped, describe
-from boostax._core.finite import largest_magnitudes, usable
-from boostax._core.gate import Pending, flush_of, gated, init_inner, run, run_or_hold
-from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
-from boostax.precision.loss_scale import decided
+from boostax._core import axes, checks, finite, gate, groups, handshake, said, trees
+from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.gate import Pending
+from boostax.precision.loss_scale import decided, metrics_of, scales
 
 PyTree = Any
 _WHO = "group_loss_scale"
-# Where f16 ends, and half its smallest subnormal: a gradient that came out zero was below it.
+# The end of f16's range, and half its smallest subnormal: gradients below that round to zero.
 _TOP, _VANISHED = 2.0**16, 2.0**-25
 # The ratio of two scales, and the reciprocal of each, must be normal f32.
 _LOW, _HIGH = 2.0**-60, 2.0**60
-# Skips in a row, four bits of the default factor, before the next group is suspected too.
+# Skips in a row (four halvings by the default factor) before the next group is lowered too.
 _PATIENCE = 8
 
 
+class GroupLossScaleState(NamedTuple):
+    """State of ``group_loss_scale``, for G groups.
+
+    Attributes:
+      table: f32 ``[G]``, which the factors multiply; a scale is the power of two at or below it.
+      largest: f32 ``[G]``, largest unscaled magnitude in the group's last gradient that was finite
+        and not zero; 0 before the first.
+      overflow_group: i32, the group blamed for the last skipped step; -1 before the first.
+      last_finite: bool, whether the last gradients were finite; False before the first.
+      skipped_steps: i32, steps skipped since the start.
+      skipped_in_a_row: i32, steps skipped since the last one that ran.
+      inner_state: state of the inner transformation.
+    """
+
+    table: jax.Array
+    largest: jax.Array
+    overflow_group: jax.Array
+    last_finite: jax.Array
+    skipped_steps: jax.Array
+    skipped_in_a_row: jax.Array
+    inner_state: optax.OptState
+    holds = Holds(("table", "largest", "overflow_group"), scale="table", powers=True)
+
+    @property
+    def scales(self) -> jax.Array:
+        """Return the scale of each group, f32 ``[G]``: the power of two at or below its entry."""
+        # Clears the bits of the fraction; log2 and exp2 are not exact on every device.
+        bits = lax.bitcast_convert_type(self.table, jnp.int32)
+        return lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
+
+    @property
+    def scale(self) -> jax.Array:
+        """Return the scale of the last group, f32, by which the loss is multiplied."""
+        return self.scales[..., -1]
+
+    def known_by(self) -> jax.Array:
+        """Return the array by which a trace tells this scaler from others."""
+        return self.table
+
+    passed = taken = gate.told_by("last_finite")
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Return named scalars for ``boostax.metrics``."""
+        found = metrics_of(self) | {"overflow_group": self.overflow_group}
+        for group in range(self.table.shape[-1]):
+            found[f"group_{group}_scale"] = self.scales[..., group]
+            found[f"group_{group}_largest"] = self.largest[..., group]
+        return found
+
+
 class _Rule(NamedTuple):
-    """The arguments that move the table; see ``group_loss_scale``."""
+    """The arguments by which the table is updated; see ``group_loss_scale``."""
 
     growth: float
     backoff: float
@@ -50,19 +99,19 @@ class _Rule(NamedTuple):
 def _adjusted(
     state: GroupLossScaleState, rule: _Rule, present: jax.Array, bad: jax.Array, largest: jax.Array
 ) -> GroupLossScaleState:
-    """Move the table by what a step's gradients say of each group.
+    """Update the table after a step.
 
     Args:
-      state: the old one.
+      state: the old state.
       rule: the factors and their limits.
-      present: bool ``[G]``, whether the group has gradients in this step (a frozen one has none).
-      bad: bool ``[G]``, whether one of them is not finite, or its square would not be.
-      largest: f32 ``[G]``, the largest magnitude, unscaled; 0 where bad.
+      present: bool ``[G]``, whether the group has gradients in this step (a frozen group has none).
+      bad: bool ``[G]``, whether a gradient of the group, or its square, is not finite.
+      largest: f32 ``[G]``, the largest unscaled magnitude; 0 where bad.
     """
-    groups = jnp.arange(state.table.shape[-1])
-    blamed = jnp.max(jnp.where(bad, groups, -1))
+    numbers = jnp.arange(state.table.shape[-1])
+    blamed = jnp.max(jnp.where(bad, numbers, -1))
     last = blamed + state.skipped_in_a_row // _PATIENCE
-    lowers = (groups >= blamed) & (groups <= last) & (blamed >= 0) | (bad & rule.each)
+    lowers = (numbers >= blamed) & (numbers <= last) & (blamed >= 0) | (bad & rule.each)
     clean = present & ~bad & ~lowers
     grown = jnp.minimum(state.table * rule.growth, rule.high)
     if rule.headroom is not None:
@@ -83,16 +132,16 @@ def _look(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``present``, ``bad`` and ``largest`` of each group, agreed on all replicas."""
     pairs = list(zip(jax.tree.leaves(grads.raw), numbers, strict=True))
-    bad: list[jax.Array] = []
-    largest: list[jax.Array] = []
-    for group in range(inverse.size):
-        own = grads._replace(raw=[g for g, number in pairs if number == group])
-        own = own.times(inverse[group])
-        found = own._replace(raw=largest_magnitudes(own.raw)).value()
-        bad.append(~usable(own))
-        largest.append(jnp.max(jnp.stack([jnp.float32(0), *(x.astype("f4") for x in found)])))
-    flags = jnp.stack(bad)
-    both = jnp.stack([flags.astype(jnp.float32), jnp.where(flags, 0, jnp.stack(largest))])
+
+    def of_group(group: int) -> tuple[jax.Array, jax.Array]:
+        members = [g for g, number in pairs if number == group]
+        scaled = grads._replace(raw=members).times(inverse[group])
+        found = scaled._replace(raw=finite.largest_magnitudes(members)).value()
+        top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in found)])
+        return ~finite.usable(scaled), jnp.max(top)
+
+    bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
+    both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])
     both = axes.largest(both, axes.with_shards(both, names)) if names else both
     present = jnp.asarray([group in numbers for group in range(inverse.size)])
     return present, both[0] > 0, both[1]
@@ -104,24 +153,19 @@ def _unscaled(grads: Pending, numbers: list[int], inverse: jax.Array) -> PyTree:
     return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
 
 
-def _first(count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState:
+def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
     table = jnp.asarray(init_scale, jnp.float32)
     allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
     checks.require(_WHO, "init_scale", init_scale, allowed, table.shape in ((), (count,)), hint)
-    return GroupLossScaleState(
-        jnp.full(count, table),
-        jnp.zeros(count, jnp.float32),
-        jnp.asarray(-1, jnp.int32),
-        jnp.asarray(False),
-        *(jnp.zeros((), jnp.int32) for _ in range(2)),
-        inner_state=inner_state,
-    )
+    first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
+    skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+    return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
 
 
 @said.gate
 def group_loss_scale(
     inner: optax.GradientTransformation,
-    labels: Any,
+    labels: PyTree,
     *,
     init_scale: float | tuple[float, ...] | jax.Array = 4096.0,
     growth_factor: float = 2 ** (1 / 1000),
@@ -136,46 +180,48 @@ def group_loss_scale(
     r"""Unscale each group of layers by its own scale, run ``inner`` if all are finite, adapt.
 
     For group :math:`k` the table holds :math:`t_k`, the scale is :math:`s_k = 2^{\lfloor \log_2 t_k
-    \rfloor}`, and ``inner`` sees the gradients :math:`g_k / s_k`. Powers of two alone are applied,
-    so scaling, boundaries and unscaling are exact. After each step, with :math:`b` the group to
-    blame for an overflow:
+    \rfloor}`, and ``inner`` receives the gradients :math:`g_k / s_k`. Every scale is a power of
+    two, so scaling, boundaries and unscaling are exact. After each step, with :math:`b` the group
+    blamed for an overflow:
 
     .. math::
       t_k \leftarrow \min(t_k \cdot \text{growth}, \text{max}) \text{ if } g_k \text{ is finite},
       \qquad t_b \leftarrow \max(t_b \cdot \text{backoff}, \text{min}).
 
-    Any overflow skips the whole step, bit for bit. In the backward pass what is not finite goes
-    from the later groups to the earlier ones and ruins them all: to blame is the *last* group whose
-    gradients are not finite. Those before it stay unchanged, as nothing is known of them; those
-    after it grow. An activation's cotangent can overflow without any trace in the gradients of its
-    own group: so after every eight skips in a row one group more, towards the loss, is lowered too.
+    Any overflow skips the whole step, bit for bit. The backward pass carries an infinity or a NaN
+    from a group to all earlier groups, so the *last* group whose gradients are not finite is
+    blamed. The entries of earlier groups stay unchanged, since their gradients say nothing; those
+    of later groups grow. The cotangent of an activation can overflow although all gradients of its
+    group are finite. So after every eight skips in a row one more group, the next towards the loss,
+    is lowered too.
 
-    ``overflow="each"`` is MindSpore's rule instead: every group whose own gradients are not finite
-    is lowered, however many they are; the others grow.
+    ``overflow="each"`` is MindSpore's rule: every group whose own gradients are not finite is
+    lowered, and all others grow.
 
-    ``rule="measure"`` does not feel its way: the first gradient of a group sets its scale, so that
-    the largest magnitude :math:`m_k` of the scaled gradient comes to ``2**16 / headroom``; from
-    then on :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds beside the rule above.
+    With ``rule="measure"`` the first gradient of a group sets its scale, so that the largest
+    magnitude :math:`m_k` of the scaled gradient is ``2**16 / headroom``. From then on
+    :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds in addition to the rule above.
 
-    The loss must be multiplied by the scale of the last group, and have a ``scale_boundary`` on
-    every edge between groups, which ``check_boundaries`` proves.
+    The loss must be multiplied by the scale of the last group, and must have a ``scale_boundary``
+    on every edge between groups; ``check_boundaries`` proves that none is missing.
 
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
       labels: the group of each leaf, 0 for the first in the forward pass: a tree of ints like the
         params (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and
-        leaf; as the groups of ``boostax.scheduled_freeze``.
-      init_scale: first entry of the table, for all groups or one for each.
+        leaf, like the groups of ``boostax.scheduled_freeze``.
+      init_scale: first entry of the table: one number for all groups, or one for each.
       growth_factor: > 1, per clean step.
       backoff_factor: in (0, 1), per overflow.
       min_scale: from 2**-60.
-      max_scale: up to 2**60. Where gradients vanish on the way down, early groups want more than
-        the default.
-      overflow: ``"blame"`` lowers the group where an overflow began, ``"each"`` all that show one.
+      max_scale: up to 2**60. If gradients vanish towards the first layers, early groups need more
+        than the default.
+      overflow: ``"blame"`` lowers the group in which an overflow began, ``"each"`` all groups that
+        have one.
       rule: ``"trial"``, MindSpore's, or ``"measure"``.
-      headroom: from 1 to 2**16, for ``"measure"``: how far below 2**16 the largest gradient is to
-        stay, for the noise of batches, and for activations whose cotangents are larger than the
-        gradients.
+      headroom: from 1 to 2**16, for ``"measure"``: the factor by which the largest gradient stays
+        below 2**16. It leaves room for noisy batches, and for cotangents of activations that are
+        larger than the gradients.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
         *local*: see ``boostax.train.local_params``.
 
@@ -185,7 +231,7 @@ def group_loss_scale(
       ``dynamic_loss_scale``.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, as ``dynamic_loss_scale``.
+      ValueError, TypeError: an argument out of range; at trace time, see ``dynamic_loss_scale``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -220,7 +266,7 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        return _first(count, init_scale, init_inner(tx, params))
+        return _first(count, init_scale, gate.init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
@@ -236,21 +282,61 @@ def group_loss_scale(
         ok = ~bad.any()
 
         def heavy() -> Stepped:
-            more = extra
-            if "grad" in extra:
-                raw = grads._replace(raw=extra["grad"])
-                more = extra | {"grad": _unscaled(raw, numbers, inverse)}
-            pending = Pending(_unscaled(grads, numbers, inverse))
-            return run(tx, pending, state.inner_state, params, apply=apply, extra=more)
+            wide = lambda raw: _unscaled(grads._replace(raw=raw), numbers, inverse)  # noqa: E731
+            more = extra | {"grad": wide(extra["grad"])} if "grad" in extra else extra
+            pending = Pending(wide(grads.raw))
+            return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         held = params, state.inner_state
-        value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=_WHO, names=names)
+        value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=_WHO, names=names)
         state = _adjusted(state, moves, present, bad, largest)
         return value, decided(state, ok, inner_state)
 
-    return gated(init_fn, step_fn, flush_of(tx, "last_finite"))
+    return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
 
 
-def _between(argument: str, value: Any, low: Any, high: Any, hint: str) -> None:
+def group_scales(opt_state: PyTree) -> jax.Array | None:
+    """Return the scale of each group in the next step, for the ``scale_boundary`` calls of a loss.
+
+    Args:
+      opt_state: any optimizer state; the scaler may be nested anywhere in it.
+
+    Returns:
+      f32 ``[groups]``, powers of two; ``None`` if the state has no ``GroupLossScaleState``.
+
+    Raises:
+      ValueError: there are several scalers, or some gradients bypass the scaler.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> labels = {"body": 0, "head": 1}
+      >>> tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels, init_scale=3000.0)
+      >>> state = tx.init({"body": jnp.ones(3), "head": jnp.ones(2)})
+      >>> boostax.precision.group_scales(state).tolist()
+      [2048.0, 2048.0]
+    """
+    return scales("group_scales", opt_state)[1]
+
+
+def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], int]:
+    """Return the group of each leaf of ``params`` that is not masked, and the number of groups."""
+    try:
+        return groups.leaf_groups(who, labels, params)
+    except (TypeError, ValueError) as error:
+        words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
+        raise type(error)(words) from error
+
+
+def check_labels(who: str, labels: PyTree) -> None:
+    """Refuse labels that fit no params."""
+    found = jax.tree.leaves(labels)
+    allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
+    hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
+    checks.require(who, "labels", labels, allowed, bool(found), hint)
+    if not callable(labels) and not any(isinstance(label, str) for label in found):
+        group_numbers(who, labels, labels)
+
+
+def _between(argument: str, value: float, low: float, high: float, hint: str) -> None:
     allowed = f"from {low!r} to {high!r}"
     checks.number(_WHO, argument, value, allowed, lambda x: low <= x <= high, hint)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of a tree, one leaf after the other, so that what is in between is that of one leaf.
+"""A change of a tree leaf by leaf, so that temporaries exist for one leaf at a time.
 
-XLA orders the operations of an optimizer as it likes. XLA:CPU and TPU begin with those of all
-leaves, and hold what each has in between until all are written. Behind a condition of its own,
-which always holds, the change of a leaf begins and ends at once, and is written in place.
+XLA is free to order the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of all
+leaves, and keep the temporaries of each until all leaves are written. So the change of each leaf
+stands in a branch of its own, whose condition is always true: it begins and ends at once, and is
+written in place.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import axes, jaxprs, trees
-from boostax._core.gate import branch
+from boostax._core import axes, gate, jaxprs, trees
 from boostax._core.interpret import JIT, equations, evaluate, excerpt, replay
 
 PyTree = Any
-# What belongs to no leaf: counts, rates.
+# The leaf number of arrays that belong to no leaf: counts, rates.
 COMMON = -1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Turn:
-    """When an array is written.
+    """The turn in which an array is written.
 
     Attributes:
-      leaf: the number of the leaf that it belongs to, or ``COMMON``.
-      place: among the arrays of the leaf.
+      leaf: number of the leaf to which the array belongs, or ``COMMON``.
+      place: position among the arrays of the leaf.
     """
 
     leaf: int
@@ -39,12 +39,12 @@ class Turn:
 
 
 class _Graph:
-    """A program without calls, and the values that have been computed of it.
+    """A program without calls, and the values of it that are computed so far.
 
     Attributes:
-      inputs: the variables of its arguments.
-      outputs: those of its results, or literals.
-      known: arrays by their variables: constants, arguments, and what was computed.
+      inputs: variables of the arguments.
+      outputs: variables of the results, or literals.
+      known: arrays by their variables: constants, arguments, and computed values.
     """
 
     def __init__(self, program: jaxprs.ClosedJaxpr, given: Sequence[Any]):
@@ -56,7 +56,7 @@ class _Graph:
         self.known = dict[Any, Any](zip(names, [*flat.consts, *given], strict=True))
 
     def common(self, wanted: dict[int, list[Any]], of: dict[Any, int]) -> list[Any]:
-        """Return shared values that several leaves want; ``of`` has the leaves of inputs."""
+        """Return the variables that several leaves share; ``of`` maps inputs to their leaves."""
         sources = {var: {leaf} for var, leaf in of.items()}
         for eqn in self._eqns:
             found = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
@@ -69,7 +69,7 @@ class _Graph:
             for var in _variables(eqn.invars):
                 askers[var] |= set[int]().union(*(askers[x] for x in eqn.outvars))
 
-        def shared(var: Any, eqn: Any) -> bool:
+        def shared(var: Any, eqn: jaxprs.JaxprEqn) -> bool:
             leaves = sources[var] - {COMMON}
             several = len(askers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
             return several or (bool(askers[var]) and _sends(eqn))
@@ -77,7 +77,7 @@ class _Graph:
         return [x for eqn in self._eqns for x in eqn.outvars if shared(x, eqn)]
 
     def program(self, wanted: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-        """Return what leads from known values to wanted ones, and those known values."""
+        """Return the program that computes ``wanted`` from known values, and these values."""
         needed, eqns = set(_variables(wanted)), list[Any]()
         for eqn in reversed(self._eqns):
             if any(x in needed and x not in self.known for x in eqn.outvars):
@@ -88,11 +88,10 @@ class _Graph:
         return jaxprs.jaxpr_as_fun(excerpt(inputs, wanted, eqns)), given
 
     def learn(self, wanted: Sequence[Any]) -> list[Any]:
-        """Compute values and keep them."""
+        """Compute the values of ``wanted``, and add them to ``known``."""
         run, given = self.program(wanted)
         found = run(*given)
-        pairs = zip(wanted, found, strict=True)
-        self.known.update((x, value) for x, value in pairs if _variables([x]))
+        self.known.update(x for x in zip(wanted, found, strict=True) if _variables(x[:1]))
         return found
 
 
@@ -101,18 +100,17 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _seen(values: list[jax.Array]) -> jax.Array:
-    """Make a bool that depends on the first of some arrays; False if all are empty."""
-    for x in values:
-        if x.size and any(jax.typeof(x).sharding.spec):
-            # Of one shard no element can be taken where types say how arrays are sharded.
-            return (x != 0).any()
-        if x.size:
-            return x[(0,) * x.ndim] != 0
-    return jnp.asarray(False)
+    """Make a bool that depends on the first array with elements; False if there is none."""
+    x = next((x for x in values if x.size), None)
+    if x is None:
+        return jnp.asarray(False)
+    # On an Explicit mesh JAX refuses to take one element of a sharded array.
+    sharded = any(jax.typeof(x).sharding.spec)
+    return (x != 0).any() if sharded else x[(0,) * x.ndim] != 0
 
 
-def _sends(eqn: Any) -> bool:
-    """Whether devices exchange something in it: XLA joins such equations, if it can."""
+def _sends(eqn: jaxprs.JaxprEqn) -> bool:
+    """Return whether devices communicate in ``eqn``; XLA can then combine it with others."""
     islands = any(
         x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in equations([eqn])
     )
@@ -127,47 +125,47 @@ def leaf_by_leaf(
     args: tuple[PyTree, ...],
     turns: PyTree,
 ) -> PyTree:
-    """``fn(old, *args)``, one leaf after the other, and of a leaf one array after the other.
+    """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
-    What several leaves want and is of several, such as a global norm, is computed before; what is
-    of one leaf, as often as it is wanted. What is computed from an array and written before it
-    finds it as it was; after it, XLA keeps a copy.
+    A value that several leaves share and that comes from several leaves, such as a global norm, is
+    computed first. A value that comes from one leaf is computed anew wherever it is used. XLA keeps
+    a copy of an array that is read after it was written, so turns should be ordered accordingly.
 
     Args:
       fn: returns a tree of the types of ``old``.
       always: True, but not a constant.
-      old: a tree, written in place where it is donated.
-      args: what else ``fn`` takes.
-      turns: a tree like ``(old, args)``, a ``Turn`` for each array.
+      old: a tree, written in place if it is donated.
+      args: the other arguments of ``fn``.
+      turns: a tree like ``(old, args)`` with a ``Turn`` for each array.
     """
-    whole, _ = trees.trace_once(fn, old, *args)
+    program = trees.trace_once(fn, old, *args)[0].program
     leaves = jax.tree.leaves(old)
-    graph = _Graph(whole.program, jax.tree.leaves((old, args)))
-    when: list[Turn] = jax.tree.leaves(turns)
-    places: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+    graph = _Graph(program, jax.tree.leaves((old, args)))
+    order: list[Turn] = jax.tree.leaves(turns)
+    positions: dict[Turn, list[int]] = collections.defaultdict(list)
     wanted: dict[int, list[Any]] = collections.defaultdict(list)
-    for place, turn in enumerate(when[: len(leaves)]):
-        places[turn.leaf, turn.place].append(place)
-        wanted[turn.leaf].append(graph.outputs[place])
-    of = {var: turn.leaf for var, turn in zip(graph.inputs, when, strict=True)}
+    for i, turn in enumerate(order[: len(leaves)]):
+        positions[turn].append(i)
+        wanted[turn.leaf].append(graph.outputs[i])
+    of = {var: turn.leaf for var, turn in zip(graph.inputs, order, strict=True)}
     graph.learn(graph.common(wanted, of))
     new = dict(enumerate(leaves))
-    for (leaf, _), here in sorted(places.items()):
+    for turn, here in sorted(positions.items()):
         outputs = [graph.outputs[i] for i in here]
-        if leaf == COMMON:
+        if turn.leaf == COMMON:
             new.update(zip(here, graph.learn(outputs), strict=True))
             continue
         run, given = graph.program(outputs)
 
         def work(mine: list[Any], given: list[Any], go: jax.Array, run: Any = run) -> Any:
             found = run(*given)
-            # Whether the next one runs is a result of this one, so that it has to wait.
+            # The next branch's condition is a result of this one, so the next branch must wait.
             return axes.unify(found, mine), go | _seen(found)
 
         mine = [leaves[i] for i in here]
         once, types = trees.trace_once(work, mine, given, always)
         hold = lambda mine, given, go, types=types: axes.unify((mine, go), types)  # noqa: E731
         again = lambda *given, once=once: once(*given)  # noqa: E731
-        values, always = branch(always, again, hold, mine, given, always)
+        values, always = gate.branch(always, again, hold, mine, given, always)
         new.update(zip(here, values, strict=True))
     return jax.tree.unflatten(jax.tree.structure(old), [new[i] for i in range(len(leaves))])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling: multiply the loss so that small f16 gradients survive, divide the gradients again.
+"""Loss scaling: multiply the loss so that small f16 gradients survive, then divide the gradients.
 
-The loss is multiplied by a scale ``s`` before differentiation, so every gradient is ``s`` times
-itself and stays above the smallest f16 number. The gradients are divided by ``s`` in f32 before
-anything else reads them. A scale that is too large overflows: that step is skipped as a whole and
-the scale lowered; after a run of clean steps it is raised again.
+The loss is multiplied by a scale ``s`` before differentiation, so every gradient is multiplied by
+``s`` too and stays above the smallest f16 number. The gradients are divided by ``s`` in f32 before
+anything else reads them. A scale that is too large makes gradients overflow: that step is skipped
+as a whole, and the scale is lowered. After a run of clean steps the scale is raised again.
 
 References:
   Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: the same trajectories.
+  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: same trajectories.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, gate, handshake, said, trees
+from boostax._core import axes, checks, finite, gate, handshake, said, trees
 from boostax._core.describe import Holds, describe
-from boostax._core.finite import usable
 
 PyTree = Any
 
@@ -30,7 +29,7 @@ class LossScaleState(NamedTuple):
     """State of ``dynamic_loss_scale`` and ``static_loss_scale``.
 
     Attributes:
-      scale: f32 scalar, the scale that the next loss is to be multiplied by.
+      scale: f32 scalar, by which the next loss must be multiplied.
       clean_steps: i32, steps since the last overflow or growth.
       tolerance: i32, overflows still tolerated before the scale is lowered (``hysteresis``).
       last_finite: bool, whether the last gradients were finite; False before the first.
@@ -38,7 +37,7 @@ class LossScaleState(NamedTuple):
       skipped_in_a_row: i32, steps skipped since the last one that ran.
       growths: i32, how often the scale was raised.
       backoffs: i32, how often it was lowered.
-      floor_hits: i32, how often it should have been lowered and was at ``min_scale`` already.
+      floor_hits: i32, how often an overflow found the scale at ``min_scale`` already.
       inner_state: state of the inner transformation.
     """
 
@@ -51,7 +50,7 @@ class LossScaleState(NamedTuple):
     growths: jax.Array
     backoffs: jax.Array
     floor_hits: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(scale="scale")
 
     def known_by(self) -> jax.Array:
@@ -62,15 +61,8 @@ class LossScaleState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        return {
-            "loss_scale": self.scale,
-            "last_finite": self.last_finite,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "scale_growths": self.growths,
-            "scale_backoffs": self.backoffs,
-            "scale_floor_hits": self.floor_hits,
-        }
+        moves = ("growths", "backoffs", "floor_hits")
+        return metrics_of(self) | {f"scale_{name}": getattr(self, name) for name in moves}
 
 
 @said.gate
@@ -94,42 +86,42 @@ def dynamic_loss_scale(
       \text{ok} = \max|g_s| / s < 2^{48}, \qquad
       u = \text{inner}(g_s / s) \text{ if ok, else nothing},
 
-    agreed on all replicas. After ``growth_interval`` steps without overflow the scale grows by
-    ``growth_factor`` (unless that would pass ``max_scale``); at the ``hysteresis``-th overflow
-    since the last such run, and at every one after it, it shrinks by ``backoff_factor``, not below
-    ``min_scale``. A skipped step leaves ``inner`` bit for bit as it was: moments, schedules,
-    weight decay. It never gives up and applies a bad step; watch ``skipped_in_a_row``. It looks at
-    gradients: what ``inner`` makes of good ones is the business of ``check_updates``. Of a sparse
-    gradient (``BCOO``) it scales and judges the data; ``inner`` sees a dense one, unless it begins
-    with what takes sparse ones (``accumulate``, ``all_reduce``).
+    agreed on all replicas. After ``growth_interval`` steps without overflow the scale is multiplied
+    by ``growth_factor``, unless the product would exceed ``max_scale``. The ``hysteresis``-th
+    overflow since the last such run, and every later one, multiplies the scale by
+    ``backoff_factor``, but not below ``min_scale``. A skipped step leaves all state of ``inner``
+    unchanged, bit for bit: moments, schedules, weight decay. A bad step is never applied, however
+    many come in a row; watch ``skipped_in_a_row``. Only gradients are checked: to check the updates
+    that ``inner`` computes from good gradients, use ``check_updates``. A sparse gradient (``BCOO``)
+    is checked by its data, and ``inner`` receives a dense array.
 
     Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
-    ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which does:
-    while it is traced, a scaler refuses gradients of a loss that nobody scaled.
+    ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which scales
+    the loss. While it is traced, a scaler refuses gradients of a loss that nobody scaled.
 
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
-      init_scale: first scale, > 0. 2**16 is above the f16 range only for an f16 loss; boostax
-        scales losses in f32.
+      init_scale: first scale, > 0. The product of loss and scale is computed in f32, so 2**16 may
+        exceed the range of f16.
       growth_factor: > 1. Powers of two keep unscaling exact.
       backoff_factor: in (0, 1).
       growth_interval: clean steps before a growth.
-      min_scale: > 0; below 1 for models whose gradients overflow f16 even unscaled.
-      max_scale: finite; a growth past it is refused.
-      hysteresis: overflows before the scale is lowered; each still skips its step.
+      min_scale: > 0; less than 1 for models whose gradients overflow f16 even unscaled.
+      max_scale: finite; the scale never grows beyond it.
+      hysteresis: number of overflows that lowers the scale; each of them still skips its step.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
         *local*: see ``boostax.train.local_params``.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; one
       4-byte collective with ``axis_name``; through ``boostax.apply_gradients`` no temporary copy
-      of the params on CPU, TPU v5e and H100 (with f16 gradients, on CPU, a copy of those), through
-      the pure ``update`` one. A sparse gradient becomes dense in the branch that runs ``inner``.
+      of the params on CPU, TPU v5e and H100 (with f16 gradients, on CPU, a copy of those); through
+      the pure ``update`` one copy.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients of a loss that was
-        not scaled (see ``assume_scaled``), already reduced ones, an unbound axis, integer
-        gradients, or a decision that replicas could take differently.
+        not scaled (see ``assume_scaled``), already reduced gradients, an unbound axis, integer
+        gradients, or a decision on which replicas could differ.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -151,7 +143,10 @@ def dynamic_loss_scale(
     _positive(who, "min_scale", min_scale, "2**-10 lets the scale fall below 1.")
     _positive(who, "max_scale", max_scale, "2**24 is the default.")
     _positive(who, "init_scale", init_scale, "2**16 is the default.")
-    _ordered(who, min_scale, init_scale, max_scale)
+    limits = min_scale, init_scale, max_scale
+    fits = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
+    hint = f"min_scale is {min_scale!r}, max_scale {max_scale!r}: widen them or move init_scale."
+    checks.require(who, "init_scale", init_scale, "between min_scale and max_scale", fits, hint)
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
     within = lambda x: 0 < x < 1  # noqa: E731
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", within, "Use 0.5.")
@@ -165,7 +160,7 @@ def dynamic_loss_scale(
         clean = jnp.where(ok, state.clean_steps + 1, 0)
         interval_full = clean >= growth_interval
         grown = state.scale * growth_factor
-        # False for an overflow to inf too, so the scale never becomes one.
+        # False where the product overflows to inf, so the scale never becomes infinite.
         grows = interval_full & (grown <= max_scale)
         tolerance = jnp.where(ok, state.tolerance, jnp.maximum(state.tolerance - 1, 0))
         backs_off = ~ok & (tolerance == 0)
@@ -191,23 +186,24 @@ def static_loss_scale(
     skip_nonfinite: bool = True,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Unscale gradients by a constant; by default skip the steps that are not finite.
+    """Unscale gradients by a constant; by default skip steps whose gradients are not finite.
 
-    MindSpore's ``FixedLossScaleManager``: ``skip_nonfinite`` is its ``drop_overflow_update``. With
-    ``scale=1`` it is a safe ``optax.apply_if_finite``: it never gives in and applies a NaN.
+    This is MindSpore's ``FixedLossScaleManager``, whose ``drop_overflow_update`` is
+    ``skip_nonfinite`` here. With ``scale=1`` it is a safe ``optax.apply_if_finite``: however many
+    bad steps come in a row, none is applied.
 
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
       scale: > 0, finite and a scalar; a power of two keeps unscaling exact.
-      skip_nonfinite: ``False`` runs ``inner`` on whatever comes, with no check and no branch.
+      skip_nonfinite: ``False`` runs ``inner`` on all gradients, with no check and no branch.
       axis_name: as in ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with a ``LossScaleState`` whose scale stays. Cost as ``dynamic_loss_scale``;
-      with ``skip_nonfinite=False`` no check, no collective and no temporary.
+      A transformation with a ``LossScaleState`` whose scale is constant. Cost: as of
+      ``dynamic_loss_scale``; with ``skip_nonfinite=False`` no check, no collective, no temporary.
 
     Raises:
-      ValueError, TypeError: as ``dynamic_loss_scale``.
+      ValueError, TypeError: see ``dynamic_loss_scale``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -242,16 +238,11 @@ def _scaled(
     names = axes.canonical(who, axis_name)
 
     def init_fn(params: PyTree) -> LossScaleState:
-        # One array per field: donation refuses a buffer that two fields share.
-        counters = [jnp.zeros((), jnp.int32) for _ in range(6)]
-        return LossScaleState(
-            jnp.asarray(init_scale, jnp.float32) + 0,
-            counters[0],
-            jnp.asarray(tolerance, jnp.int32),
-            jnp.asarray(False),
-            *counters[1:],
-            inner_state=gate.init_inner(tx, params),
-        )
+        # Each field has an array of its own: donation refuses a buffer that two fields share.
+        clean, *counts = (jnp.zeros((), jnp.int32) for _ in range(6))
+        scale = jnp.asarray(init_scale, jnp.float32) + 0
+        first = scale, clean, jnp.asarray(tolerance, jnp.int32), jnp.asarray(False)
+        return LossScaleState(*first, *counts, inner_state=gate.init_inner(tx, params))
 
     @describe(who, "scaler", names, inner={"inner_state": tx})
     def step_fn(
@@ -267,14 +258,11 @@ def _scaled(
         def heavy() -> tuple[PyTree, Any]:
             return gate.run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
 
-        if skip:
-            ok = axes.agree(usable(unscaled), names)
-            value, inner_state = gate.run_or_hold(
-                ok, heavy, params, state.inner_state, apply=apply, who=who, names=names
-            )
-        else:
-            ok = jnp.asarray(True)
-            value, inner_state = heavy()
+        if not skip:
+            ok, (value, inner_state) = jnp.asarray(True), heavy()
+            return value, decided(adjust(state, ok), ok, inner_state)
+        ok, held = axes.agree(finite.usable(unscaled), names), (params, state.inner_state)
+        value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
         return value, decided(adjust(state, ok), ok, inner_state)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
@@ -291,9 +279,9 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       f32 scalar; 1 when the state has no scaler.
 
     Raises:
-      ValueError: there are several scalers, so which loss scale is meant is not known; or one
-        inside ``optax.masked``, ``optax.partition`` or ``optax.conditionally_transform``, past
-        which gradients go that would stay multiplied by it.
+      ValueError: there are several scalers, so the loss scale is not defined; or the scaler is
+        inside ``optax.masked``, ``optax.partition`` or ``optax.conditionally_transform``: gradients
+        that bypass it would stay multiplied by the scale.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -317,7 +305,7 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
 def one_scaler(who: str, opt_state: PyTree) -> Any:
     """Return the state of the one scaler, or ``None``; refuse several, and one for a part.
 
-    The loss is multiplied as a whole: what goes past a scaler stays multiplied.
+    The scale multiplies the whole loss, so a gradient that bypasses the scaler stays multiplied.
     """
     apart = optax.MaskedState, optax.ConditionallyTransformState
     found = trees.telling(opt_state, "known_by")
@@ -333,7 +321,7 @@ def one_scaler(who: str, opt_state: PyTree) -> Any:
     return found[0] if found else None
 
 
-def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
+def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
     """Return a scaler's state after a step that ran (``ok``) or was skipped."""
     return state._replace(
         last_finite=ok,
@@ -341,6 +329,12 @@ def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
         skipped_in_a_row=jnp.where(ok, 0, gate.counted(state.skipped_in_a_row, ~ok)),
         inner_state=inner_state,
     )
+
+
+def metrics_of(state: Any) -> dict[str, jax.Array]:
+    """Return the metrics that every scaler has: its scale, and the fields that ``decided`` sets."""
+    names = ("last_finite", "skipped_steps", "skipped_in_a_row")
+    return {"loss_scale": state.scale} | {name: getattr(state, name) for name in names}
 
 
 def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
@@ -355,8 +349,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       Scalar, f32 or f64.
 
     Raises:
-      ValueError: a loss that is scaled already, or inside ``boostax.value_and_grad``, which scales;
-        a state with a scale that is no scalar.
+      ValueError: the loss is scaled already, or is inside ``boostax.value_and_grad``, which scales
+        it; the scale in the state is no scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -371,18 +365,12 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 
 
 def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``1 / scale`` in two factors: above 2**126 it is subnormal and would be flushed to zero."""
+    """Return ``1 / scale`` as two factors: for a scale above 2**126 it would be flushed to zero."""
     coarse = jnp.where(scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
     return coarse, 1.0 / (scale * coarse)
 
 
-def _positive(who: str, argument: str, value: Any, hint: str) -> None:
+def _positive(who: str, argument: str, value: float, hint: str) -> None:
     limits = jnp.finfo(jnp.float32)
     low, high = float(limits.tiny), float(limits.max)
     checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
-
-
-def _ordered(who: str, low: Any, init: Any, high: Any) -> None:
-    fits = any(isinstance(x, Tracer) for x in (low, init, high)) or low <= init <= high
-    hint = f"min_scale is {low!r} and max_scale is {high!r}; widen them or move init_scale."
-    checks.require(who, "init_scale", init, "between min_scale and max_scale", fits, hint)

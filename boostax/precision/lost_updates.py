@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that params of low precision round away.
+"""Counts of the updates that params of low precision round away.
 
-A bf16 number has 8 significant bits: what is added to it and is less than half a unit in its last
-place leaves it as it was. Late in training, or at a small learning rate, most of a bf16 tensor may
-stop learning so, while loss and gradients look healthy.
+A bf16 number has 8 significant bits. An update of less than half a unit in the last place leaves
+the number unchanged. Late in training, or at a small learning rate, most of a bf16 tensor may stop
+learning in this way, while loss and gradients look healthy.
 
 References:
   Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010.06192, 2020.
@@ -15,11 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, finite, gate, placement, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.finite import counts
-from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
-from boostax._core.placement import settled
 
 PyTree = Any
 
@@ -35,7 +32,7 @@ class LostUpdatesState(NamedTuple):
     """
 
     lost: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -47,25 +44,26 @@ def count_lost_updates(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Count the updates that bf16 and f16 params round away.
 
-    Of all elements stored in less than 32 bits whose update :math:`u` is not zero,
+    The share is taken over all elements that are stored in less than 32 bits,
 
     .. math::
       \text{lost} = \frac{\#\{u \ne 0,\ \mathrm{round}(p + u) = p\}}{\#\{u \ne 0\}},
 
-    as ``lost_updates`` in ``boostax.metrics``. A share near 1 says that training has stopped in the
-    stored precision; f32 params (``policy(..., "params=float32")``) or a larger rate mend it.
+    and is reported as ``lost_updates`` in ``boostax.metrics``. A share near 1 means that training
+    has stopped in the stored precision; f32 params (``policy(..., "params=float32")``) or a larger
+    learning rate restart it.
 
-    It wraps the optimizer itself, inside all gates, which compute in f32 and would hide the dtype
-    that params are stored in: ``dynamic_loss_scale(count_lost_updates(adamw(1e-3)))``.
+    Put it directly around the optimizer, inside all gates, which compute in f32 and would hide the
+    stored dtype: ``dynamic_loss_scale(count_lost_updates(adamw(1e-3)))``.
 
     Args:
       inner: the optimizer, without gates.
 
     Returns:
-      A gate that never holds anything back, with a ``LostUpdatesState``. Cost: 4 bytes; nothing
-      more where no param is stored low. Not free on CPU, which does not count in the loop that
-      writes: inside a scaler, an applied step of bf16 params moves 2.3 times (SGD) or 1.6 times
-      (AdamW) the bytes, and holds a copy of the low params (SGD) or three (AdamW).
+      A gate that never holds a step back, with a ``LostUpdatesState``. Cost: 4 bytes; nothing more
+      if all params are f32. XLA:CPU does not count in the loop that writes the params: inside a
+      scaler, an applied step of bf16 params moves 2.3 times (SGD) or 1.6 times (AdamW) the bytes,
+      and holds one copy of the bf16 params (SGD) or three (AdamW).
 
     Raises:
       ValueError, TypeError: ``inner`` is no transformation, or has a gate.
@@ -82,28 +80,28 @@ def count_lost_updates(
     tx = checks.transformation(_WHO, "inner", inner)
 
     def init_fn(params: PyTree) -> LostUpdatesState:
-        inner_state = init_optimizer(_WHO, tx, params)
+        inner_state = gate.init_optimizer(_WHO, tx, params)
         return LostUpdatesState(jnp.zeros((), jnp.float32), inner_state)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         wide = trees.at_least_float32(params)
         updates, inner_state = tx.update(grads.value(), state.inner_state, wide, **extra)
         new = optax.apply_updates(params, updates)
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
-        return (settled(new) if apply else trees.as_updates(updates, params)), state
+        return (placement.settled(new) if apply else trees.as_updates(updates, params)), state
 
-    return gated(init_fn, step_fn, nothing_held)
+    return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
-    """Return the share of nonzero updates that changed nothing, where params are stored low."""
+    """Return the share of nonzero updates that changed no bit of a bf16 or f16 param."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
-    low = [each for each in triples if trees.wide_dtype(each[0]) != each[0].dtype]
-    parts = [counts((u != 0) & (new == p), u != 0) for p, u, new in low]
+    low = [triple for triple in triples if trees.wide_dtype(triple[0]) != triple[0].dtype]
+    parts = [finite.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
     if not parts:
         return jnp.zeros((), jnp.float32)
     lost, all_of_them = axes.sum_over_shards(parts, (), jnp.float32)

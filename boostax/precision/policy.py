@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision policies: in which dtype params are stored, the model computes, and results leave.
+"""Precision policies: the dtypes of stored params, of the model's arithmetic, and of its results.
 
-The levels are those of MindSpore's AMP; what each keeps in f32 is all that sets them apart.
+The levels are those of MindSpore's AMP. They differ only in what each keeps in f32.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ PyTree = Any
 _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 
 NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
-"""Matches normalisation layers by the usual names: ``LayerNorm_0``, ``encoder/norm1``, ``bn2``."""
+"""Patterns of the usual names of norms: ``LayerNorm_0``, ``encoder/norm1``, ``bn2``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtype in which each part of a training step works.
+    """The dtypes of a training step.
 
     Attributes:
-      param_dtype: of the stored params, floating.
-      compute_dtype: of the model's arithmetic.
-      output_dtype: of what the wrapped function returns.
-      keep_f32: patterns (``re.search``) of what computes in f32 all the same, matched against
-        the path of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module;
-        or ``"all but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
+      param_dtype: floating dtype of the stored params.
+      compute_dtype: floating dtype of the model's arithmetic.
+      output_dtype: floating dtype of the results of the wrapped function.
+      keep_f32: patterns (``re.search``) of what computes in f32 instead, matched against the path
+        of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module; or
+        ``"all but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
 
     Raises:
-      ValueError, TypeError: a dtype that is not floating, a pattern that does not compile.
+      ValueError, TypeError: a dtype is not floating, or a pattern does not compile.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -58,9 +58,9 @@ class Policy:
         if self.keep_f32 == "all but matmuls":
             return
         hint = "Write patterns as ('LayerNorm',)."
-        if not isinstance(self.keep_f32, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-            allowed = "a tuple of patterns or 'all but matmuls'"
-            raise TypeError(checks.message("Policy", "keep_f32", allowed, self.keep_f32, hint))
+        allowed = "a tuple of patterns or 'all but matmuls'"
+        fits = isinstance(self.keep_f32, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+        checks.require("Policy", "keep_f32", self.keep_f32, allowed, fits, hint, TypeError)
         for pattern in self.keep_f32:
             try:
                 re.compile(pattern)
@@ -71,15 +71,15 @@ class Policy:
 
     @property
     def only_matmuls(self) -> bool:
-        """Whether everything but matrix products and convolutions stays in f32."""
+        """Return whether everything but matrix products and convolutions stays in f32."""
         return self.keep_f32 == "all but matmuls"
 
     def keeps(self, name: str) -> bool:
-        """Whether a parameter path or a class name is kept in f32."""
+        """Return whether a parameter path or a class name is kept in f32."""
         return not self.only_matmuls and any(re.search(p, name) for p in self.keep_f32)
 
     def cast_params(self, params: PyTree) -> PyTree:
-        """Cast params as the model computes with them: compute dtype, f32 for what is kept."""
+        """Cast params to ``compute_dtype``, or to f32 where ``keep_f32`` matches their path."""
         if self.only_matmuls:
             return _cast(params, jnp.dtype(jnp.float32))
 
@@ -90,13 +90,13 @@ class Policy:
         return jax.tree_util.tree_map_with_path(cast, params)
 
     def store_params(self, params: PyTree) -> PyTree:
-        """Cast params as they are stored: ``param_dtype``; fp8 metadata of Flax stays unchanged."""
+        """Cast params to ``param_dtype``; leave the fp8 metadata of Flax unchanged."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: x if trees.overwritten(path) else _cast(x, self.param_dtype), params
         )
 
     def cast_inputs(self, tree: PyTree) -> PyTree:
-        """Cast floating inputs to the dtype that the model starts from."""
+        """Cast floating inputs to the dtype in which the model begins to compute."""
         return _cast(tree, jnp.dtype(jnp.float32) if self.only_matmuls else self.compute_dtype)
 
     def cast_output(self, tree: PyTree) -> PyTree:
@@ -104,10 +104,10 @@ class Policy:
         return _cast(tree, self.output_dtype)
 
     def compute(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn(params, *inputs, **others)`` with params and inputs cast, its result left as it is.
+        """Return ``fn(params, *inputs, **others)`` with params and inputs cast before the call.
 
-        The casts are inside, so gradients with respect to the params arrive in the params' own
-        dtype. Keyword arguments (keys, model state, flags) pass untouched.
+        The casts are part of the function, so gradients have the dtypes of the given params.
+        Keyword arguments (keys, model state, flags) and the result stay unchanged.
         """
         inner = autocast(fn, self.compute_dtype) if self.only_matmuls else fn
 
@@ -120,21 +120,22 @@ class Policy:
     def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of params and inputs that follows this policy.
 
-        Under a kept norm JAX's promotion carries f32 on into the next layer; a Flax model says its
-        dtype layer by layer: use ``boostax.precision.flax.apply_policy`` for it.
+        The result of a norm that is kept in f32 is f32, and JAX's promotion then computes the next
+        layer in f32 too. A Flax model has a dtype per layer: for it, use
+        ``boostax.precision.flax.apply_policy``.
 
         Args:
           fn: ``fn(params, *inputs, **others)``; see ``compute``.
 
         Returns:
-          A function of the same signature; floating results in ``output_dtype``.
+          A function of the same signature, with floating results in ``output_dtype``.
         """
         inner = self.compute(fn)
         return functools.wraps(fn)(lambda *args, **kwargs: self.cast_output(inner(*args, **kwargs)))
 
 
-def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
-    """Make a policy by level or by dtypes.
+def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
+    """Make a policy from a level or from dtypes.
 
     ===== =========================================== ==============================
     level computes in ``dtype``                       keeps in f32
@@ -169,8 +170,8 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
-    if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(checks.message(who, "spec", "a level or dtypes", spec, hint))
+    named = isinstance(spec, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    checks.require(who, "spec", spec, "a level or dtypes", named, hint, TypeError)
     f32: np.dtype[Any] = jnp.dtype(jnp.float32)
     levels = {
         "O0": Policy(),
@@ -191,12 +192,12 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
 
 
 def as_policy(who: str, value: Policy | str | None) -> Policy | None:
-    """Return a policy by itself or by name; ``None`` for none."""
+    """Return the policy that a user gave as an object or by name; ``None`` for ``None``."""
     if value is None or isinstance(value, Policy):
         return value
-    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        hint = "Try boostax.policy('O2')."
-        raise TypeError(checks.message(who, "policy", "a Policy or its name", value, hint))
+    named = isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    hint = "Try boostax.policy('O2')."
+    checks.require(who, "policy", value, "a Policy or its name", named, hint, TypeError)
     return policy(value)
 
 
@@ -204,11 +205,8 @@ def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
     """Cast real floating leaves; integers, keys and complex leaves stay unchanged."""
 
     def cast(x: Any) -> Any:
-        is_real = jnp.issubdtype(jnp.result_type(x), jnp.floating) if _is_number(x) else False
-        return jnp.asarray(x, dtype) if is_real else x
+        number = isinstance(x, (jax.Array, np.ndarray, np.generic, float))
+        real = number and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return jnp.asarray(x, dtype) if real else x
 
     return jax.tree.map(cast, tree)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, float))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Skip a step whose gradient is far above what is usual: a rule of ``boostax.gate``.
+r"""Skip steps whose gradient norm is far above the usual: a rule of ``boostax.gate``.
 
-The rule makes a *limit* :math:`l` of the gradients' norms before, and a norm above it is a spike.
-Only what was accepted enters the statistics. Skip steps that record all values (OLMo-core,
-Levanter, MaxText) widen their limit with every spike, and one NaN refuses every step until it has
-left the window.
+The norms accepted before determine a limit, and a norm above the limit is a spike. Refused norms do
+not enter the statistics. The skip steps of OLMo-core, Levanter and MaxText record all norms: every
+spike widens their limit, and one NaN refuses every step until it has left the window.
 
 References:
   Chowdhery et al., PaLM: Scaling Language Modeling with Pathways,
@@ -18,25 +17,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, said, trees
+from boostax._core import axes, checks, gate, said, trees
 from boostax._core.describe import Holds, first_line
-from boostax._core.gate import Pending, counted
 from boostax._core.rule import by_rule
 
 PyTree = Any
 _WHO = "skip_spikes"
-# The standard deviation of the normal distribution, in median absolute deviations.
+# The standard deviation of a normal distribution is this many median absolute deviations.
 _NORMAL = 1.4826
 
 
 class SpikesState(NamedTuple):
-    """Statistics that the rule of ``skip_spikes`` keeps; ``own`` of a ``GateState``.
+    """Statistics of ``skip_spikes``, kept as ``own`` of a ``GateState``.
 
     Attributes:
       norms: f32 ``[window]``, the last accepted norms; zero where there is none yet.
       accepted: i32, how many were accepted since the start.
       value: f32, the norm of the last call.
-      limit: f32, the limit that it was held to; infinite before half a window of norms.
+      limit: f32, the limit for that norm; infinite until half a window of norms was accepted.
       spikes: i32, calls that were refused since the start.
       spikes_in_a_row: i32, calls refused since the last one that ran.
     """
@@ -52,8 +50,8 @@ class SpikesState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``.
 
-        ``spike_reason`` is 0 for a call that was taken, 2 for one refused as it was over the limit,
-        3 for one refused as it was not finite.
+        ``spike_reason`` is 0 if the last call ran, 2 if its norm exceeded the limit, 3 if its norm
+        was not finite.
         """
         why = jnp.where(jnp.isfinite(self.value), jnp.where(self.value > self.limit, 2, 0), 3)
         found = {"spike_value": self.value, "spike_limit": self.limit, "spike_reason": why}
@@ -61,7 +59,7 @@ class SpikesState(NamedTuple):
 
 
 def _middle(values: jax.Array, known: jax.Array) -> jax.Array:
-    """Return the median of the values that are known."""
+    """Return the median of the known values."""
     ordered = jnp.sort(jnp.where(known, values, jnp.finfo(jnp.float32).max))
     count = jnp.maximum(jnp.sum(known), 1)
     return 0.5 * ordered[(count - 1) // 2] + 0.5 * ordered[count // 2]
@@ -79,8 +77,8 @@ def _sigma(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
     return centre, jnp.sqrt(variance)
 
 
-def _norm(grads: Pending, names: tuple[str, ...]) -> jax.Array:
-    """Return the root of the replicas' mean squared norm, with no derivative."""
+def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
+    """Return the root mean square of the replicas' norms, without a derivative."""
     leaves = jax.tree.leaves(jax.lax.stop_gradient(grads.value()))
     squares = [jnp.sum((g * g.conj()).real).astype(jnp.float32) for g in leaves]
     total = axes.sum_over_shards(squares, names, jnp.float32)
@@ -97,34 +95,34 @@ def skip_spikes(
     window: int = 128,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner`` unless the norm of the gradient is far above those that it accepted before.
+    r"""Run ``inner`` unless the gradient norm is far above the norms accepted before.
 
     .. math::
       \text{run} = \text{finite}(v) \text{ and } v \le c + k \max(d,\ \text{floor}\,|c|)
 
     with :math:`v` the global norm, and centre :math:`c` and spread :math:`d` of the last ``window``
     accepted norms: the median and 1.4826 times the median absolute deviation, or the mean and the
-    (uncorrected) standard deviation. Half of a window may be spikes without moving the median much.
+    (uncorrected) standard deviation. Even if half of a window are spikes, the median moves little.
 
-    A refused step leaves ``inner``, the params and the statistics bit for bit as they were. It
-    never gives in: where the usual value itself has moved above the limit, every step is refused;
-    ``spikes_in_a_row`` of ``boostax.metrics`` tells. On record a constant clip of the norm does as
-    well: try that first.
+    A refused step leaves ``inner``, the params and the statistics unchanged, bit for bit. There is
+    no limit to refusals in a row: if the usual norm itself rises above the limit, every step is
+    refused. Watch ``spikes_in_a_row`` of ``boostax.metrics``. On record a constant clip of the norm
+    does as well: try that first.
 
-    Around a window it judges every micro-step, inside one every window. It stands inside a loss
-    scaler, whose scale would else be in the gradients:
-    ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. A rule of your own, by the loss
-    say, is some lines of ``boostax.gate``.
+    Around a window the rule judges every micro-step, inside a window the sum of each window. Put it
+    inside a loss scaler, because the gradients outside are multiplied by the scale:
+    ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. ``boostax.gate`` takes a rule
+    of your own, by the loss for example.
 
     Args:
       inner: the optimizer; it sees f32 (or wider) gradients and params.
-      rule: ``"median"``, or ``"sigma"``: the skip step of OLMo-core, Levanter and MaxText, but that
-        these record refused values as well.
+      rule: ``"median"``, or ``"sigma"``: the rule of OLMo-core, Levanter and MaxText, except that
+        these record refused norms too.
       k: how many spreads above the centre, > 0.
       floor: the least spread, as a share of the centre.
-      window: accepted norms in the ring; there is no limit before half of them.
+      window: number of norms kept; there is no limit until half of them are accepted.
       axis_name: replica axis (or axes). Gradients must then be *local*: see
-        ``boostax.train.local_params``; the norm is the root of the mean of their squared norms.
+        ``boostax.train.local_params``; the norm is the root mean square of the replicas' norms.
 
     Returns:
       A gate whose state has a ``SpikesState``. Cost: 4 bytes for each of ``window``, and 25; one
@@ -133,8 +131,8 @@ def skip_spikes(
 
     Raises:
       ValueError, TypeError: an argument out of range; at ``init``, a loss scaler inside; at trace
-        time, already reduced gradients, an unbound axis, or a decision that replicas could take
-        differently.
+        time, already reduced gradients, an unbound axis, or a decision on which replicas could
+        differ.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -155,31 +153,25 @@ def skip_spikes(
     checks.require(_WHO, "window", window, "at least 2", window >= 2, "One value has no spread.")
     names = axes.canonical(_WHO, axis_name)
 
-    def first(params: PyTree) -> SpikesState:
-        del params
+    def first(_: PyTree) -> SpikesState:
         scalars = (jnp.zeros((), kind) for kind in ("i4", "f4", "f4", "i4", "i4"))
         return SpikesState(jnp.zeros(window, jnp.float32), *scalars)
 
-    def judge(grads: Pending, own: SpikesState, params: PyTree) -> tuple[jax.Array, SpikesState]:
-        del params
+    def judge(grads: gate.Pending, own: SpikesState, _: PyTree) -> tuple[jax.Array, SpikesState]:
         value, places = _norm(grads, names), jnp.arange(window)
         measure = _median if rule == "median" else _sigma
         centre, spread = measure(own.norms, places < own.accepted)
         limit = centre + k * jnp.maximum(spread, floor * jnp.abs(centre))
         limit = jnp.where(own.accepted >= max(window // 2, 2), limit, jnp.inf)
         ok = jnp.isfinite(value) & (value <= limit)
-        return ok, SpikesState(
-            jnp.where(ok & (places == own.accepted % window), value, own.norms),
-            counted(own.accepted, ok),
-            value,
-            limit,
-            counted(own.spikes, ~ok),
-            jnp.where(ok, 0, counted(own.spikes_in_a_row, ~ok)),
-        )
+        norms = jnp.where(ok & (places == own.accepted % window), value, own.norms)
+        accepted, spikes = gate.counted(own.accepted, ok), gate.counted(own.spikes, ~ok)
+        in_a_row = jnp.where(ok, 0, gate.counted(own.spikes_in_a_row, ~ok))
+        return ok, SpikesState(norms, accepted, value, limit, spikes, in_a_row)
 
     tx = by_rule(_WHO, inner, judge, first, names, first_line(skip_spikes))
 
-    def init_fn(params: PyTree) -> Any:
+    def init_fn(params: PyTree) -> optax.OptState:
         state = tx.init(params)
         got = [type(node).__name__ for node in trees.telling(state, "known_by")]
         hint = "Its scale is still in the gradients: dynamic_loss_scale(skip_spikes(...))."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer whose params and state are stored in fewer bytes, and computed in f32."""
+"""A wrapper that stores the params and the state of an optimizer in fewer bytes."""
 
 import fnmatch
 import functools
@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, gate, placement, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
-from boostax._core.placement import settled
 from boostax._core.replicas import ByBlock, is_per_replica
 from boostax.precision import formats
 from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
@@ -22,6 +20,8 @@ PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
 Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
+# Params (or updates) and their low bits, codes and scales of the state.
+Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
 _WHO = "store"
 
 
@@ -29,28 +29,29 @@ class StoreState(NamedTuple):
     """State of ``store``.
 
     Attributes:
-      steps: i32, steps taken: from them the noise of rounding is drawn.
-      inner_state: state of the inner transformation, codes in the place of the arrays stored low.
-      scales: f32 by blocks, of the state's arrays by their field: a ``ByBlock`` of a tree like the
-        params.
-      low: i16, what bf16 params lack, like the params; ``()`` but for ``"remainder"``.
+      steps: i32, steps taken, the seed of the rounding noise.
+      inner_state: state of the inner transformation, with codes for the arrays that are stored low.
+      scales: for each field of the state, a ``ByBlock`` of a tree like the params with the f32
+        scales of its arrays, one per block.
+      low: i16, a tree like the params: the 16 bits that bf16 params lack of f32; ``()`` unless
+        ``params="remainder"``.
     """
 
     steps: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
     scales: dict[str, ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
 
-def _is_store(node: Any) -> bool:
+def _is_store(node: object) -> bool:
     return isinstance(node, StoreState)
 
 
 def widened(opt_state: PyTree) -> PyTree:
-    """Return a state with all that is stored in fewer bits in f32, and no scales."""
+    """Return a state whose arrays are decoded to f32, without scales."""
 
-    def wide(node: Any) -> Any:
+    def wide(node: PyTree) -> PyTree:
         if not _is_store(node):
             return node
         return node._replace(inner_state=_decoded(node.inner_state, node.scales), scales={})
@@ -59,13 +60,12 @@ def widened(opt_state: PyTree) -> PyTree:
 
 
 def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
-    """Return a state that was widened, in the formats of another one."""
+    """Return a state from ``widened``, encoded in the formats of the state ``like``."""
 
-    def narrow(old: Any, node: Any) -> Any:
+    def narrow(old: PyTree, node: PyTree) -> PyTree:
         if not _is_store(old):
             return node
-        steps, wide = node.steps, node.inner_state
-        codes, scales = _encoded(wide, old.inner_state, old.scales, steps)
+        codes, scales = _encoded(node.inner_state, old.inner_state, old.scales, node.steps)
         return node._replace(inner_state=codes, scales=scales)
 
     return jax.tree.map(narrow, like, opt_state, is_leaf=_is_store)
@@ -80,28 +80,28 @@ def store(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep bf16 params and the state of ``inner`` in fewer bytes, and compute in f32.
 
-    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes again,
-    rounding up or down at random, so that the mean is kept:
+    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes the results.
+    They are rounded up or down at random, so that the mean is kept:
 
     .. math::
       u, m' = \text{inner}(g, D(m), D(p)), \qquad
       p \leftarrow E(D(p) + u), \quad m \leftarrow E(m'), \qquad \mathbb{E}[D(E(x))] = x.
 
-    Rounded to the nearest, a bf16 param does not move for an update of less than a 512th of it, and
-    a second moment that decays by a thousandth stands still for good. The noise is a hash of the
-    element's index, the leaf and the steps taken: a skipped step leaves it, a resumed run and any
-    placement draw it again.
+    With rounding to nearest, an update of less than a 512th of a bf16 param would not change the
+    param, and a second moment that decays by a thousandth would never change again. The noise is a
+    hash of the element's index, the leaf's path and the steps taken. So a skipped step does not
+    change it, and a resumed run or another placement draws the same noise.
 
-    Put it around the optimizer itself, inside all gates. A window has a dtype of its own,
+    Put it directly around the optimizer, inside all gates. A window has a dtype of its own:
     ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
     rounding="stochastic")``.
 
     ============== ===== ==========================================================================
     ``params``     bytes what
     ============== ===== ==========================================================================
-    ``None``       as is as they are given, rounded to the nearest
+    ``None``       as is in the given dtype, rounded to nearest
     "stochastic"   2     bf16, rounded at random
-    "remainder"    4     bf16 and the 16 bits that it lacks of f32: f32 masters bit for bit
+    "remainder"    4     bf16 and the 16 bits it lacks of f32: f32 masters, exact in every bit
     ============== ===== ==========================================================================
 
     ============== ===== ==========================================================================
@@ -114,28 +114,30 @@ def store(
                          octaves), 127 with them
     ============== ===== ==========================================================================
 
-    A block has 128 elements or a little more along the array's own dimensions, so codes and scales
-    are sharded like it.
+    A block has 128 elements or a few more along the array's own dimensions, so codes and scales
+    are sharded like the array.
 
     Args:
-      inner: the optimizer, without gates; it sees f32 gradients, params and state.
-      params: how bf16 params are stored; others are left alone. Make them bf16 before ``init``.
-      moments: how the f32 arrays of the state are stored that belong to a param and are shaped like
-        it: one format, or one for each pattern of the state's field,
-        ``{"*mu": "int8", "*nu": "log8"}``, the first that matches; what none matches stays f32.
-      least: arrays of fewer elements stay f32, as norms and biases do.
+      inner: the optimizer, without gates; it receives f32 gradients, params and state.
+      params: how bf16 params are stored; others stay unchanged. Cast params to bf16 before
+        ``init``.
+      moments: how those f32 arrays of the state are stored that belong to a param and have its
+        shape. Either one format for all, or a format for each pattern of the state's field,
+        ``{"*mu": "int8", "*nu": "log8"}``: the first match counts, and a field without a match
+        stays f32.
+      least: arrays with fewer elements, such as norms and biases, stay f32.
 
     Returns:
-      A gate that never holds anything back, with a ``StoreState``. Cost: bytes as above, and for 8
-      bits 4 more for each block; decoding and encoding of each element stored; one array in
-      f32 at a time beside the donated ones, through ``boostax.apply_gradients``. The pure
-      ``update`` gives updates in the dtype of the params: after a step of more than 256 units in
-      the last place ``params + updates`` may be the neighbour of what was drawn.
+      A gate that never holds a step back, with a ``StoreState``. Cost: bytes as above, and 4 per
+      block for 8-bit formats; decoding and encoding of each stored element; one f32 array at a time
+      beside the donated ones, through ``boostax.apply_gradients``. The pure ``update`` returns
+      updates in the dtype of the params: after a step of more than 256 units in the last place,
+      ``params + updates`` may be a neighbour of the number that was drawn.
 
     Raises:
-      ValueError, TypeError: ``inner`` is no transformation, or has a gate; a format that there is
-        not; at ``init``, ``params`` given and no bf16 param, or a pattern that matches nothing; at
-        trace time, in a ``shard_map`` of yours, 8-bit arrays sharded along dimensions with blocks.
+      ValueError, TypeError: ``inner`` is no transformation, or has a gate; an unknown format; at
+        ``init``, ``params`` is given and no param is bf16, or a pattern matches nothing; at trace
+        time, in a ``shard_map`` of your own, 8-bit arrays sharded along dimensions with blocks.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -155,17 +157,16 @@ def store(
     """
     tx, kind = checks.transformation(_WHO, "inner", inner), params
     if params is not None:
-        hint = "'stochastic' has 2 bytes a param, 'remainder' exact f32 masters."
+        hint = "'stochastic' takes 2 bytes a param, 'remainder' keeps exact f32 masters."
         checks.choice(_WHO, "params", params, ("stochastic", "remainder"), hint)
-    rules: dict[str, Moments] = {}
-    if moments is not None:
-        rules = dict(moments) if isinstance(moments, Mapping) else {"*": moments}
-    for each in rules.values():
-        checks.choice(_WHO, "moments", each, tuple(formats.FORMATS), "None keeps f32.")
+    by_field = {} if moments is None else moments
+    rules: dict[str, Moments] = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
+    for name in rules.values():
+        checks.choice(_WHO, "moments", name, tuple(formats.FORMATS), "None keeps f32.")
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
-        inner_state = init_optimizer(_WHO, tx, params)
+        inner_state = gate.init_optimizer(_WHO, tx, params)
         if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
             allowed = "None where no param is bf16"
             hint = (
@@ -179,7 +180,7 @@ def store(
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         _require_blocks(state)
@@ -190,19 +191,19 @@ def store(
         turns = _turns(params, least, (old, rest))
         (value, low), (codes, scales) = leaf_by_leaf(written, state.steps >= 0, old, rest, turns)
         steps = jnp.asarray(optax.safe_increment(state.steps))
-        return (settled(value) if apply else value), StoreState(steps, codes, scales, low)
+        return (placement.settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
-    return gated(init_fn, step_fn, nothing_held)
+    return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
 def masters(params: PyTree, opt_state: PyTree) -> PyTree:
-    """Return the params as the optimizer has them: in f32, with what bf16 ones lack.
+    """Return the params that the optimizer sees: f32, with the bits that bf16 params lack.
 
-    For evaluation, export, and ``migrate_state`` out of ``store``.
+    Use it for evaluation, for export, and before ``migrate_state`` to a chain without ``store``.
 
     Args:
-      params: those that are trained.
-      opt_state: their state; ``store`` may be nested anywhere in it.
+      params: the trained params.
+      opt_state: their optimizer state; ``store`` may be nested anywhere in it.
 
     Returns:
       A tree like the params, in f32 or wider.
@@ -215,39 +216,40 @@ def masters(params: PyTree, opt_state: PyTree) -> PyTree:
       >>> float(w[0]), float(boostax.precision.masters(w, state)[0])
       (1.0, 0.999755859375)
     """
-    found = trees.find(opt_state, lambda node: isinstance(node, StoreState))
+    found = trees.find(opt_state, _is_store)
     return _masters(params, found[0].low) if found else trees.at_least_float32(params)
 
 
 def _masters(params: PyTree, low: PyTree) -> PyTree:
-    """Return params in f32, with what they lack."""
+    """Return params in f32, with the bits in ``low`` added."""
     if not jax.tree.leaves(low):
         return trees.at_least_float32(params)
 
-    def whole(p: jax.Array, low: Any) -> jax.Array:
+    def whole(p: jax.Array, low: jax.Array | tuple[()]) -> jax.Array:
         return trees.at_least_float32(p) if isinstance(low, tuple) else formats.joined(p, low)
 
     return jax.tree.map(whole, params, low)
 
 
 def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
-    """When each array is written, by the param in the end of its path: params before their state.
+    """Return the turn in which each array is written: each param, then the fields of its state.
 
-    Small ones are one leaf. Of the state of a leaf each field has its turn. What each replica has
-    of its own is written with the collectives: a turn that waits for it would differ by replica.
+    The param is found by the end of the array's path. All small params together are one leaf.
+    Per-replica arrays are written with the collectives: a branch that waited for one of them would
+    have a condition that differs by replica.
     """
     owners = {path: jnp.size(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     large = [path for path, size in owners.items() if size >= least]
     numbers = {path: number + 1 for number, path in enumerate(large)}
     fields: dict[str, int] = {}
 
-    def turn(path: Path, x: Any) -> PyTree:
+    def turn(path: Path, x: PyTree) -> PyTree:
         if is_per_replica(x):
             return jax.tree.map(lambda _: Turn(COMMON), x)
         start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
         if start is None or not jnp.ndim(x):
             return Turn(COMMON)
-        # The tree is ((params, what they lack), (codes, scales)) and what is only read.
+        # The tree is ((params, low), (codes, scales)), followed by arrays that are only read.
         of_state = [getattr(key, "idx", None) for key in path[:2]] == [0, 1]
         # Scales are written with their codes.
         scales = of_state and path[2].idx == 1
@@ -260,50 +262,50 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
 
 def _written(
     tx: optax.GradientTransformationExtraArgs,
-    params: Params | None,
+    kind: Params | None,
     apply: bool,
     extra: dict[str, Any],
-    old: tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]],
-    given: PyTree,
-    grads: Pending,
+    old: Stored,
+    params: PyTree,
+    grads: gate.Pending,
     steps: jax.Array,
-) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Return new params, or the updates that make them, and their rest; codes and scales."""
+) -> Stored:
+    """Return new params (``apply``) or updates and their low bits, then codes and scales."""
     (value, low), (codes, scales) = old
-    given = value if apply else given
-    masters = _masters(given, low)
+    params = value if apply else params
+    masters = _masters(params, low)
     updates, inner_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
 
-    def write(path: Path, p: jax.Array, wide: jax.Array, update: Any) -> tuple[Any, Any]:
-        if params is None or not _is_low(p):
+    def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> tuple[Any, Any]:
+        if kind is None or not _is_low(p):
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
-        exact = params == "remainder"
+        exact = kind == "remainder"
         seed = formats.seed_of(steps, path)
         new = formats.split(wide)[0] if exact else formats.to_bfloat16(wide, seed)
         moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
-        # What apply_updates makes of the update has a rest of its own.
+        # Without ``apply``, the low bits are those of ``p + update``, which the caller computes.
         value, stored = (new, new) if apply else (moved, p + moved)
         return value, formats.rest(wide, stored) if exact else ()
 
     wide = optax.apply_updates(masters, updates)
-    both = jax.tree_util.tree_map_with_path(write, given, wide, updates)
-    value, lacks = (jax.tree.map(lambda _, pair, i=i: pair[i], given, both) for i in (0, 1))
-    low = lacks if jax.tree.leaves(low) else low
+    both = jax.tree_util.tree_map_with_path(write, params, wide, updates)
+    value, rest = (jax.tree.map(lambda _, pair, i=i: pair[i], params, both) for i in (0, 1))
+    low = rest if jax.tree.leaves(low) else low
     return (value, low), _encoded(inner_state, codes, scales, steps)
 
 
-def _is_low(x: Any) -> bool:
+def _is_low(x: jax.Array) -> bool:
     return jnp.result_type(x) == jnp.bfloat16
 
 
-def _no_rest(p: Any) -> Any:
+def _no_rest(p: jax.Array) -> jax.Array | tuple[()]:
     return jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()
 
 
 def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
 ) -> tuple[PyTree, dict[str, ByBlock]]:
-    """Return the codes of a new state, and their scales: a tree like the params for each field."""
+    """Return the codes of a new state, and for each field a tree like the params with scales."""
     owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
@@ -312,7 +314,7 @@ def _first(
         fields[field] = next((rule for rule in rules if fnmatch.fnmatch(field, rule)), None)
         return fields[field]
 
-    def stored(path: Path, x: Any) -> Any:
+    def stored(path: Path, x: jax.Array) -> jax.Array:
         if _is_placeholder(params, x):
             rule_of(trees.path_name(path))
             return x
@@ -342,39 +344,37 @@ def _first(
     return codes, {field: of(field) for field in sorted(scaled)}
 
 
-def _is_placeholder(params: PyTree, node: Any) -> bool:
-    """Whether it stands for the params, as ``optax.tree_map_params`` has it: without a leaf."""
+def _is_placeholder(params: PyTree, node: PyTree) -> bool:
+    """Return whether ``node`` is a placeholder that ``optax.tree_map_params`` puts for params."""
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
 def _by_field(scales: dict[str, ByBlock]) -> dict[Any, jax.Array]:
-    """Return the scale of each array by the array's field and the path of its param."""
+    """Return the scale of each array, keyed by the array's field and the path of its param."""
     pairs = jax.tree_util.tree_leaves_with_path(scales)
     return {(path[0].key, path[2:]): scale for path, scale in pairs}
 
 
 def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
-    """Return the state as ``inner`` has it."""
+    """Return the state in f32, as ``inner`` receives it."""
     table = _by_field(scales)
 
-    def whole(path: Path, codes: jax.Array) -> jax.Array:
-        key, made = _key(table, path), formats.format_of(codes)
-        if made is None or (made.scaled and key is None):
-            return codes
-        return made.decode(codes, table.get(key))
+    def decoded(path: Path, codes: jax.Array) -> jax.Array:
+        key, kind = _coding(table, path, codes)
+        return codes if kind is None else kind.decode(codes, table.get(key))
 
-    return jax.tree_util.tree_map_with_path(whole, state)
+    return jax.tree_util.tree_map_with_path(decoded, state)
 
 
 def _require_blocks(state: StoreState) -> None:
-    """Refuse shards of which the scales are not those of their blocks, where that can be seen.
+    """Refuse shards whose blocks do not match the scales, as far as types show it.
 
-    One block along what is cut has one scale for all its shards: where types are not tracked, each
-    device would write its own in the place of it.
+    If a block is sharded, all its shards share one scale. Without JAX's tracking of types, each
+    device would overwrite it with a scale of its own.
     """
     table = _by_field(state.scales)
     for path, codes in jax.tree_util.tree_leaves_with_path(state.inner_state):
-        key = _key(table, path)
+        key, _ = _coding(table, path, codes)
         if key is None:
             continue
         blocks, scales = formats.Blocks.of(codes.shape).sizes[::2], table[key]
@@ -390,23 +390,25 @@ def _require_blocks(state: StoreState) -> None:
 def _encoded(
     state: PyTree, like: PyTree, scales: dict[str, ByBlock], steps: jax.Array
 ) -> tuple[PyTree, dict[str, ByBlock]]:
-    """Return the state in the formats of an older one."""
+    """Return the codes and scales of a state, in the formats of the codes ``like``."""
     table, found = _by_field(scales), dict[Any, Any]()
 
-    def stored(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
-        key, made = _key(table, path), formats.format_of(old)
-        if made is None or (made.scaled and key is None):
+    def encoded(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
+        key, kind = _coding(table, path, old)
+        if kind is None:
             return new
-        wide = new.astype(jnp.float32)
-        codes, found[key] = made.encode(wide, formats.seed_of(steps, path))
+        codes, found[key] = kind.encode(new.astype(jnp.float32), formats.seed_of(steps, path))
         return codes
 
-    codes = jax.tree_util.tree_map_with_path(stored, like, state)
+    codes = jax.tree_util.tree_map_with_path(encoded, like, state)
     scale = lambda path, _: found[path[0].key, path[2:]]  # noqa: E731
     return codes, jax.tree_util.tree_map_with_path(scale, scales)
 
 
-def _key(table: dict[Any, jax.Array], path: Path) -> tuple[str, Path] | None:
-    """Return the key of the scale of the array at a path of the state."""
+def _coding(
+    table: dict[Any, jax.Array], path: Path, codes: jax.Array
+) -> tuple[tuple[str, Path] | None, formats.Format | None]:
+    """Return the key of an array's scale, and the array's format; either may be ``None``."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
-    return next((key for key in keys if key in table), None)
+    key, kind = next((key for key in keys if key in table), None), formats.format_of(codes)
+    return key, None if kind is None or (kind.scaled and key is None) else kind

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from boostax._core.late import late as _late
 from boostax.reduce.adasum import adasum as adasum
+from boostax.reduce.adasum import adasum_delta as adasum_delta
 from boostax.reduce.codec import Codec as Codec
 from boostax.reduce.codec import Late as Late
 from boostax.reduce.codec import Message as Message
 from boostax.reduce.codec import PerLeaf as PerLeaf
 from boostax.reduce.codec import staged as staged
-from boostax.reduce.delta import adasum_delta as adasum_delta
 from boostax.reduce.feedback import compress as compress
 from boostax.reduce.local import local_updates as local_updates
+from boostax.reduce.local import partial_average as partial_average
 from boostax.reduce.low_rank import power_sgd_reduce as power_sgd_reduce
 from boostax.reduce.mean import all_reduce as all_reduce
-from boostax.reduce.partial import partial_average as partial_average
 from boostax.reduce.quantized import int8_reduce as int8_reduce
 from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdaSum: a reduction that adds orthogonal gradients and averages parallel ones."""
+"""AdaSum: a reduction that adds orthogonal gradients and averages parallel ones.
+
+``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers, one
+on each replica or server of replicas.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,16 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
+from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange, pairwise
-from boostax.reduce.codec import Arrays, Names
-from boostax.reduce.exchange import Parcel
+from boostax.reduce.codec import Arrays, Names, PyTree
+from boostax.reduce.exchange import Chunk
+from boostax.reduce.mean import server_mean
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
-PyTree = Any
 Scope = Literal["leaf", "tree"]
 
 
@@ -26,16 +32,16 @@ class AdasumState(NamedTuple):
 
     Attributes:
       orthogonality: f32 scalar, ``|sum_r g_r|**2 / sum_r |g_r|**2`` over all leaves: 1 for
-        orthogonal gradients, the number of replicas for parallel ones, 0 where they cancel. NaN
+        orthogonal gradients, the number of replicas for parallel ones, 0 where they cancel, -1
         before the first step.
-      leaf_orthogonality: the same for each leaf, a tree like the params; or ``None``.
+      leaf_orthogonality: a tree like the params with the same number for each leaf, or ``None``.
     """
 
     orthogonality: jax.Array
     leaf_orthogonality: PyTree
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         leaves = trees.named(self.leaf_orthogonality)
         by_name = {f"orthogonality/{name}": leaf for name, leaf in leaves}
         return {"orthogonality": self.orthogonality, **by_name}
@@ -48,7 +54,7 @@ def adasum(
     within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
     bucket_bytes: int | None = None,
     leaf_metrics: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -60,12 +66,12 @@ def adasum(
       A(a, b) = \Bigl(1 - \frac{a \cdot b}{2 \|a\|^2}\Bigr) a
               + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b,
 
-    each leaf by itself: orthogonal ones add, parallel ones average, equal ones give themselves
+    leaf by leaf: orthogonal gradients add, parallel ones average, and equal ones give themselves
     bit for bit. More than two are combined as a tree, neighbours first, ((0,1),(2,3)); an odd one
-    out passes up. So the learning rate of a single replica stays the right one as their number
-    grows; see ``docs/cards/adasum.md`` for when that pays and when it does not.
+    out passes up. So the learning rate of a single replica stays right for any number of replicas;
+    ``docs/cards/adasum.md`` says when that pays and when it does not.
 
-    Stands where a mean would, first in the inner chain: ``chain(adasum("data"), clip, adamw)``.
+    It stands where a mean would, first in the inner chain: ``chain(adasum("data"), clip, adamw)``.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``; its
@@ -73,23 +79,23 @@ def adasum(
       within: axes whose replicas are averaged first: the fast links of a node or a pod. Only
         ``1 / size(within)`` of the bytes then cross ``axis_name``.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
-        summed over them. Leaves that are equal over them are not disturbed.
+        summed over them. Leaves that are equal over them stay right.
       scope: ``"leaf"``, or ``"tree"`` for one pair of coefficients for all leaves together.
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
-        every leaf travels with a power of two of its own, so that nothing overflows.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together; ``None``
-        packs those below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together. Others
-        travel each in its own shape.
+        every leaf travels with a power of two of its own, so nothing overflows.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together;
+        ``None`` packs leaves below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together.
+        Each other leaf travels in its own shape.
       leaf_metrics: record the orthogonality of each leaf too.
 
     Returns:
-      A transformation with an ``AdasumState``. Reduced in f32 or wider, cast back to the dtype of
-      the gradients. A leaf with a NaN anywhere becomes NaN. Integer leaves raise; a single replica
+      A transformation with an ``AdasumState``. Gradients are combined in f32 or wider and cast back
+      to their dtype. A leaf with a NaN anywhere becomes NaN. Integer leaves raise; a single replica
       gets its own gradient back. Cost: an all-to-all and an all-gather of each leaf, and of each
-      pack of small ones, together the bytes of a ring all-reduce; for all, one gather of 4 bytes a
+      pack of small leaves, together the bytes of a ring all-reduce; once, one gather of 4 bytes a
       leaf and ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4
       bytes a leaf with ``within`` or ``shard_axes``, and another on the way back in f16. Compiled
-      for TPU v5e, a train step of 67 M params takes 1.73 of the cycles of a mean's.
+      for TPU v5e, a train step of 67 M params takes 1.73 times the cycles of a step with a mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -116,7 +122,6 @@ def adasum(
     wanted = Options(*how).checked(who, names)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del state, params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
@@ -127,7 +132,7 @@ def adasum(
 
 
 class Options(NamedTuple):
-    """The arguments of ``adasum`` that say how."""
+    """The arguments of ``adasum`` besides the axes of the replicas."""
 
     shards: Any
     scope: Scope
@@ -136,28 +141,27 @@ class Options(NamedTuple):
     leaf_metrics: bool
 
     def init(self, params: PyTree) -> AdasumState:
-        """Nothing is known yet."""
+        """Return the state before the first step: -1 stands for unknown."""
         unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
-        each = jax.tree.map(unknown, params) if self.leaf_metrics else None
-        return AdasumState(unknown(None), each)
+        by_leaf = jax.tree.map(unknown, params) if self.leaf_metrics else None
+        return AdasumState(unknown(None), by_leaf)
 
     def checked(self, who: str, names: Names) -> "Options":
-        """Return them as axes, dtypes and numbers; ``names`` are the axes of the replicas."""
+        """Check the arguments; return them as axes, dtypes and numbers.
+
+        Args:
+          who: the transformation, for errors.
+          names: the axes of the replicas.
+        """
         shards = axes.canonical(who, self.shards)
         hint = "The paper combines leaf by leaf."
         checks.choice(who, "scope", self.scope, ("leaf", "tree"), hint)
         wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
         twice = sorted({name for name in names + shards if (names + shards).count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"{who}: axis_name, within and shard_axes must be different axes, got "
-                f"{', '.join(map(repr, twice))} twice. within averages first, axis_name is "
-                "combined by AdaSum, shard_axes are those over which single leaves are sharded."
-            )
-        hint = (
-            "A sum over all leaves would count those that are not sharded once for each shard; "
-            "where JAX tracks varying types (check_vma), shard_axes can be left out."
-        )
+        hint = "within averages first, AdaSum combines axis_name, shard_axes shard single leaves."
+        allowed = "different axes, each named once"
+        checks.require(who, "axis_name, within and shard_axes", twice, allowed, not twice, hint)
+        hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
         fits = self.scope == "leaf" or not shards
         checks.require(who, "scope", self.scope, "'leaf' with shard_axes", fits, hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
@@ -165,12 +169,12 @@ class Options(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """What is combined over what.
+    """The two levels of a reduction: AdaSum across servers, a mean inside each.
 
     Attributes:
-      across: the replicas, or servers of some, that AdaSum combines.
-      inside: those of one server.
-      averaged: whether all replicas of a server have the same already.
+      across: axes of the servers, or of the replicas where there are no servers.
+      inside: axes of the replicas of one server.
+      averaged: whether the replicas of a server hold the same updates already.
     """
 
     across: Names
@@ -179,21 +183,21 @@ class Levels(NamedTuple):
 
     @property
     def names(self) -> Names:
-        """All axes."""
+        """Return all axes."""
         return tuple(dict.fromkeys((*self.across, *self.inside)))
 
     @property
     def gathered(self) -> tuple[Names, ...]:
-        """Over what the result is gathered, one after the other, the fastest first."""
+        """Return the axes to gather the result over, one after the other, the fastest first."""
         if isinstance(self.inside, axes.Groups):
             return (self.names,)
         return tuple(filter(None, (self.across, self.inside)))
 
     def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's part of what its server has, along a dimension."""
+        """Return this device's part of its server's array, cut along a dimension."""
         across, inside = axes.size(self.across), axes.size(self.inside)
         slices = exchange.cut(x, across * inside, dim)
-        # Cut in the order in which they are gathered: over servers first, or over all at once.
+        # The order of the slices is that of the gather: over servers first, or over all at once.
         lead = int(isinstance(self.inside, axes.Groups))
         sizes = (across, inside) if lead else (inside, across)
         slices = slices.reshape(*sizes, *slices.shape[1:])
@@ -202,17 +206,17 @@ class Levels(NamedTuple):
 
 
 def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
-    """The AdaSum of a tree, and how parallel its parts were."""
+    """Return the AdaSum of a tree, and a state that says how parallel the replicas' trees were."""
     names, shards = levels.names, wanted.shards
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
-    # Where JAX tracks it, a leaf says itself over which axes it is sharded.
+    # The type of a leaf says over which axes it is sharded, where JAX tracks that.
     others = [axes.varying(leaves[kind[0]]) - frozenset(names) for kind in kinds]
     over = [tuple(sorted(other)) or shards for other in others]
     every = {name for other in over for name in other}
     copies = [axes.size(tuple(every - set(other))) for other in over]
-    own = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
-    sent = [_sent(x, levels, other, wanted) for x, other in zip(own, over, strict=True)]
+    reals = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
+    sent = [_sent(x, levels, other, wanted) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
         return axes.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
@@ -224,39 +228,40 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     buckets = iter([x for row, _ in done for x in row])
     # Empty leaves are not communicated: they are equal on all replicas.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    for kind, real, (parcels, _) in zip(kinds, own, sent, strict=True):
-        part = [next(buckets) for _ in parcels]
-        whole = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
+    for kind, real, (chunks, _) in zip(kinds, reals, sent, strict=True):
+        parts = [next(buckets) for _ in chunks]
+        whole = exchange.delivered(chunks, parts, levels.gathered, wanted.wire, real)
         for i, x in zip(kind, whole, strict=True):
             result[i] = exchange.like(x, leaves[i])
     overall, ratios = _orthogonality(groups, [norms for _, norms in done])
-    each = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
+    known = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
     one = jnp.ones((), jnp.float32)
-    by_leaf = treedef.unflatten([each.get(i, one) for i in range(len(leaves))])
+    by_leaf = treedef.unflatten([known.get(i, one) for i in range(len(leaves))])
     return treedef.unflatten(result), AdasumState(overall, by_leaf if wanted.leaf_metrics else None)
 
 
-def _sent(own: Arrays, levels: Levels, shards: Names, wanted: Options) -> tuple[list[Parcel], Rows]:
-    """Return what travels together, and this device's slice of what every replica has sent."""
+def _sent(
+    leaves: Arrays, levels: Levels, shards: Names, wanted: Options
+) -> tuple[list[Chunk], Rows]:
+    """Return the chunks of leaves, and this device's slice of every replica's chunks."""
     across, inside, wire = levels.across, levels.inside, wanted.wire
     devices = axes.size(inside)
-    parcels = exchange.parcels(own, axes.size(across) * devices, wanted.bucket_bytes)
-    arrays = [parcel.array(own) for parcel in parcels]
-    pairs = list(zip(parcels, arrays, strict=True))
+    chunks = exchange.chunks(leaves, axes.size(across) * devices, wanted.bucket_bytes)
+    arrays = [chunk.array(leaves) for chunk in chunks]
     if levels.averaged:
-        arrays = [levels.slice_inside(x, parcel.dim) for parcel, x in pairs]
+        arrays = [levels.slice_inside(x.array(leaves), x.dim) for x in chunks]
     elif inside and wire is None:
-        arrays = [axes.scatter(x / devices, inside, parcel.dim) for parcel, x in pairs]
+        arrays = [axes.scatter(x.array(leaves) / devices, inside, x.dim) for x in chunks]
     elif inside:
-        near = exchange.exchange(parcels, arrays, inside, wire, (shards,), by_leaf=False)
+        near = exchange.exchange(chunks, arrays, inside, wire, (shards,), by_leaf=False)
         arrays = exchange.mean(near, "before")
     grouped = isinstance(inside, axes.Groups)
     common = (inside, shards) if grouped else (inside + shards,)
-    return parcels, exchange.exchange(parcels, arrays, across, wire, common)
+    return chunks, exchange.exchange(chunks, arrays, across, wire, common)
 
 
 def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
-    """Return it overall, and of every leaf of the groups, from what ``combine_replicas`` found."""
+    """Return the orthogonality overall and of every leaf, from norms of ``combine_replicas``."""
     if not groups:
         return jnp.ones((), jnp.float32), []
     units = [rows.exponents.max(0) for rows in groups]
@@ -269,6 +274,143 @@ def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, li
 
 
 def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:
-    """Return the quotient, in f32; 1 where there is nothing to compare."""
+    """Return the quotient, or 1 where there is nothing to compare."""
     none = of_parts == 0
     return jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts)
+
+
+class AdasumDeltaState(NamedTuple):
+    """State of ``adasum_delta``.
+
+    Attributes:
+      inner_state: a ``PerReplica`` of the inner optimizer's state, one for each replica or for
+        each server.
+      adasum: the ``AdasumState`` of the updates.
+    """
+
+    inner_state: PerReplica
+    adasum: AdasumState
+
+    def servers(self) -> list[PerReplica]:
+        """Return the parts that are equal on all devices of a server, for ``reshard_state``."""
+        return [self.inner_state]
+
+
+@said.reduction
+def adasum_delta(
+    inner: optax.GradientTransformation,
+    axis_name: axes.AxisName | None = None,
+    *,
+    within: axes.AxisName | int | None = None,
+    shard_axes: axes.AxisName | None = None,
+    scope: Scope = "leaf",
+    wire_dtype: DTypeLike | None = None,
+    bucket_bytes: int | None = None,
+    leaf_metrics: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run ``inner`` on every replica's own gradients, and combine the updates by AdaSum.
+
+    .. math::
+      \delta_s = \text{inner}_s\Bigl(\tfrac1w \sum_{r \in s} g_r\Bigr), \qquad
+      u = \operatorname{AdaSum}(\delta_1, \dots, \delta_n)
+
+    ``chain(adasum("data"), adam)`` has one Adam for the combined gradient. Here each replica has an
+    Adam of its own, moments included: Horovod's ``DistributedOptimizer(op=Adasum)``. With
+    ``within`` each server has one, for the mean gradient of its w devices: MindSpore's
+    ``boost.adasum`` with ``device_number``. It stands outermost, around all parts that make an
+    update: ``adasum_delta(chain(clip, adamw(schedule)), "data")``. In short runs with momentum it
+    is weaker than ``adasum``, because the replicas' momenta never agree: see
+    ``docs/cards/adasum.md``.
+
+    Args:
+      inner: an optimizer without collectives over the axes, as a single replica would use it.
+      axis_name: mesh axis, or a tuple of axes, whose replicas, or servers, are combined.
+      within: the devices of a server, over which gradients are averaged before ``inner``: mesh axes
+        (``adasum_delta(adam, "nodes", within="cores")``), or the number of neighbours along
+        ``axis_name`` that make a server (``within=8``; an axis of 8 or fewer is one server).
+      shard_axes: axes over which leaves are sharded.
+      scope: as in ``adasum``, as are the arguments below.
+      wire_dtype: dtype of the updates on the wire.
+      bucket_bytes: size below which leaves are packed.
+      leaf_metrics: record the orthogonality of each leaf too.
+
+    Returns:
+      A transformation with an ``AdasumDeltaState``. Outside the mapped function its inner state has
+      a leading axis of replicas (``stack_replicas``, ``state_specs``), with equal copies for the
+      devices of a server. Cost: that of ``adasum``; every replica holds a whole inner state, which
+      cannot be sharded over the replicas. With ``within``, for w devices in each of n servers and N
+      bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce;
+      if ``within`` is a number, a reduce-scatter and an all-gather), ``N/w (n-1)/n`` between
+      servers, and then the gather of the result. If ``within`` names axes, that gather goes over
+      the servers first, ``N/w (n-1)/n``, then inside, ``N (w-1)/w``. If it is a number, it is one
+      gather over all, ``N (nw-1)/(nw)``, because JAX has no type for a gather over groups that is
+      equal on all.
+
+    Raises:
+      ValueError, TypeError: as ``adasum``; at trace time, a number of replicas that ``within`` does
+        not divide.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data")
+      >>> combine = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> combine(jnp.array([[1.0, 0.0], [0.0, 1.0]]))[0].tolist()
+      [-0.5, -0.5]
+      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data", within=2)  # two servers of two
+      >>> combine(jnp.array([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 4.0]]))[0].tolist()
+      [-1.0, -1.5]
+
+    References:
+      Maleki et al., Scaling Distributed Training with Adaptive Summation,
+      https://arxiv.org/abs/2006.02924, 2020. MindSpore 2.10, ``mindspore/boost/adasum.py``.
+    """
+    who = "adasum_delta"
+    tx = checks.transformation(who, "inner", inner)
+    replicas = axes.required(who, axis_name)
+    if isinstance(within, int):
+        checks.positive_int(who, "within", within, "It is the number of devices of a server.")
+        inside, what = (), f"Run inner on the mean gradient of every {within} neighbours"
+    else:
+        inside = axes.canonical(who, within, "within")
+        what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
+    names = replicas + inside
+    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
+    wanted = Options(*how).checked(who, names)
+
+    def levels() -> Levels:
+        if isinstance(within, int):
+            return Levels(*axes.servers(replicas, within, who), averaged=True)
+        return Levels(replicas, inside, averaged=bool(inside))
+
+    def init_fn(params: PyTree) -> AdasumDeltaState:
+        inner_state = axes.to_varying(tx.init(trees.at_least_float32(params)), replicas)
+        return AdasumDeltaState(PerReplica(inner_state), wanted.init(params))
+
+    @describe("adasum", "adasum", names)
+    def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
+        return combined(deltas, levels(), wanted)
+
+    what = what and f"{what}, and combine the updates by AdaSum"
+
+    @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        trees.require_gradients(updates, who)
+        axes.require_local(updates, names, who)
+        axes.require_bound(wanted.shards, who, "shard_axes")
+        kept, server = state.inner_state.local, levels().inside
+        # An inner state with one copy per server makes updates that are typed equal inside it.
+        varies = frozenset[str]().union(*axes.types(kept))
+        over = (*replicas, *(name for name in inside if name in varies))
+        # The inner optimizer computes in f32 or wider, as inside a gate.
+        own = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
+        wide = trees.at_least_float32(updates)
+        wide = axes.to_varying(server_mean(wide, server), over) if server else wide
+        deltas, inner_state = tx.update(wide, kept, own, **extra)
+        require_like(who, "the moment", (kept, deltas), (inner_state, updates))
+        inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)
+        deltas = axes.unify(trees.cast_like(deltas, updates), updates)
+        deltas = axes.to_each(deltas, names) if server else deltas
+        result, adasum_state = on_shards(who, names, combine)(deltas, state.adasum)
+        return result, AdasumDeltaState(PerReplica(inner_state), adasum_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

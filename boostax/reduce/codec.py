@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec says what travels in a compressed reduction; the rest is ``feedback.py``."""
+"""Codecs, which send leaves in compressed reductions; ``feedback.py`` does the rest."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ Names = tuple[str, ...]
 
 
 class Late(NamedTuple):
-    """What a replica holds back besides, of its own slice of a leaf.
+    """A correction to the residual of this replica's slice of a leaf.
 
-    Apart from the rest, so that the rest is computed, chosen and written in one pass over the leaf.
+    It is kept apart so that the residual itself is computed, chosen and written in one pass.
 
     Attributes:
       dim: the dimension along which the leaf is cut into a slice per replica.
-      more: shaped like the slice.
+      more: the correction, shaped like the slice.
     """
 
     dim: int
@@ -34,16 +34,16 @@ class Late(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What became of the leaves.
+    """The result of sending leaves.
 
     Attributes:
       means: for each leaf the mean over the replicas of what they sent, equal on all.
-      held: for each leaf what this replica has not sent, its residual: the mean over the replicas
+      held: for each leaf the residual, which this replica has not sent: the mean over the replicas
         of ``leaf - held`` is ``means``, up to rounding.
-      state: the codec's own state, the same on all replicas.
-      late: for each leaf what is to be added to ``held``, or ``None``; nothing for none at all.
-      capacity: f32 scalar, equal on all replicas: which share of the elements had a place;
-        ``None`` where that is not chosen at each step.
+      state: the codec's new state, the same on all replicas.
+      late: for each leaf a correction of ``held``, or ``None``; empty if there are none at all.
+      capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on
+        the wire; ``None`` if that is not chosen at each step.
     """
 
     means: list[jax.Array]
@@ -54,18 +54,18 @@ class Message(NamedTuple):
 
 
 class PerLeaf(NamedTuple):
-    """Marks what a codec keeps for each leaf.
+    """The state that a codec keeps for each leaf.
 
     Attributes:
-      values: for the codec a list with one for each of its leaves; in the optimizer's state a tree
-        like the params, so that what belongs to a leaf is known by its path.
+      values: a list with one entry per leaf inside the codec, and a tree like the params in the
+        optimizer's state, where a path says which leaf an entry belongs to.
     """
 
     values: Any
 
 
 def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
-    """``fn`` of what every ``PerLeaf`` holds; the rest as it is in the last tree."""
+    """Apply ``fn`` to the values of every ``PerLeaf``; take other nodes from the last tree."""
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
 
     def inside(*nodes: Any) -> Any:
@@ -75,50 +75,48 @@ def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTr
 
 
 class Codec:
-    """What travels in a compressed reduction: a lossy mean over the replicas.
+    """A lossy mean over the replicas: the part of a compressed reduction that sends leaves.
 
     Its leaves are real arrays of f32 or wider that are not empty; complex ones come as pairs. A
     subclass is as a rule a frozen dataclass of its settings. ``boostax.reduce.compress`` makes a
     transformation of it.
 
     Attributes:
-      whole: it takes whole leaves, of which XLA shards what it computes; others take the shards of
-        a device, each as a leaf by itself.
-      lossy: without error feedback most of a gradient is lost, at every step the same.
-      chooses: its messages say which share of the elements had one (``Message.capacity``).
+      whole: it takes whole leaves, and XLA shards what it computes. Other codecs take the shards
+        of a device, each as a leaf by itself.
+      lossy: without error feedback it loses most of a gradient, the same part at every step.
+      chooses: its messages have a ``Message.capacity``.
     """
 
     whole: bool = False
     lossy: bool = False
     chooses: bool = False
 
-    def serves(self, leaf: Any) -> bool:
-        """Whether it can send such a leaf, as it comes; others take a plain mean."""
-        del leaf
+    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Return whether it can send such a leaf, as given; others take a plain mean."""
         return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Its state, the same on all replicas; what it keeps for each leaf in a ``PerLeaf``."""
-        del leaves
+        """Return its state, the same on all replicas, with a ``PerLeaf`` for state of each leaf."""
         return None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
-        """Send the leaves over the axes, as far as it does."""
+        """Send the leaves over the axes, or parts of them."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Codec):
-    """One codec after the other, such as a warm-up of the density.
+    """Codecs that follow one another, such as a warm-up of the density.
 
     Every stage has shapes of its own, so the stages are branches of one ``lax.switch``: each step
     sends what its stage sends, and no more. All stages share the state of the widest.
 
     Attributes:
-      starts: the step at which each begins, ascending from 0.
+      starts: the step at which each stage begins, ascending from 0.
       codecs: the stages.
-      widest: that with the largest state.
-      whole: see ``Codec``; as all stages are.
+      widest: the codec with the largest state.
+      whole: see ``Codec``; equal for all stages.
       lossy: see ``Codec``.
     """
 
@@ -128,16 +126,16 @@ class Staged(Codec):
     whole: bool
     lossy: bool
 
-    def serves(self, leaf: Any) -> bool:
-        """As the widest stage does."""
+    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Return what the widest stage returns."""
         return self.widest.serves(leaf)
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """The step and the state of the widest stage."""
+        """Return the step and the state of the widest stage."""
         return jnp.zeros((), jnp.int32), self.widest.init(leaves)
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
-        """As the stage of this step does."""
+        """Send the leaves by the stage of this step."""
         step, inner = state
         stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
         sends = [functools.partial(c.reduce, leaves, inner, names) for c in self.codecs]
@@ -147,7 +145,7 @@ class Staged(Codec):
 
 
 def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Names) -> Message:
-    """Call the one at an index, which is equal on all replicas."""
+    """Call the function at ``index``, which is equal on all replicas."""
     axes.require_invariant(index, "switched")
 
     def run(send: Callable[[], Message]) -> Message:
@@ -166,15 +164,22 @@ def staged(
     make: Callable[[Any], Codec],
     check: Callable[[str, str, Any], None],
 ) -> Codec:
-    """The codec of a number, or the stages of a mapping from the step at which each begins."""
+    """Return the codec of a number, or of a mapping from the first step of each stage to one.
+
+    Args:
+      who: the factory, for errors.
+      argument: name of its argument.
+      value: a number such as 0.01, or a mapping such as ``{0: 0.25, 200: 0.01}``.
+      make: returns the codec of a number.
+      check: raises for a number out of range: ``check(who, argument, number)``.
+    """
     if not isinstance(value, Mapping):
         check(who, argument, value)
         return make(value)
     starts = tuple(sorted(value))
-    if not starts or starts[0] != 0 or any(isinstance(s, bool) for s in starts):
-        allowed = "a mapping from steps, beginning with 0, to values"
-        hint = "Such as {0: 0.25, 200: 0.01}."
-        raise ValueError(checks.message(who, argument, allowed, dict(value), hint))
+    fits = bool(starts) and starts[0] == 0 and not any(isinstance(s, bool) for s in starts)
+    allowed, hint = "a mapping from steps, beginning with 0, to values", "Try {0: 0.25, 200: 0.01}."
+    checks.require(who, argument, dict(value), allowed, fits, hint)
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
     codecs = tuple(make(value[start]) for start in starts)
@@ -183,17 +188,17 @@ def staged(
 
 
 def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:
-    """What is held back of leaves of which so much was sent."""
+    """Return the part of each leaf that was not sent."""
     return [x - y for x, y in zip(leaves, sent, strict=True)]
 
 
 def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
-    """All elements in one vector, behind the leading dimensions; dtypes meet in the widest."""
+    """Concatenate leaves in their widest dtype, flat behind ``lead`` common dimensions."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)
 
 
 def unpacked(flat: jax.Array, like: Arrays, lead: int = 0) -> list[jax.Array]:
-    """The leaves from the beginning of vectors, behind whatever dimensions lead these."""
+    """Invert ``packed`` for leaves like these; ``flat`` may have other leading dimensions."""
     ends = np.cumsum([math.prod(x.shape[lead:]) for x in like])
     pairs = zip(like, jnp.split(flat, ends, -1), strict=False)
     return [part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype) for x, part in pairs]

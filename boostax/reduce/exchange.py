@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How leaves travel: each replica receives its slice of everyone's, combines, and gathers the rest.
+"""The exchange of leaves: each replica receives its slice of all, combines, and gathers the rest.
 
-An all-to-all and an all-gather together send the bytes of a ring all-reduce, and between the two
-each replica holds one slice of every replica's gradient, so that any sum of them can be computed in
-f32 while half precision, or codes, travel.
+An all-to-all and an all-gather together send the bytes of a ring all-reduce. Between the two each
+replica holds one slice of every replica's gradient, so it can compute any sum of them in f32 while
+half precision, or codes, travel.
 
-A leaf is cut along a dimension of its own: to flatten it is to write it anew in another tiling on a
-TPU, which takes many times the cycles of the reduction. Only small leaves are packed together,
-which saves messages.
+A leaf is cut along a dimension of its own. A flat copy has another tiling on a TPU, and writing it
+takes many times the cycles of the reduction. Only small leaves are packed together, which saves
+messages.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,58 +23,57 @@ from boostax._core import axes, checks, trees
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
-# Leaves of fewer bytes are packed, up to so many together; and of fewer in each slice, 4 KiB being
-# a tile of a TPU.
+# Leaves below SMALL bytes are packed, up to TOGETHER bytes; so are leaves below SMALL_SLICE bytes
+# in each slice, since 4 KiB is a tile of a TPU.
 SMALL, TOGETHER = 2**16, 2**23
 SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
-# What a leaf may grow by to be cut evenly in its own shape; else it is cut flat.
+# A leaf is cut in its own shape if padding makes it no larger than this factor; else it is packed.
 PADDING = 1.01
 # The longest block of columns of a pack.
 BLOCK = 256
+# The lanes of a TPU's vector register, and the least width of rows of elements in order.
+LANES, WIDTH = 128, 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Alone:
+class Alone(NamedTuple):
     """A leaf that travels in its own shape.
 
     Attributes:
-      index: which of the leaves.
-      shape: its shape, real.
+      leaf: index of the leaf.
+      shape: its real shape.
       dim: the dimension that is cut, padded to equal slices.
-      slices: their number.
+      slices: number of slices.
     """
 
-    index: int
+    leaf: int
     shape: tuple[int, ...]
     dim: int
     slices: int
 
     @property
     def owners(self) -> Owners:
-        """Of every block, the leaf that it belongs to: there is one block."""
-        return np.array([self.index])
+        """Return the leaf of every block of columns: there is one block."""
+        return np.array([self.leaf])
 
     def array(self, leaves: Arrays) -> jax.Array:
-        """What is cut."""
-        return padded(leaves[self.index], self.dim, self.slices)
+        """Return the padded leaf."""
+        return padded(leaves[self.leaf], self.dim, self.slices)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
-        """The leaf again, by its index."""
-        return {self.index: lax.slice_in_dim(array, 0, self.shape[self.dim], axis=self.dim)}
+        """Return the leaf in ``array``, by its index."""
+        return {self.leaf: lax.slice_in_dim(array, 0, self.shape[self.dim], axis=self.dim)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """Small leaves that travel together, as ``(slices, columns)``.
 
-    Every slice holds the same columns of every leaf. Leaves begin at whole blocks of columns, so
-    that what is summed by leaf is summed by blocks first, in a few operations however many leaves
-    there are.
+    Every slice holds the same columns of every leaf. Leaves begin at whole blocks of columns, so a
+    sum by leaf begins with sums by block: a few operations for any number of leaves.
 
     Attributes:
-      indices: which of the leaves.
-      shapes: their shapes, real.
-      slices: their number.
+      indices: indices of the leaves.
+      shapes: their real shapes.
+      slices: number of slices.
       block: columns in a block.
       widths: columns of each leaf, whole blocks.
     """
@@ -90,11 +88,11 @@ class Packed:
 
     @property
     def owners(self) -> Owners:
-        """Of every block of columns, the leaf that it belongs to."""
+        """Return the leaf of every block of columns."""
         return np.repeat(self.indices, [width // self.block for width in self.widths])
 
     def array(self, leaves: Arrays) -> jax.Array:
-        """What is cut."""
+        """Return the packed leaves."""
         parts = [
             padded(leaves[i].ravel(), 0, self.slices * width).reshape(self.slices, width)
             for i, width in zip(self.indices, self.widths, strict=True)
@@ -102,42 +100,42 @@ class Packed:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
-        """The leaves again, by index."""
+        """Return the leaves in ``array``, by index."""
         columns = jnp.split(array, np.cumsum(self.widths)[:-1], 1)
-        each = zip(self.indices, self.shapes, columns, strict=True)
-        return {i: x.ravel()[: math.prod(shape)].reshape(shape) for i, shape, x in each}
+        trios = zip(self.indices, self.shapes, columns, strict=True)
+        return {i: x.ravel()[: math.prod(shape)].reshape(shape) for i, shape, x in trios}
 
 
-Parcel = Alone | Packed
+Chunk = Alone | Packed
 Divide = Literal["before", "after", "never"]
 # A half dtype; ``None`` sends f32.
 Wire = np.dtype[Any] | None
 
 
 def real(x: jax.Array) -> jax.Array:
-    """In f32 or wider; complex numbers as pairs."""
+    """Return ``x`` in f32 or wider, complex numbers as pairs."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
     return trees.at_least_float32(x)
 
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Back in the dtype of a leaf, saturating."""
-    whole = lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
-    return trees.saturate(whole, leaf.dtype)
+    """Invert ``real``: return ``x`` in the dtype of a leaf, saturating."""
+    numbers = lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
+    return trees.saturate(numbers, leaf.dtype)
 
 
 def alike(x: jax.Array) -> Any:
-    """Return what leaves have in common that may be packed together.
+    """Return a key that is equal for leaves that may be packed together.
 
-    They have one dtype, and vary over the same axes as far as JAX knows: a concatenation varies
-    over all of them.
+    They have one dtype and vary over the same axes, as far as JAX tracks them: a concatenation
+    varies over the axes of all its parts.
     """
     return x.dtype, axes.varying(x)
 
 
 def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[int]]:
-    """Return the indices of the leaves of each kind; those without elements are in none."""
+    """Return the indices of the leaves of each kind, without the empty leaves."""
     found: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         if x.size:
@@ -148,7 +146,7 @@ def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[
 def by_kind(
     leaves: Arrays, reduce: Callable[[list[jax.Array]], list[jax.Array]]
 ) -> list[jax.Array]:
-    """The leaves reduced, real ones of a kind together; those without elements are not sent."""
+    """Reduce the leaves of each kind together, as real arrays; empty leaves are not sent."""
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind in kinds(leaves):
         for i, x in zip(kind, reduce([real(leaves[i]) for i in kind]), strict=True):
@@ -156,23 +154,23 @@ def by_kind(
     return result
 
 
-def parcels(
+def chunks(
     leaves: Arrays, slices: int, bucket_bytes: int | None = None, *, by_leaf: bool = True
-) -> list[Parcel]:
-    """What travels together, of leaves of one kind.
+) -> list[Chunk]:
+    """Choose the leaves that travel alone and pack the others.
 
     Args:
-      leaves: real arrays.
-      slices: into how many each is cut.
-      bucket_bytes: leaves of fewer bytes of f32 are packed, up to so many together; ``None`` for
-        those of less than 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB in a slice if that is more.
+      leaves: real arrays of one kind.
+      slices: number of slices of each.
+      bucket_bytes: leaves of fewer bytes of f32 are packed, up to this many together. ``None``
+        packs leaves below 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB per slice if that is more.
       by_leaf: whether leaves begin at whole blocks.
     """
     small, together = bucket_bytes, bucket_bytes
     if small is None or together is None:
         small = max(SMALL, SMALL_SLICE * slices)
         together = max(TOGETHER, SLICE_TOGETHER * slices)
-    result: list[Parcel] = []
+    result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
         # Cut along the first dimension that needs next to no padding.
@@ -191,7 +189,7 @@ def parcels(
 
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """Which neighbours travel together: up to so many bytes, or a larger one alone."""
+    """Group neighbours of up to ``most`` bytes together; a larger item is alone."""
     found: list[list[int]] = []
     room = -1
     for i, size in sizes.items():
@@ -203,82 +201,80 @@ def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     return found
 
 
-def fused(sizes: dict[int, int], most: int) -> list[list[int]]:
-    """Which of the items stand together, from the last to the first, as gradients come.
+def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Group items from the last to the first, as gradients come.
 
-    They are added until they are more than ``most``; an item that is larger stands alone.
+    A group is closed once it has more than ``most`` bytes; an item that is larger is alone.
     """
-    found: list[list[int]] = []
-    small: list[int] = []
-    for i in reversed(sizes):
+    found: list[list[int]] = [[]]
+    for i in reversed(list(sizes)):
         if sizes[i] > most:
-            found.append([i])
+            found.insert(-1, [i])
             continue
-        small.append(i)
-        if sum(sizes[j] for j in small) > most:
-            found.append(small)
-            small = []
-    return [*found, small] if small else found
+        found[-1].append(i)
+        if sum(sizes[j] for j in found[-1]) > most:
+            found.append([])
+    return [group for group in found if group]
 
 
 def block_size(widths: Sequence[int]) -> int:
-    """The longest blocks of columns that add no more than 0.4% of padding."""
+    """Return the longest block of columns that adds no more than 0.4% of padding."""
     spare = max(sum(widths) // 256, 64)
     fits = lambda block: sum(-width % block for width in widths) <= spare  # noqa: E731
     return next(filter(fits, (BLOCK >> i for i in range(BLOCK.bit_length()))))
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
-    """``(slices, *slice)``: a dimension cut into equal parts, which lead."""
+    """Cut a dimension into equal parts and return them stacked: ``(slices, *slice)``."""
     shape = (*x.shape[:dim], slices, x.shape[dim] // slices, *x.shape[dim + 1 :])
     return jnp.moveaxis(x.reshape(shape), dim, 0)
 
 
 def joined(x: jax.Array, dim: int) -> jax.Array:
-    """The inverse of ``cut``."""
+    """Invert ``cut``."""
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 def exchange(
-    sent: Sequence[Parcel],
+    sent: Sequence[Chunk],
     arrays: Arrays,
     names: Names,
     wire: Wire = None,
     common: Sequence[Names] = (),
     by_leaf: bool = True,
 ) -> Rows:
-    """This replica's slice of what everyone has.
+    """Return this replica's slice of every replica's chunks.
 
     Args:
-      sent: what travels together.
-      arrays: that, whole or the slices of an earlier exchange.
+      sent: the chunks.
+      arrays: their arrays, whole or the slices of an earlier exchange.
       names: axes of the replicas.
-      wire: a half dtype, or ``None``. In f16 every leaf goes with a power of two of its own.
+      wire: a half dtype, or ``None``. In f16 every leaf travels with a power of two of its own.
       common: further axes over which a leaf is spread: its power of two is the same on all.
-      by_leaf: whether the powers of two are asked for on any wire.
+      by_leaf: whether powers of two are wanted for any wire.
     """
     near_one, count = _is_narrow(wire), axes.size(names)
-    exponents, each = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
+    exponents, gathered = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
         if not near_one:
-            # A reciprocal that is halved at each level of a tree of replicas is to stay normal.
+            # A reciprocal is halved at each level of a tree of replicas and must stay normal.
             exponents = jnp.minimum(exponents, 100)
         for over in filter(None, common):
             exponents = axes.largest(exponents, over)
-        each = axes.gather(exponents, names)
+        gathered = axes.gather(exponents, names)
     buckets: list[Bucket] = []
-    for parcel, x in zip(sent, arrays, strict=True):
-        x = _shrunk(x, exponents, parcel.owners) if near_one else x
-        received = axes.exchange(cut(_half(x, wire), count, parcel.dim), names)
+    for chunk, x in zip(sent, arrays, strict=True):
+        x = _shrunk(x, exponents, chunk.owners) if near_one else x
+        received = axes.exchange(cut(_half(x, wire), count, chunk.dim), names)
         rows = [received[i].astype(x.dtype) for i in range(count)]
-        buckets.append(Bucket(rows, parcel.owners))
-    return Rows(buckets, each, near_one)
+        buckets.append(Bucket(rows, chunk.owners))
+    return Rows(buckets, gathered, near_one)
 
 
 def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
-    """The mean of the rows of every parcel, divided before the sum or after it; or the sum."""
+    """Return the mean of the rows of every chunk, divided as ``divide`` says, or their sum."""
     count = len(rows.exponents)
     units = rows.exponents.max(0)
     result: list[jax.Array] = []
@@ -294,16 +290,16 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
 
 
 def delivered(
-    sent: Sequence[Parcel], parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
+    sent: Sequence[Chunk], parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
 ) -> list[jax.Array]:
-    """The leaves again, whole and equal everywhere, from every replica's slice of each.
+    """Gather whole leaves, equal on all replicas, from every replica's slices.
 
     Args:
-      sent: what travels together.
+      sent: the chunks.
       parts: this replica's slices.
       levels: axes to gather over, one group after the other; the first varies fastest.
       wire: a half dtype, or ``None``.
-      leaves: what was sent; those without elements are handed on.
+      leaves: the leaves that were sent, for dtypes.
     """
 
     def along(x: jax.Array, dim: int) -> jax.Array:
@@ -314,49 +310,47 @@ def delivered(
     near_one = bool(sent) and _is_narrow(wire)
     # Each leaf of each slice has a power of two of its own, which travels too.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
-    each = along(exponents[None], 0) if near_one else exponents
+    gathered = along(exponents[None], 0) if near_one else exponents
     arrays: list[jax.Array] = []
-    for parcel, x in zip(sent, parts, strict=True):
-        own = _shrunk(x, exponents, parcel.owners) if near_one else x
-        whole = along(_half(own, wire), parcel.dim).astype(x.dtype)
+    for chunk, x in zip(sent, parts, strict=True):
+        part = _shrunk(x, exponents, chunk.owners) if near_one else x
+        array = along(_half(part, wire), chunk.dim).astype(x.dtype)
         if near_one:
-            slices = cut(whole, len(each), parcel.dim)
-            whole = joined(grown(slices, each, parcel.owners), parcel.dim)
-        arrays.append(whole)
+            slices = cut(array, len(gathered), chunk.dim)
+            array = joined(grown(slices, gathered, chunk.owners), chunk.dim)
+        arrays.append(array)
     return unwrapped(sent, arrays, leaves)
 
 
-def unwrapped(sent: Sequence[Parcel], arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
-    """Return the leaves that are in the arrays of parcels, in the dtypes of ``leaves``."""
+def unwrapped(sent: Sequence[Chunk], arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
+    """Return the leaves in the arrays of chunks, in the dtypes of ``leaves``."""
     found: dict[int, jax.Array] = {}
-    for parcel, array in zip(sent, arrays, strict=True):
-        found |= parcel.leaves(array)
+    for chunk, array in zip(sent, arrays, strict=True):
+        found |= chunk.leaves(array)
     return [found[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
 
-def _exponents(sent: Sequence[Parcel], arrays: Arrays) -> jax.Array:
-    """i32 ``(leaves,)``: the power of two just above the largest element of each."""
+def _exponents(sent: Sequence[Chunk], arrays: Arrays) -> jax.Array:
+    """Return i32 ``(leaves,)``: the power of two just above the largest element of each leaf."""
     largest: dict[int, jax.Array] = {}
-    for parcel, x in zip(sent, arrays, strict=True):
-        if len(parcel.owners) == 1:
-            largest[int(parcel.owners[0])] = jnp.abs(x).max()
+    for chunk, x in zip(sent, arrays, strict=True):
+        if isinstance(chunk, Alone):
+            largest[chunk.leaf] = jnp.abs(x).max()
             continue
-        blocks = jnp.abs(x).reshape(len(x), len(parcel.owners), -1).max((0, 2))
-        ends = np.flatnonzero(np.diff(parcel.owners, append=-1)) + 1
-        for end, part in zip(ends, jnp.split(blocks, ends[:-1]), strict=True):
-            largest[int(parcel.owners[end - 1])] = part.max()
-    none = jnp.zeros((), arrays[0].dtype)
-    return exponent_of(jnp.stack([largest.get(i, none) for i in range(max(largest) + 1)]))
+        blocks = jnp.abs(x).reshape(len(x), len(chunk.owners), -1).max((0, 2))
+        ends = np.cumsum([width // chunk.block for width in chunk.widths])[:-1]
+        largest |= zip(chunk.indices, map(jnp.max, jnp.split(blocks, ends)), strict=True)
+    return exponent_of(jnp.stack([largest[i] for i in range(len(largest))]))
 
 
 def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
-    """``x / 2**exponents`` by leaf."""
+    """Return ``x / 2**exponents`` by leaf."""
     blocks, powers = leafwise(x, 1 / power_of_two(exponents, x.dtype), owners)
     return (blocks * powers).reshape(x.shape)
 
 
 def _is_narrow(wire: Wire) -> bool:
-    """Whether it holds fewer magnitudes than f32, as f16 does and bf16 does not."""
+    """Return whether a wire has a smaller range than f32, as f16 has and bf16 has not."""
     return wire is not None and jnp.finfo(wire).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
@@ -370,8 +364,61 @@ def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
 
 
+class Grid(NamedTuple):
+    """The way in which slices of a leaf are cut into rows.
+
+    Attributes:
+      shape: ``(slices, *shape of one)``.
+      own: whether rows are those of the leaf's last dimension, or elements in order.
+      parts: the number of parts of each row of the leaf.
+      width: elements of a row.
+      multiple: the number of rows is padded to a multiple of this.
+    """
+
+    shape: tuple[int, ...]
+    own: bool
+    parts: int
+    width: int
+    multiple: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
+        """Choose rows of up to ``block`` elements, and of up to 1024 if not the leaf's own."""
+        size, last = math.prod(shape[1:]), shape[-1]
+        parts = math.ceil(last / block)
+        height = size // last * parts
+        if last >= LANES and 16 * (-height % multiple) <= height:
+            return cls(shape, True, parts, math.ceil(last / parts), multiple)
+        width, most = WIDTH, min(block, 4 * WIDTH)
+        while 2 * width <= most and size >= 64 * multiple * width:
+            width *= 2
+        return cls(shape, False, 1, min(width, most), multiple)
+
+    @property
+    def one(self) -> tuple[int, int]:
+        """Return the number of rows of a slice and their width."""
+        size = math.prod(self.shape[1:])
+        rows = size // self.shape[-1] * self.parts if self.own else math.ceil(size / self.width)
+        return math.ceil(rows / self.multiple) * self.multiple, self.width
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Return ``(slices, rows, width)``, padded with zeros."""
+        lines = x.reshape(len(x), -1, x.shape[-1]) if self.own else x.reshape(len(x), 1, -1)
+        lines = padded(lines, 2, self.parts if self.own else self.width)
+        return padded(lines.reshape(len(x), -1, self.width), 1, self.multiple)
+
+    def slices(self, rows: jax.Array) -> jax.Array:
+        """Invert ``rows`` for any number of slices."""
+        shape = (len(rows), *self.shape[1:])
+        if not self.own:
+            return rows.reshape(len(rows), -1)[:, : math.prod(shape[1:])].reshape(shape)
+        height = math.prod(shape[1:-1])
+        lines = rows[:, : height * self.parts].reshape(len(rows), height, -1)
+        return lines[..., : shape[-1]].reshape(shape)
+
+
 def check_bytes(who: str, bucket_bytes: Any) -> int | None:
-    """A positive number of bytes, or ``None`` for the default."""
+    """Return a positive number of bytes, or ``None`` for the default."""
     if bucket_bytes is None:
         return None
     return checks.positive_int(who, "bucket_bytes", bucket_bytes, "2**23 is 8 MiB.")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Error feedback, once for all codecs: what is not sent now is sent later.
+r"""Error feedback for all codecs: the part of a gradient that is not sent now is sent later.
 
 With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a codec that sends
-:math:`C(a)` of a leaf a:
+:math:`C(a)` for a leaf a:
 
 .. math::
   a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
-Every replica gets the same u; what waits in residuals is exactly what has not been sent.
+Every replica gets the same u, and the residuals hold exactly what has not been sent.
 """
 
 import functools
@@ -24,10 +24,9 @@ from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, map_per_leaf
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, PyTree, map_per_leaf
 from boostax.reduce.mean import reduced
 
-PyTree = Any
 Rule = Callable[[str, Any], bool]
 Dense = Rule | PyTree | None
 
@@ -36,16 +35,16 @@ class CompressedState(NamedTuple):
     """State of every compressed reduction.
 
     Attributes:
-      residual: a ``PerReplica`` of what each replica has not sent yet: a tree like the params, in
-        f32 or wider, in the units of the gradients that ``update`` receives (inside a loss scaler
-        these are already unscaled), complex ones as pairs; ``None`` where a leaf travels dense, or
-        without error feedback.
-      velocity: a ``PerReplica`` like it, of the momentum that is corrected for; or ``None``.
-      codec: what the codec keeps, the same on all replicas.
+      residual: a ``PerReplica`` of the part of the gradients that each replica has not sent yet: a
+        tree like the params, in f32 or wider, in the units of the gradients that ``update``
+        receives (already unscaled inside a loss scaler), complex numbers as pairs; ``None`` for a
+        leaf that travels dense, or without error feedback.
+      velocity: a ``PerReplica`` like it, of the corrected momentum; or ``None``.
+      codec: state of the codec, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
-        share that was held back last time, 0 for an exact reduction. -1 before the first.
-      capacity: f32 scalar, the share of the elements that had a place at the last step, 1.0 for a
-        dense step; -1 before the first. ``None`` where it is not chosen at each step.
+        share that was held back at the last step, 0 for an exact reduction. -1 before the first.
+      capacity: f32 scalar, the share of the elements that had a slot at the last step, 1.0 for a
+        dense step; -1 before the first. ``None`` if it is not chosen at each step.
     """
 
     residual: PerReplica
@@ -56,7 +55,7 @@ class CompressedState(NamedTuple):
     holds = Holds((), sums=("residual", "velocity"))
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         chosen = {} if self.capacity is None else {"capacity": self.capacity}
         return {"unsent": self.unsent} | chosen
 
@@ -71,28 +70,28 @@ def compress(
     momentum: float | None = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replace local gradients by the mean over the replicas of what a codec sends of them.
+    r"""Replace local gradients by the mean over the replicas of the parts that a codec sends.
 
     .. math::
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
-    ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions are this with a codec of
-    boostax's; a codec of your own gets the same: error feedback, warm-ups
+    ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call it with a codec of
+    boostax. A codec of your own gets the same: error feedback, warm-ups
     (``boostax.reduce.staged``), dense leaves, shards, agreement on what is finite, resharding.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
       axis_name: mesh axis, or a tuple of axes.
-      error_feedback: keep what was not sent, ``e``, for the next step.
+      error_feedback: keep ``e``, the part that was not sent, for the next step.
       dense: leaves that take a plain mean instead: a function of the leaf's path
-        (``"layers/0/bias"``) and the leaf, or a tree of bools, which may stand for whole branches.
+        (``"layers/0/bias"``) and the leaf, or a tree of bools or a prefix of one.
       momentum: coefficient of momentum correction (Deep Gradient Compression):
-        ``v = momentum * v + g`` is sent in place of ``g``; ``v`` is zeroed where an element was
+        ``v = momentum * v + g`` is sent instead of ``g``; ``v`` is zeroed where an element was
         sent. Or ``None``.
-      name: of the factory, in errors, traces and ``explain``; the codec's class by default.
+      name: name of the factory in errors, traces and ``explain``; the codec's class by default.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: what the codec sends; a residual per
+      A transformation with a ``CompressedState``. Cost: the codec's messages; a residual per
       replica, with ``momentum`` a velocity too; two sums of 4 bytes.
 
     Raises:
@@ -119,13 +118,10 @@ def compress(
     who = name or type(codec).__name__
     names = axes.required(who, axis_name)
     if momentum is not None:
-        hint = "That of the optimizer, which then goes without: try 0.9."
+        hint = "Move it here from the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-        hint = (
-            "It is corrected for what the residual delays; without one, give it to the optimizer."
-        )
-        allowed = "None without error_feedback"
-        checks.require(who, "momentum", momentum, allowed, error_feedback, hint)
+        hint = "It corrects for delays by the residual; else give it to the optimizer."
+        checks.require(who, "momentum", momentum, "None without feedback", error_feedback, hint)
     for rule in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
@@ -133,12 +129,10 @@ def compress(
     how = _Feedback(who, codec, names, error_feedback, dense, momentum)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if codec.whole:
-            hint = "boostax.on_mesh takes sharded params in plain jit."
-            axes.require_whole(updates, names, who, hint)
+            axes.require_whole(updates, names, who, "boostax.on_mesh shards params in plain jit.")
         return how.update(updates, state)
 
     update = update_fn if codec.whole else on_shards(who, names, update_fn)
@@ -164,7 +158,7 @@ class _Feedback(NamedTuple):
         return [i for i, (x, rule) in enumerate(leaves) if x.size and not rule and serves(x)]
 
     def init(self, params: PyTree) -> CompressedState:
-        """Return the first state: nothing waits."""
+        """Return the first state, in which residuals and velocities are zero."""
         trees.require_gradients(params, self.who)
         leaves, treedef = jax.tree.flatten(params)
         chosen = self.coded(params)
@@ -184,14 +178,14 @@ class _Feedback(NamedTuple):
         )
 
     def update(self, updates: PyTree, state: CompressedState) -> tuple[PyTree, CompressedState]:
-        """Return the means over the replicas, and what waits then."""
+        """Return the means over the replicas, and the new state."""
         names = self.names
         leaves, treedef = jax.tree.flatten(updates)
         chosen = self.coded(updates)
         rest = [i for i in range(len(leaves)) if i not in chosen]
         spread = functools.partial(_spread, treedef, chosen)
         coded = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
-        # ``None`` where nothing is kept.
+        # They are ``None`` without error feedback, and without momentum.
         held, moving = coded(state.residual.local), coded(state.velocity.local)
         flow = [exchange.real(leaves[i]) for i in chosen]
         if self.error_feedback:
@@ -200,31 +194,29 @@ class _Feedback(NamedTuple):
             require_like(self.who, "the residual", *pairs)
         if self.momentum is not None:
             flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
-        wanted = flow
-        if self.error_feedback:
-            wanted = [e + v for e, v in zip(held, flow, strict=True)]
+        kept = zip(held, flow, strict=True)
+        wanted = [e + v for e, v in kept] if self.error_feedback else flow
         total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
-        # Agree on ``finite`` before sending, so that one pass computes the residual, selects new or
-        # old, writes it and sums its squares.
+        # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
+        # selects the new or the old, writes it and sums its squares.
         finite = jnp.isfinite(total)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         codec_state = map_per_leaf(coded, state.codec)
         message = _reduced(self.codec, wanted, codec_state, names)
-        residual = message.held
-        if self.error_feedback:
-            residual = [keep(new, old) for new, old in zip(residual, held, strict=True)]
+        kept = zip(message.held, held, strict=True)
+        residual = [keep(*pair) for pair in kept] if self.error_feedback else message.held
         waiting, growth = _with_late(residual, message.late, finite, names)
         norm = _squared_norm(residual, names, growth)
         unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
         held = waiting if self.error_feedback else held
         if self.momentum is not None:
-            # Residual equals wanted: nothing of this element was sent, so its velocity stays.
-            # Compared before ``late`` is added.
+            # An element whose residual equals ``wanted`` was not sent, so its velocity stays. They
+            # are compared before ``late`` is added.
             flows = zip(residual, wanted, flow, moving, strict=True)
             moving = [keep(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
         result = {i: reduced(leaves[i], names, "after") for i in rest}
         for i, mean in zip(chosen, message.means, strict=True):
-            # Explicitly: a codec could encode a gradient that is not finite as finite numbers.
+            # A codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         return treedef.unflatten([result[i] for i in range(len(leaves))]), CompressedState(
             residual=PerReplica(spread(held)),
@@ -236,19 +228,19 @@ class _Feedback(NamedTuple):
 
 
 def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
-    """Run the codec once per group of leaves with the same varying axes.
+    """Run the codec once for each group of leaves with the same varying axes.
 
-    Packed together, leaves of different types would all get the union of those axes. State
-    that is not marked ``PerLeaf`` is computed from the same old state for each group, and the last
-    group's wins.
+    Packed together, leaves of different types would all get the union of those axes. The state
+    that is not ``PerLeaf`` is computed from the same old state for each group, and that of the last
+    group is kept.
     """
     rows: dict[int, tuple[Any, ...]] = {}
     kept = state
-    # The largest of all kinds; 0 without leaves.
-    capacity: Any = jnp.zeros((), jnp.float32)
+    # The largest of all groups; 0 without leaves.
+    capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
-        own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
-        message = codec.reduce([leaves[i] for i in kind], own, names)
+        part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
+        message = codec.reduce([leaves[i] for i in kind], part, names)
         columns = message.means, message.held, message.late or [None] * len(kind)
         rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
@@ -259,18 +251,18 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
 
 
 def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
-    """Return the old values with the new ones of the leaves of a kind."""
+    """Return the old values, with new ones for the leaves of a group."""
     return list((dict(enumerate(old)) | dict(zip(kind, new, strict=True))).values())
 
 
 def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
-    """Return the sum of squares over all replicas, with the ``growth`` of single leaves.
+    """Return the sum of squares over all replicas, plus the ``growth`` of single leaves.
 
-    Not finite if any element is not, or if a square overflows.
+    It is not finite if any element is not, or if a square overflows.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
     parts = [x.astype(dtype) for x in (*map(_square, leaves), *growth)]
-    # The growth cancels; rounding may make the total slightly negative.
+    # A growth may be negative, and rounding may make the total slightly negative.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
@@ -281,31 +273,26 @@ def _square(x: jax.Array) -> jax.Array:
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Add to this replica's slices, in place; return by how much the squares of each grow, too."""
+    """Add ``late`` to this replica's slices, in place; return the growth of their squares too."""
     held, growth = list(residual), list[jax.Array]()
-    for i, each in enumerate(late):
-        if each is not None:
-            size = each.more.shape[each.dim]
-            start = axes.index(names) * size
-            old = lax.dynamic_slice_in_dim(held[i], start, size, each.dim)
-            growth.append(_square(old + each.more) - _square(old))
-            new = old + jnp.where(finite, each.more, 0)
-            held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, each.dim)
+    for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):
+        size = more.shape[dim]
+        start = axes.index(names) * size
+        old = lax.dynamic_slice_in_dim(held[i], start, size, dim)
+        growth.append(_square(old + more) - _square(old))
+        new = old + jnp.where(finite, more, 0)
+        held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, dim)
     return held, growth
 
 
 def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
-    """A tree of the chosen leaves, ``None`` in the place of the others."""
+    """Return a tree of the chosen leaves, with ``None`` for the others."""
     kept = dict(zip(chosen, values, strict=True))
     return treedef.unflatten([kept.get(i) for i in range(treedef.num_leaves)])
 
 
 def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
-    """For each leaf, whether it travels dense.
-
-    ``dense`` is a function of the leaf's path (``"layers/0/bias"``) and the leaf, or a tree of
-    bools, which may stand for whole branches.
-    """
+    """Return whether each leaf travels dense, as the argument ``dense`` says."""
     if dense is None:
         return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
@@ -313,7 +300,6 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     try:
         return jax.tree.leaves(jax.tree.broadcast(dense, tree))
     except ValueError as error:
-        raise ValueError(
-            f"{who}: dense must be a tree of bools that fits the gradients, got one that does not: "
-            f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
-        ) from error
+        allowed = "a tree of bools that fits the gradients"
+        hint = f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
+        raise ValueError(checks.message(who, "dense", allowed, dense, hint)) from error

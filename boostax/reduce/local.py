@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD and DiLoCo: replicas train on their own, and meet now and then."""
+"""Replicas that train on their own: local SGD, DiLoCo and rotating averages.
 
+Params differ per replica. Between calls they stand in a ``PerReplica`` and have a leading axis of
+replicas. Inside the mapped function each replica has its own params, typed as varying.
+"""
+
+import bisect
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,21 +16,111 @@ import optax
 
 from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.gate import Pending, gated, run, run_or_hold
+from boostax._core.gate import Pending, gate_of, gated, has_gate, run, run_or_hold
 from boostax._core.replicas import PerReplica
+from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
-from boostax.reduce.own import Own, result, stepped
 
 PyTree = Any
+# An average takes a state without the inner one and the last arguments of ``through``, or a
+# replica's params; it returns a value and the new state.
+Average = Callable[..., Stepped]
+Extended = optax.GradientTransformationExtraArgs
+
+
+class _Own(NamedTuple):
+    """The inner optimizer and the replicas that run it.
+
+    Attributes:
+      who: the transformation around it, for errors.
+      names: the axes of the replicas.
+      tx: the optimizer.
+    """
+
+    who: str
+    names: tuple[str, ...]
+    tx: Extended
+
+    @classmethod
+    def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
+        """Check the arguments of a factory."""
+        tx = checks.transformation(who, "inner", inner)
+        _require_no_gate(who, gate_of(inner) is not None)
+        return cls(who, axes.required(who, axis_name), tx)
+
+    def init(self, params: PyTree) -> PerReplica:
+        """Return the optimizer's first state, per replica and in f32 or wider."""
+        state = self.tx.init(trees.at_least_float32(params))
+        _require_no_gate(self.who, has_gate(state))
+        return PerReplica(axes.to_varying(state, self.names))
+
+    def gated(self, init: optax.TransformInitFn, average: Average, close: Average) -> Extended:
+        """Return the transformation that averages after each step of the inner optimizer.
+
+        Args:
+          init: returns a state with the ``inner_state`` of ``_Own.init``.
+          average: averages the params after a step, or leaves them.
+          close: averages the params for ``boostax.flush``.
+        """
+        who, names = self.who, self.names
+
+        @describe(who, "own params", names, inner={"inner_state": self.tx})
+        def step_fn(
+            grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+        ) -> Stepped:
+            trees.require_gradients(grads.raw, who)
+            axes.require_local(grads.raw, names, who)
+            trees.require_params(params, who, "They are what is averaged.")
+            own, old = axes.to_varying(params, names), state.inner_state.local
+            # Wide params get wide updates, which may be the first term of a sum in f32.
+            wide = trees.at_least_float32(own)
+            updates, inner = run(self.tx, grads, old, wide, apply=False, extra=extra)
+            inner = PerReplica(axes.unify(trees.cast_like(inner, old), old))
+            value = axes.unify(updates, own)
+            value = optax.apply_updates(own, value) if apply else value
+            # The inner state need not pass the branch that averages.
+            value, new = average(state._replace(inner_state=None), own, value, apply)
+            return trees.as_updates(value, own), new._replace(inner_state=inner)
+
+        def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
+            axes.require_bound(names, who)
+            own = axes.to_varying(params, names)
+            value, new = close(state._replace(inner_state=None), own)
+            return value, new._replace(inner_state=state.inner_state)
+
+        return gated(init, step_fn, flush_fn)
+
+
+def _require_no_gate(who: str, found: bool) -> None:
+    allowed = "an optimizer without a gate (loss scaler, accumulation window, another of its kind)"
+    hint = f"Put the gate outside, dynamic_loss_scale({who}(...)), or replicas may step apart."
+    checks.require(who, "inner", "a gate", allowed, not found, hint)
+
+
+def through(
+    average: Callable[[PyTree], Stepped], own: PyTree, value: PyTree, apply: bool
+) -> Stepped:
+    """Return ``value`` after an average of the params that it stands for, and its state.
+
+    Args:
+      average: takes params after a step; returns averaged ones and a state.
+      own: a replica's params before the step.
+      value: the params after the step (``apply``), or the updates to them.
+      apply: see ``value``.
+    """
+    new, state = average(value if apply else optax.apply_updates(own, value))
+    if not apply:
+        new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(own))
+    return axes.unify(trees.cast_like(new, value), value), state
 
 
 class LocalUpdatesState(NamedTuple):
     """State of ``local_updates``.
 
     Attributes:
-      since_sync: i32, steps since the replicas last met.
-      syncs: i32, how often they met.
-      anchor: tree like the params, in their dtypes: what all held then.
+      since_sync: i32, steps since the last synchronization.
+      syncs: i32, the number of synchronizations.
+      anchor: tree like the params, in their dtypes: the params after the last synchronization.
       reduction_state: state of the reduction.
       outer_state: state of the outer optimizer, the same on all replicas.
       inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
@@ -33,16 +129,16 @@ class LocalUpdatesState(NamedTuple):
     since_sync: jax.Array
     syncs: jax.Array
     anchor: PyTree
-    reduction_state: Any
-    outer_state: Any
+    reduction_state: optax.OptState
+    outer_state: optax.OptState
     inner_state: PerReplica
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"since_sync": self.since_sync, "syncs": self.syncs}
 
     def own_params(self) -> None:
-        """Marks a state whose params are each replica's own."""
+        """Mark a state whose params differ per replica."""
 
 
 @said.reduction
@@ -53,11 +149,11 @@ def local_updates(
     outer: optax.GradientTransformation = optax.sgd(1.0),
     *,
     reduction: optax.GradientTransformation | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Train every replica on its own for ``every`` steps, then let them meet: local SGD, DiLoCo.
+) -> Extended:
+    r"""Train every replica on its own for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
-    From a common anchor :math:`a` each replica makes :math:`H` steps of ``inner`` on its own
-    gradients. How far they came, on average, is the gradient of ``outer``:
+    From a common anchor :math:`a` each replica takes :math:`H` steps of ``inner`` on its own
+    gradients. The mean distance of the replicas from the anchor is the gradient of ``outer``:
 
     .. math::
       \Delta = \tfrac1n \sum_{r=1}^{n} (a - p_r), \qquad
@@ -67,24 +163,25 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params are each replica's own: see ``docs/cards/local_updates.md`` for the loop. Stands
-    outermost but for the gates, ``dynamic_loss_scale(local_updates(...), axis_name=...)``. Only
-    applied steps count. ``boostax.flush`` lets the replicas meet before their time.
+    Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. The transformation
+    stands outermost, inside gates only: ``dynamic_loss_scale(local_updates(...), axis_name=...)``.
+    Only applied steps count. ``boostax.flush`` synchronizes the replicas at once.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-      every: steps from one meeting to the next; 1 meets at each.
+      every: steps from one synchronization to the next; 1 synchronizes at each step.
       outer: an optimizer for the anchor, without collectives; it computes in f32 or wider.
-      reduction: how :math:`\Delta` comes about: ``all_reduce(axis_name, dtype="bfloat16")``,
+      reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
         ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
-      become bit-equal to the anchor; the pure ``update`` returns differences, and ``params +
-      updates`` is off by a rounding of the larger of old and new value, which the anchor never
-      sees but as a part of the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
-      wider per ``every`` steps and no other collective; a copy of the params and the outer state.
+      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
+      updates`` is off by a rounding of the larger of old and new value; this error reaches the
+      anchor only as a part of the next :math:`\Delta`. Cost: one all-reduce of the params in f32
+      or wider per ``every`` steps and no other collective; a copy of the params and the outer
+      state.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -107,64 +204,219 @@ def local_updates(
       2019. Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105, 2023.
     """
     who = "local_updates"
-    replica = Own.of(who, inner, axis_name)
+    replica = _Own.of(who, inner, axis_name)
     names = replica.names
-    every = checks.positive_int(who, "every", every, "It counts steps between meetings.")
+    every = checks.positive_int(who, "every", every, "It counts steps between synchronizations.")
     outer_tx = checks.transformation(who, "outer", outer)
     reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
 
     def init_fn(params: PyTree) -> LocalUpdatesState:
-        _require_common(params, names, who)
+        common = not any(kind & frozenset(names) for kind in axes.types(params))
+        got, allowed = f"some that vary over {', '.join(names)}", "equal on all replicas"
+        hint = "Call init outside the mapped function, or before params become each replica's own."
+        checks.require(who, "params", got, allowed, common, hint)
         wide = trees.at_least_float32(params)
-        since, syncs = (jnp.zeros((), jnp.int32) for _ in range(2))
+        since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         anchor, outer_state = jax.tree.map(_copy, params), outer_tx.init(wide)
-        own = replica.init(params)
-        return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, own)
+        inner = replica.init(params)
+        return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, inner)
 
-    def meet(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        local = stepped(own, value, apply)
+    def synced(state: LocalUpdatesState, local: PyTree) -> Stepped:
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
         drift, reduced = reduce.update(drift, state.reduction_state)
         before = Pending(drift), state.outer_state, state.anchor
         anchor, outer_state = run(outer_tx, *before, apply=True, extra={})
-        syncs: Any = optax.safe_increment(state.syncs)
-        since = jnp.zeros_like(state.since_sync)
-        held = LocalUpdatesState(since, syncs, anchor, reduced, outer_state, state.inner_state)
-        return result(anchor, own, value, apply), held
+        since, syncs = jnp.zeros_like(state.since_sync), optax.safe_increment(state.syncs)
+        new = state._replace(since_sync=since, syncs=syncs, anchor=anchor, outer_state=outer_state)
+        return anchor, new._replace(reduction_state=reduced)
 
-    @describe(who, "own params", names, inner={"inner_state": replica.tx})
-    def step_fn(
-        grads: Pending, state: LocalUpdatesState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> Stepped:
-        own, updates, inner_state = replica.step(grads, state.inner_state, params, extra)
-        value = optax.apply_updates(own, updates) if apply else updates
-        # The inner state need not pass the gate.
-        held = state._replace(since_sync=state.since_sync + 1, inner_state=None)
-        heavy = functools.partial(meet, held, own, value, apply)
-        value, new = run_or_hold(held.since_sync >= every, heavy, value, held, apply=True, who=who)
-        return trees.as_updates(value, own), new._replace(inner_state=inner_state)
+    def average(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
+        state = state._replace(since_sync=state.since_sync + 1)
+        heavy = functools.partial(through, functools.partial(synced, state), own, value, apply)
+        return run_or_hold(state.since_sync >= every, heavy, value, state, apply=True, who=who)
 
-    def flush_fn(state: LocalUpdatesState, params: PyTree, **extra: Any) -> Stepped:
-        del extra
-        own, held = replica.enter(params), state._replace(inner_state=None)
-        heavy = functools.partial(meet, held, own, own, True)
-        value, new = run_or_hold(state.since_sync > 0, heavy, own, held, apply=True, who=who)
-        return value, new._replace(inner_state=state.inner_state)
+    def close(state: LocalUpdatesState, own: PyTree) -> Stepped:
+        heavy = functools.partial(through, functools.partial(synced, state), own, own, True)
+        return run_or_hold(state.since_sync > 0, heavy, own, state, apply=True, who=who)
 
-    return gated(init_fn, step_fn, flush_fn)
+    return replica.gated(init_fn, average, close)
 
 
 def _copy(p: Any) -> Any:
-    types = isinstance(p, jax.ShapeDtypeStruct)
-    return p if types else jnp.array(p, dtype=jnp.result_type(p), copy=True)
+    is_type = isinstance(p, jax.ShapeDtypeStruct)
+    return p if is_type else jnp.array(p, dtype=jnp.result_type(p), copy=True)
 
 
-def _require_common(params: PyTree, names: tuple[str, ...], who: str) -> None:
-    if any(kind & frozenset(names) for kind in axes.types(params)):
-        raise ValueError(
-            f"{who}: init must be given params that are equal on all replicas, got some that vary "
-            f"over {', '.join(names)}. Call it outside the mapped function, or before the params "
-            "become each replica's own."
-        )
+class PartialAverageState(NamedTuple):
+    """State of ``partial_average``.
+
+    Attributes:
+      partition: i32, the partition that the next step averages.
+      inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
+    """
+
+    partition: jax.Array
+    inner_state: PerReplica
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Return named scalars for ``boostax.metrics``."""
+        return {"partition": self.partition}
+
+    def own_params(self) -> None:
+        """Mark a state whose params differ per replica."""
+
+
+@said.reduction
+def partial_average(
+    inner: optax.GradientTransformation,
+    axis_name: axes.AxisName | None = None,
+    partitions: int | PyTree = None,
+    *,
+    bucket_bytes: int | None = None,
+) -> Extended:
+    r"""Train every replica on its own gradients; average one partition of the params per step.
+
+    With the leaves shared out among :math:`K` partitions, step :math:`t` is
+
+    .. math::
+      p_r \leftarrow p_r + \text{inner}_r(g_r), \qquad
+      p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
+
+    Every parameter is averaged once in :math:`K` steps; the state of ``inner`` never is.
+
+    Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. It stands
+    outermost, inside gates only: ``dynamic_loss_scale(partial_average(...), axis_name=...)``.
+    A skipped step averages nothing and does not move the rotation. ``boostax.flush`` averages all.
+
+    Args:
+      inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+      partitions: the number of partitions, at most one for each leaf: each is a run of consecutive
+        leaves, and the largest run is as small as it can be. Or the partition of each leaf,
+        numbered from 0: a tree of integers like the params, or a prefix of one.
+      bucket_bytes: instead of ``partitions``, the size of a partition, as SINGA cuts them: leaves
+        are added from the last to the first until they exceed this many bytes (of f32); a larger
+        leaf is a partition by itself. ``2**23`` is SINGA's default.
+
+    Returns:
+      A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` the
+      averaged params become bit-equal on all replicas. The pure ``update`` returns differences, so
+      ``params + updates`` is off by a rounding of the larger of old and new value, which the next
+      average removes. Cost: one all-reduce of a partition per step, in f32 or wider; no state
+      beyond the inner one.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; more partitions than leaves, or labels that
+        do not match the params; at trace time, an unbound axis, already reduced or integer
+        gradients, no params.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.reduce.partial_average(optax.sgd(1.0), "data", partitions=2)
+      >>> own = [jnp.array([1.0, 3.0]), jnp.array([1.0, 3.0])]  # two leaves, on two replicas
+      >>> g = jax.tree.map(jnp.ones_like, own)
+      >>> step = lambda g, w: boostax.apply_gradients(tx, g, tx.init(w), w)[0]
+      >>> [x.tolist() for x in jax.vmap(step, axis_name="data")(g, own)]
+      [[1.0, 1.0], [0.0, 2.0]]
+
+    References:
+      Apache SINGA's ``DistOpt.backward_and_partial_update``, which numbers the partitions in the
+      order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
+    """
+    who = "partial_average"
+    replica = _Own.of(who, inner, axis_name)
+    members = partitioning(who, partitions, bucket_bytes)
+    mean = all_reduce(replica.names)
+
+    averaged = functools.partial(mean.update, state=optax.EmptyState())
+
+    def init_fn(params: PyTree) -> PartialAverageState:
+        members(params)
+        return PartialAverageState(jnp.zeros((), jnp.int32), replica.init(params))
+
+    def average(state: PartialAverageState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
+        leaves, (values, treedef) = jax.tree.leaves(own), jax.tree.flatten(value)
+        groups = members(own)
+        for k, group in enumerate(groups):
+            part, old = [leaves[i] for i in group], [values[i] for i in group]
+            heavy = functools.partial(through, averaged, part, old, apply)
+            due, held = state.partition == k, optax.EmptyState()
+            # In one switch over all leaves XLA:CPU and XLA:GPU copy those that only pass through.
+            new, _ = run_or_hold(due, heavy, old, held, apply=True, who=who)
+            for i, x in zip(group, new, strict=True):
+                values[i] = x
+        following = (state.partition + 1) % max(len(groups), 1)
+        return treedef.unflatten(values), state._replace(partition=following)
+
+    def close(state: PartialAverageState, own: PyTree) -> Stepped:
+        return through(averaged, own, own, True)[0], state
+
+    return replica.gated(init_fn, average, close)
+
+
+def partitioning(
+    who: str, partitions: Any, bucket_bytes: int | None
+) -> Callable[[PyTree], list[list[int]]]:
+    """Return a function from params to the indices of the leaves in each partition."""
+    hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
+    bucket = exchange.check_bytes(who, bucket_bytes)
+    if bucket is not None:
+        why = "One of the two says what a partition is."
+        checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
+        sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
+        return lambda params: exchange.fused(dict(sizes(params)), bucket)
+    known = partitions is not None
+    checks.require(who, "partitions", partitions, "given, or bucket_bytes", known, hint)
+    if jax.tree_util.all_leaves([partitions]):
+        count = checks.positive_int(who, "partitions", partitions, hint)
+
+        def label(params: PyTree) -> list[int]:
+            sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
+            allowed = f"at most the number of param leaves, {len(sizes)}"
+            fits = count <= len(sizes) or not sizes
+            checks.require(who, "partitions", count, allowed, fits, hint)
+            return _even_runs(sizes, count) if sizes else []
+    else:
+        numbers = jax.tree.leaves(partitions)
+        integers = all(hasattr(x, "__index__") for x in numbers)
+        found = {int(x) for x in numbers} if integers else set[int]()
+        allowed = "a positive integer or a tree of the integers 0, 1, ... without a gap"
+        fits = bool(found) and found == set(range(len(found)))
+        error = ValueError if integers else TypeError
+        checks.require(who, "partitions", partitions, allowed, fits, hint, error)
+        count, label = len(found), functools.partial(_labels, who, partitions)
+
+    def members(params: PyTree) -> list[list[int]]:
+        labels = label(params)
+        return [[i for i, mine in enumerate(labels) if mine == k] for k in range(count)]
+
+    return members
+
+
+def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
+    """Return the partition of each leaf."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(partitions, params))
+    except ValueError as error:
+        allowed = f"a tree like the params, or a prefix of one, {jax.tree.structure(params)}"
+        message = checks.message(who, "partitions", allowed, partitions, f"{error}")
+        raise ValueError(message) from error
+
+
+def _even_runs(sizes: list[int], count: int) -> list[int]:
+    """Cut items into runs of neighbours, the largest run as small as can be; number each item's."""
+
+    def runs(limit: int) -> list[int]:
+        labels, filled = [0], sizes[0]
+        for i, size in enumerate(sizes[1:], 1):
+            # Leave one leaf for each run to come.
+            begins = len(sizes) - i < count - labels[-1] or filled + size > limit
+            filled = size if begins else filled + size
+            labels.append(labels[-1] + begins)
+        return labels
+
+    limits = range(max(sizes), sum(sizes) + 1)
+    fits = bisect.bisect_left(limits, True, key=lambda limit: runs(limit)[-1] < count)
+    return runs(limits[fits])

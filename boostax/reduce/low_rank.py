@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-rank reduction: of every matrix, two thin factors travel, in turn."""
+"""The low-rank reduction: every matrix travels as thin factors, one of two at each step."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,17 +18,17 @@ from boostax._core.layouts import LayoutName, named
 from boostax.reduce.codec import Arrays, Codec, Message, PerLeaf, packed, staged, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
-PyTree = Any
+_product = functools.partial(jnp.tensordot, precision=lax.Precision.HIGHEST)
 
 
 class Factors(NamedTuple):
-    """What the replicas have in common.
+    """The factors that all replicas have.
 
     Attributes:
       uses: for each matrix an i32 scalar, how often it was sent.
-      side: for each matrix an i32 scalar, what was sent last: 0 for the left factor, 1 the right.
+      side: for each matrix an i32 scalar, the factor sent last: 0 for the left one, 1 the right.
       left: for each matrix ``(rows, rank)``, the last left factor.
-      right: for each matrix ``(columns, rank)``, the last right one.
+      right: for each matrix ``(columns, rank)``, the last right factor.
     """
 
     uses: PerLeaf
@@ -38,14 +39,14 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PowerSgd(Codec):
-    """A step of the power method at each call, warm-started, one side after the other.
+    """A step of the power method at each call, warm-started, for one side after the other.
 
-    With an orthonormal basis ``Q`` of the columns that all know, ``P = mean(M) Q`` travels and
+    With an orthonormal basis ``Q`` of the last right factor, ``P = mean(M) Q`` travels and
     ``P Q^T`` is the result. The next call takes a basis of ``P`` and sends ``mean(M)^T`` times it.
 
     Attributes:
-      rank: of the approximation.
-      seed: of the first basis.
+      rank: rank of the approximation.
+      seed: seed of the first basis.
       outputs: the dimension of the outputs of a kernel, the first or the last.
     """
 
@@ -56,15 +57,15 @@ class PowerSgd(Codec):
     whole = True
     lossy = True
 
-    def serves(self, leaf: Any) -> bool:
-        """Real matrices of which two factors are at most half."""
+    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Return whether a leaf is a real matrix whose two factors are at most half of it."""
         if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
             return False
         rows, columns = sides(leaf.shape, self.outputs)
         return 2 * self.rank * (rows + columns) <= rows * columns
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
-        """Random factors, the same on all replicas."""
+        """Return random factors, the same on all replicas."""
         key = jax.random.PRNGKey(self.seed)
 
         def drawn(i: int, leaf: jax.ShapeDtypeStruct, side: int) -> jax.Array:
@@ -73,29 +74,30 @@ class PowerSgd(Codec):
             return jax.random.normal(jax.random.fold_in(key, 2 * i + side), shape, leaf.dtype)
 
         left, right = ([drawn(i, x, side) for i, x in enumerate(leaves)] for side in (0, 1))
-        counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
-        return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
+        uses, side = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
+        return Factors(*map(PerLeaf, (uses, side, left, right)))
 
     def reduce(self, leaves: Arrays, state: Factors, names: tuple[str, ...]) -> Message:
-        """Send one side."""
-        # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
+        """Send one factor of each matrix."""
+        # Leaves keep their dimensions: XLA would gather a sharded leaf to make a matrix of it.
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
 
         def send(left: bool) -> tuple[Any, Any, Factors]:
             flat = self._bases((state.right if left else state.left).values, leaves)
             split = list(zip(leaves, flat, cuts, strict=True))
             bases = [q.reshape(*(x.shape[c:] if left else x.shape[:c]), -1) for x, q, c in split]
-            own = [_contracted(x, q, c, left) for (x, _, c), q in zip(split, bases, strict=True)]
-            # By one all-reduce of all factors.
-            factors = unpacked(lax.pmean(packed(own), names), own)
+            local = [_contracted(x, q, c, left) for (x, _, c), q in zip(split, bases, strict=True)]
+            # One all-reduce sends all factors.
+            factors = unpacked(lax.pmean(packed(local), names), local)
             side = "left" if left else "right"
             new = state._replace(**{side: _stored(factors, getattr(state, side))})
             span = lambda x: _spanned(x, bases) if left else _spanned(bases, x)  # noqa: E731
-            return span(factors), span(own), new
+            return span(factors), span(local), new
 
-        # All send the same side, so that one reduction of one shape suffices: the other one than
-        # the matrix sent last that is here most seldom. Others may be left out now and then, in
-        # every second step for instance, and with the steps counted would never see both sides.
+        # All matrices send the same side, so one reduction of one shape suffices. The matrix that
+        # was sent in the fewest steps decides: it sends the side that it did not send last. Some
+        # matrices are left out of some steps, such as every second one; if the step's number
+        # decided, these would always send the same side.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
         means, sent, state = branch(left, lambda: send(True), lambda: send(False))
@@ -104,40 +106,35 @@ class PowerSgd(Codec):
         return Message(means, unsent(leaves, sent), state._replace(uses=counts, side=last))
 
     def _bases(self, factors: list[jax.Array], like: Arrays) -> list[jax.Array]:
-        """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
+        """Return orthonormal columns; QR completes zeros, and nothing becomes a NaN."""
         ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in like]
         return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
 
 
 def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
-    """The leaf as a matrix, (rows, columns); outputs are columns unless they come first."""
+    """Return rows and columns of a leaf as a matrix; outputs are columns unless they come first."""
     cut = _cut(len(shape), outputs)
     return math.prod(shape[:cut]), math.prod(shape[cut:])
 
 
 def _cut(ndim: int, outputs: int) -> int:
-    """How many leading dimensions are the matrix's rows."""
+    """Return how many leading dimensions are the matrix's rows."""
     return ndim - 1 if outputs else 1
 
 
 def _contracted(x: jax.Array, basis: jax.Array, cut: int, last: bool) -> jax.Array:
-    """The product over the dimensions from ``cut`` on, or those before it."""
+    """Return the product over the dimensions from ``cut`` on, or over those before it."""
     dims = range(cut, x.ndim) if last else range(cut)
     return _product(x, basis, (tuple(dims), tuple(range(len(dims)))))
 
 
-def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
-    """Over these dimensions of each, or so many last ones of one and first ones of the other."""
-    return jnp.tensordot(a, b, dims, precision=lax.Precision.HIGHEST)
-
-
 def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
-    """What two factors stand for, in the shape of the leaf."""
+    """Return the product of two factors, in the shape of the leaf."""
     return [_product(a, jnp.moveaxis(b, -1, 0), 1) for a, b in zip(left, right, strict=True)]
 
 
 def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
-    """In place of the first columns; a later stage of a warm-up may have more."""
+    """Replace the first columns of the old factors; an earlier stage of a warm-up may have more."""
     flat = [f.reshape(-1, f.shape[-1]) for f in factors]
     pairs = zip(flat, old.values, strict=True)
     return PerLeaf([f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f) for f, o in pairs])
@@ -158,24 +155,25 @@ def power_sgd_reduce(
       P = \tfrac1n \sum_i M_i Q, \quad u = P Q^\top \ \text{(even steps)}; \qquad
       R = \tfrac1n \sum_i M_i^\top U, \quad u = U R^\top \ \text{(odd steps)}
 
-    over the replicas :math:`i`. ``Q`` is an orthonormal basis of the columns of the last ``R``, and
-    ``U`` one of those of the last ``P``: a step of the power method on what the gradients have in
-    common from step to step. One all-reduce per step, where sending both factors takes two, one
-    waiting for the other. All matrices send the same side. Where ``scheduled_freeze`` leaves some
-    out, the one that was sent in the fewest steps decides: the side that it did not send last.
+    for the replicas :math:`i`. ``Q`` is an orthonormal basis of the columns of the last ``R``, and
+    ``U`` is one of the columns of the last ``P``: a step of the power method on the part that
+    gradients have in common from step to step. It takes one all-reduce per step, where sending both
+    factors takes two, one after the other. All matrices send the same side. If ``scheduled_freeze``
+    leaves some matrices out, the matrix that was sent in the fewest steps decides: it sends the
+    side that it did not send last.
 
     A leaf of more than two dimensions is a matrix of its outputs, the last dimension in Flax's
-    layout, and all others. Vectors, and leaves of which two factors would be more than half, take a
-    plain mean.
+    layout, and all others. Vectors, and leaves whose two factors would be more than half of them,
+    take a plain mean.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
-      rank: of the approximation, or a warm-up of it, ``{0: 8, 500: 2}``.
-      seed: of the first basis.
-      layout: ``"equinox"`` or ``"torch"`` where kernels have their outputs first, ``(out, in, H,
+      rank: rank of the approximation, or a warm-up of it, ``{0: 8, 500: 2}``.
+      seed: seed of the first basis.
+      layout: ``"equinox"`` or ``"torch"`` if kernels have their outputs first, ``(out, in, H,
         W)``. With Flax's layout such a convolution would hardly shrink.
-      error_feedback: keep what was not sent. Without it most of a gradient is never seen.
-      dense: leaves that take a plain mean besides those.
+      error_feedback: keep the part that was not sent. Without it most of a gradient is lost.
+      dense: further leaves that take a plain mean.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` a payload of
@@ -203,9 +201,7 @@ def power_sgd_reduce(
     """
     who = "power_sgd_reduce"
 
-    def check(who: str, argument: str, value: Any) -> None:
-        checks.positive_int(who, argument, value, "1, 2 or 4 are usual.")
-
+    check = functools.partial(checks.positive_int, hint="1, 2 or 4 are usual.")
     outputs = named(who, layout).outputs
     codec = staged(who, "rank", rank, lambda r: PowerSgd(r, seed, outputs), check)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense reduction: mean or sum of local gradients over the replicas."""
+"""The dense reduction: the mean or the sum of local gradients over the replicas."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -9,23 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, noise_scale, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import NoiseScaleState
 from boostax._core.placement import local_alone, mean_of_group, on_shards
 from boostax.reduce import exchange
-from boostax.reduce.codec import Arrays, Names, packed, unpacked
+from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
 from boostax.reduce.exchange import Divide
-
-PyTree = Any
 
 
 class SumState(NamedTuple):
-    """State of ``all_reduce(op="sum")``: no arrays, but it says what becomes of what is before."""
+    """State of ``all_reduce(op="sum")``: it has no arrays and marks that gradients are summed."""
 
     def sums(self) -> None:
-        """Marks that a window around it holds shares of a sum, not terms of a mean."""
+        """Mark that a window around it holds shares of a sum, not terms of a mean."""
 
 
 @said.reduction
@@ -33,7 +33,7 @@ def all_reduce(
     axis_name: axes.AxisName | None = None,
     *,
     op: Literal["mean", "sum"] = "mean",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     clip: float | None = None,
     divide: Literal["before", "after"] = "after",
     bucket_bytes: int | None = None,
@@ -43,39 +43,39 @@ def all_reduce(
 
     .. math:: u = \tfrac1n \sum_{r=1}^{n} \operatorname{clip}(g_r)
 
-    Stands first in the inner chain: ``accumulate(chain(all_reduce("data"), clip, adamw), 8)``
+    It stands first in the inner chain: ``accumulate(chain(all_reduce("data"), clip, adamw), 8)``
     reduces once per window.
 
-    With a half ``dtype`` the gradients travel in it and are summed in f32. bf16 has the range of
-    f32; in f16 every leaf goes with a power of two of its own, so neither a large gradient nor the
-    sum of many overflows, and small ones keep their digits.
+    With a half ``dtype`` the gradients travel in that dtype and are summed in f32. bf16 has the
+    range of f32. In f16 every leaf is divided by a power of two of its own, so neither a large
+    gradient nor the sum of many overflows, and small ones keep their digits.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
       op: ``"mean"`` or ``"sum"``.
-      dtype: of the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
-      clip: bound on the magnitude of every element of a local gradient, before anything else; what
-        is not finite stays so, for the loss scaler to see. ``None`` for none.
-      divide: a mean divides ``"after"`` the sum, or ``"before"`` it, which cannot overflow where
-        n gradients of 1e38 / n can.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together: fewer
-        collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions of
-        several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
+      dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
+      clip: bound on the magnitude of every element of a local gradient, applied first. Elements
+        that are not finite stay so, for the loss scaler to see. ``None`` does not clip.
+      divide: a mean divides ``"after"`` the sum or ``"before"`` it. Before it nothing overflows,
+        where four gradients of 1e38 have a sum beyond f32.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together:
+        fewer collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions
+        of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
         replica's slice) and vectors, up to 8 MiB together.
-      noise: decay of the running means from which ``noise_scale`` in ``boostax.metrics`` is made,
-        the gradient noise scale in batches of one replica; ``None`` does not measure it. Inside
-        ``accumulate`` such a batch is a replica's window.
+      noise: decay of the running means behind ``noise_scale`` in ``boostax.metrics``, the gradient
+        noise scale in batches of one replica; ``None`` does not measure it. Inside ``accumulate``
+        such a batch is a replica's window.
 
     Returns:
-      A transformation without state, with ``noise`` one with a ``NoiseScaleState``. The sum is
-      taken in f32 or wider and cast back to the gradients' dtype, saturating there. Cost:
-      ``jax.lax.pmean`` of each leaf as it is, one all-reduce a leaf in the traced program, which
-      XLA may merge (4 bytes an element on the wire, times ``2 (n-1)/n`` on a ring); with ``dtype``
-      the same in 2 bytes an element as an all-to-all and an all-gather of each leaf, cut along a
-      dimension of its own, and of each pack of small ones; in f16 two gathers more, of 4 bytes a
-      leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and 1.56 (f16) of
-      the cycles of the f32 mean's. With ``noise`` an all-reduce of 4 bytes more and a read of
-      the local and of the reduced gradients.
+      A transformation without state, or with a ``NoiseScaleState`` if ``noise`` is given. The sum
+      is taken in f32 or wider and cast back to the gradients' dtype, saturating there. Cost:
+      ``jax.lax.pmean`` of each leaf in its own shape, one all-reduce per leaf in the traced
+      program, which XLA may merge (4 bytes an element on the wire, times ``2 (n-1)/n`` on a ring).
+      With ``dtype`` it takes 2 bytes an element, as an all-to-all and an all-gather of each leaf,
+      cut along a dimension of its own, and of each pack of small leaves; in f16 two more gathers,
+      of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and
+      1.56 (f16) times the cycles of the step with the f32 mean. ``noise`` adds an all-reduce of 4
+      bytes and a read of the local and of the reduced gradients.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -98,44 +98,38 @@ def all_reduce(
     checks.choice(who, "divide", divide, ("before", "after"), "After the sum is the default.")
     wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     if clip is not None:
-        hint = "SINGA's default is 100; None does not clip."
-        checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
+        checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
     if noise is not None:
-        hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
-        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, "Try 0.99.")
         hint = "noise compares local gradients with their mean."
         checks.choice(who, "op", op, ("mean",), hint)
         checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        if op == "sum":  # A mean of what is equal is the same again.
+        if op == "sum":  # The mean of equal gradients is right; their sum is not.
             updates = local_alone(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
-            hint = (
-                "Elements are bounded by sign and magnitude, which complex numbers do not order "
-                "by; clip by norm after the reduction, or wrap the transformation in optax.masked."
-            )
-            real = not any(map(jnp.iscomplexobj, leaves))
-            allowed = "None with complex gradients"
+            hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."
+            real, allowed = not any(map(jnp.iscomplexobj, leaves)), "None with complex gradients"
             checks.require(who, "clip", clip, allowed, real, hint, TypeError)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
-            leaves = _narrow(leaves, names, dividing, wire, bucket_bytes)
+            send = functools.partial(_narrow, names, dividing, wire, bucket_bytes)
+            leaves = exchange.by_kind(leaves, send)
         elif bucket_bytes is not None:
-            leaves = _packed(leaves, names, dividing, bucket_bytes)
+            send = functools.partial(_packed, names, dividing, bucket_bytes)
+            leaves = exchange.by_kind(leaves, send)
         else:
-            # In its own shape: to flatten a leaf is to write it anew in another tiling on a TPU.
+            # Each in its own shape: a flat copy has another tiling on a TPU and is written anew.
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
     def init_fn(params: PyTree) -> SumState | NoiseScaleState | optax.EmptyState:
-        del params
         if noise is not None:
             return noise_scale.fresh()
         return SumState() if op == "sum" else optax.EmptyState()
@@ -147,10 +141,10 @@ def all_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
 
 
-def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Any:
-    """Return a mean's ``update`` that also estimates the noise scale from it."""
+def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Callable[..., Stepped]:
+    """Return a mean's ``update`` that also estimates the noise scale."""
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         means, _ = update(updates, (), params, **extra)
         local = axes.mean(noise_scale.square_norm(updates, names), names)
         large, count = noise_scale.square_norm(means), jnp.float32(axes.size(names))
@@ -160,8 +154,8 @@ def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Any
 
 
 def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
-    """The mean or sum of a leaf over the replicas: taken in f32 or wider, in the leaf's dtype."""
-    if not x.size:  # not sent, and the same everywhere
+    """Return the mean or sum of a leaf over the replicas, in its dtype, taken in f32 or wider."""
+    if not x.size:  # Empty leaves are not sent: they are equal on all replicas.
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -172,50 +166,41 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
 
 
 def server_mean(grads: PyTree, inside: Names) -> PyTree:
-    """The mean of each leaf over the devices of a server: an axis, or groups of one.
+    """Return the mean of each leaf over the devices of a server: an axis, or groups of one.
 
-    Over groups as a reduce-scatter and an all-gather, together the bytes of an all-reduce: of a sum
-    over groups JAX knows no type.
+    A mean over groups is a reduce-scatter and an all-gather, together the bytes of an all-reduce,
+    because JAX has no type for a sum over groups.
     """
     if not isinstance(inside, axes.Groups):
         return jax.tree.map(lambda x: reduced(x, inside, "after"), grads)
     if axes.vmapped(inside):
         return jax.tree.map(lambda x: mean_of_group(x, inside) if x.size else x, grads)
 
-    def mean(own: list[jax.Array]) -> list[jax.Array]:
-        sent = exchange.parcels(own, axes.size(inside), by_leaf=False)
-        parts = [axes.scatter(x.array(own), inside, x.dim) / axes.size(inside) for x in sent]
-        return exchange.delivered(sent, parts, (inside,), None, own)
+    def mean(leaves: Arrays) -> list[jax.Array]:
+        sent = exchange.chunks(leaves, axes.size(inside), by_leaf=False)
+        parts = [axes.scatter(x.array(leaves), inside, x.dim) / axes.size(inside) for x in sent]
+        return exchange.delivered(sent, parts, (inside,), None, leaves)
 
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(exchange.by_kind(leaves, mean))
 
 
-def _packed(leaves: Arrays, names: Names, divide: Divide, bucket_bytes: int) -> list[jax.Array]:
-    """The same of every leaf; those that do not fill a bucket share a message."""
-    result = list(leaves)
-    for kind in exchange.kinds(leaves):
-        wide = {i: leaves[i].astype(trees.wide_dtype(leaves[i])) for i in kind}
-        for message in exchange.packs({i: x.nbytes for i, x in wide.items()}, bucket_bytes):
-            own = [wide[i] for i in message]
-            if len(own) == 1:
-                means = [reduced(own[0], names, divide)]
-            else:
-                means = unpacked(reduced(packed(own), names, divide), own)
-            for i, x in zip(message, means, strict=True):
-                result[i] = trees.saturate(x, leaves[i].dtype)
+def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> list[jax.Array]:
+    """Reduce leaves; those that do not fill a bucket share a message."""
+    result: list[jax.Array] = []
+    for pack in exchange.packs({i: x.nbytes for i, x in enumerate(leaves)}, bucket_bytes):
+        part = [leaves[i] for i in pack]
+        alone = len(part) == 1
+        total = reduced(part[0] if alone else packed(part), names, divide)
+        result += [total] if alone else unpacked(total, part)
     return result
 
 
 def _narrow(
-    leaves: Arrays, names: Names, divide: Divide, wire: np.dtype[Any], bucket_bytes: int | None
+    names: Names, divide: Divide, wire: np.dtype[Any], bucket_bytes: int | None, leaves: Arrays
 ) -> list[jax.Array]:
-    """The mean or sum in f32 of what travels in half precision, there and back."""
-
-    def exchanged(own: list[jax.Array]) -> list[jax.Array]:
-        sent = exchange.parcels(own, axes.size(names), bucket_bytes)
-        arrays = [parcel.array(own) for parcel in sent]
-        rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
-        return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, own)
-
-    return exchange.by_kind(leaves, exchanged)
+    """Reduce leaves that travel in half precision both ways; the sum is taken in f32."""
+    sent = exchange.chunks(leaves, axes.size(names), bucket_bytes)
+    arrays = [chunk.array(leaves) for chunk in sent]
+    rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
+    return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, leaves)

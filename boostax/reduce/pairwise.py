@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What AdaSum computes: the pairwise operator, and the tree of pairs over the replicas.
+r"""The computation of AdaSum: the pairwise operator, and the tree of pairs over the replicas.
 
 .. math::
   A(a, b) = \Bigl(1 - \frac{a \cdot b}{2 \|a\|^2}\Bigr) a
@@ -7,24 +7,21 @@ r"""What AdaSum computes: the pairwise operator, and the tree of pairs over the 
 
 Orthogonal gradients add, parallel ones average. The operator is not associative, so the order is
 part of the definition: neighbours first, ((0,1),(2,3)), then neighbours of those; an odd one out
-passes up as it is. Only arrays here; how they travel is the subject of ``exchange.py``.
+passes up unchanged. This file computes with arrays; ``exchange.py`` sends them.
 
-Where the formula is: ``_read`` takes the dot products of all pairs, ``_weight`` makes of them the
-factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``, ``_combine`` gives these to the rows of
-each node, and ``_tree`` adds the rows up, each times its factors of all levels.
+``_read`` takes the dot products of all pairs. ``_weight`` computes the factors
+``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the
+factors of the rows of each node. ``_tree`` adds up the rows, each times its factors of all levels.
 
-Every row has a power of two of its own, ``value = row * 2**exponent`` with the largest element of
-the row just below one. Products with powers of two are exact, so nothing over- or underflows in
-f32, whatever the magnitude of the gradients, and even where one replica's are 1e30 times another's.
+Every row has a power of two of its own, ``value = row * 2**exponent``, and the largest element of
+a row is just below one. Products with powers of two are exact, so nothing over- or underflows in
+f32, whatever the magnitude of the gradients, even if one replica's are 1e30 times another's.
 
 References:
   Maleki et al., Scaling Distributed Training with Adaptive Summation,
   https://arxiv.org/abs/2006.02924, 2020.
 """
 
-import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,18 +35,17 @@ from boostax.reduce.codec import Arrays, packed, unpacked
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
-# Sums are taken of so many elements, then of those sums: a sum in sequence loses digits.
+# A sum in sequence loses digits, so runs of this many elements are summed first.
 RUN = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """The same columns of every replica.
 
     Attributes:
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
-      owners: of every block of columns, the leaf it belongs to; a single one for all of them.
-      copies: the devices that hold the same part of the rows, among those that ``total`` adds over.
+      owners: the leaf of every block of columns, or of all columns together.
+      copies: how many of the devices that ``total`` adds over hold the same part of the rows.
     """
 
     rows: list[jax.Array]
@@ -57,15 +53,13 @@ class Bucket:
     copies: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """A row per replica, or this device's part of every row.
 
     Attributes:
       buckets: the columns.
-      exponents: i32 ``(rows, leaves)``: every leaf of every row has a power of two of its own.
-      near_one: whether the rows have been divided by their powers of two. Otherwise they are the
-        values themselves.
+      exponents: i32 ``(rows, leaves)``: the power of two of every leaf of every row.
+      near_one: whether the rows have been divided by their powers of two.
     """
 
     buckets: list[Bucket]
@@ -73,13 +67,13 @@ class Rows:
     near_one: bool = False
 
     def only_row(self) -> list[jax.Array]:
-        """The values of a single row, by buckets."""
+        """Return the values of a single row, by buckets."""
         if not self.near_one:
             return [bucket.rows[0] for bucket in self.buckets]
         return [grown(b.rows[0], self.exponents[0], b.owners) for b in self.buckets]
 
     def factors(self, exponents: jax.Array) -> "Factors":
-        """What leads from the rows to units of ``2**exponents``."""
+        """Return factors that take the rows to units of ``2**exponents``."""
         dtype = jnp.result_type(*(bucket.rows[0] for bucket in self.buckets))
         one = jnp.ones(self.exponents.shape, dtype)
         if self.near_one:
@@ -90,8 +84,8 @@ class Rows:
 class Factors(NamedTuple):
     """Factors ``above / below``, each ``(rows, leaves)``.
 
-    The division is the last thing done to a factor before it meets its row: XLA:CPU computes a
-    division once, where it computes anything cheaper anew for every element (4 to 8 times as long).
+    The division comes last before the product with a row: XLA:CPU computes a division once, but
+    repeats any cheaper operation for every element, which takes 4 to 8 times as long.
     """
 
     above: jax.Array
@@ -104,7 +98,7 @@ class Nodes(NamedTuple):
     Attributes:
       level: up to ``2**level`` rows make a node.
       exponents: i32 ``(nodes, leaves)``: their powers of two.
-      factors: the rows times these add up to the nodes.
+      factors: the nodes are sums of the rows times these.
     """
 
     level: int
@@ -113,13 +107,13 @@ class Nodes(NamedTuple):
 
     @property
     def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """The exponents of the nodes that meet next: neighbours."""
+        """Return the exponents of the left and right nodes of the next pairs."""
         even = len(self.exponents) // 2 * 2
         return self.exponents[0:even:2], self.exponents[1:even:2]
 
 
 class Products(NamedTuple):
-    """What one reading of the pairs tells.
+    """The products of the pairs, from one reading of the rows.
 
     Attributes:
       dots: ``(3, pairs, leaves or 1)``: a.a, a.b and b.b.
@@ -131,55 +125,54 @@ class Products(NamedTuple):
 
 
 def exponent_of(largest: jax.Array) -> jax.Array:
-    """The power of two just above a magnitude, where both it and its reciprocal are normal."""
+    """Return the power of two just above a magnitude; it and its reciprocal are normal numbers."""
     low, high = (-100, 126) if largest.dtype == jnp.float32 else (-250, 250)
     return jnp.clip(jnp.frexp(largest)[1], low, high)
 
 
 def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``2**exponent``, exactly; below the normal numbers, the smallest of them."""
+    """Return ``2**exponent`` exactly, but at least the smallest normal number."""
     limits = jnp.finfo(dtype)
     biased = jnp.clip(exponent, limits.minexp, limits.maxexp - 1) + (limits.maxexp - 1)
-    # The bits themselves: exact on every backend, where exp2 and pow are not.
+    # The number is made from its bits, because exp2 and pow are not exact on every backend.
     bits = biased.astype(jnp.int32 if limits.bits == 32 else jnp.int64) << limits.nmant
     return lax.bitcast_convert_type(bits, dtype)
 
 
 def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
-    """``x * 2**exponents`` by leaf; finite stays finite, though rounding may have led beyond."""
+    """Return ``x * 2**exponents`` by leaf; finite stays finite, even where rounding exceeds it."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
     bounded = trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers)
     return (bounded * powers).reshape(x.shape)
 
 
 def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
-    """``x`` in blocks of columns, and what broadcasts to them of ``values`` ``(*lead, leaves)``.
+    """Return ``x`` in blocks of columns, and ``values`` ``(*lead, leaves)`` broadcast to them.
 
-    With a lead, ``x`` begins with it.
+    ``x`` has the leading dimensions ``lead`` too.
     """
     if len(owners) == 1:
-        each = values[..., owners[0]]
-        return x, each.reshape(*each.shape, *[1] * (x.ndim - each.ndim))
-    blocks = _blocks(x, owners)
-    lead, each = values.shape[:-1], values[..., _distinct(owners)]
-    between = [1] * (blocks.ndim - 2 - len(lead))
-    return blocks, each.reshape(*lead, *between, each.shape[-1], 1)
+        by_leaf = values[..., owners[0]]
+        return x, by_leaf.reshape(*by_leaf.shape, *[1] * (x.ndim - by_leaf.ndim))
+    blocks, by_block = _blocks(x, owners), values[..., _distinct(owners)]
+    *lead, last = by_block.shape
+    return blocks, by_block.reshape(*lead, *[1] * (blocks.ndim - 2 - len(lead)), last, 1)
 
 
 def combine_replicas(
     rows: Rows, total: Total, *, together: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
-    """AdaSum of the rows.
+    """Compute the AdaSum of rows.
 
     Args:
-      rows: what is combined; a device may hold a part of every row.
+      rows: the rows; a device may hold a part of every row.
       total: adds partial sums over the devices that hold the other parts of the rows; called once
         per level of the tree, with one array.
-      together: whether all leaves have their dot products in common: AdaSum by the whole tree.
+      together: whether all leaves share their dot products: AdaSum by the whole tree.
 
     Returns:
       The values of a single row, by buckets; and an array ``(2, leaves)`` that tells how parallel
-      the rows were: squared norm of their sum and sum of their squared norms, in units of
+      the rows were: the squared norm of their sum and the sum of their squared norms, in units of
       ``4**exponents.max(0)``.
     """
     units = rows.exponents.max(0)
@@ -207,7 +200,7 @@ def combine_replicas(
 
 
 def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
-    """The leaves of several kinds as one, each held by so many devices alike."""
+    """Return the rows of several kinds of leaves as one; a kind has this many equal copies."""
     buckets: list[Bucket] = []
     leaves = 0
     for part, held in zip(parts, copies, strict=True):
@@ -218,7 +211,7 @@ def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
 
 
 def _blocks(x: jax.Array, owners: Owners) -> jax.Array:
-    # A leaf alone keeps its shape: another is another tiling on a TPU.
+    # A leaf alone keeps its shape, since another shape has another tiling on a TPU.
     return x if len(owners) == 1 else x.reshape(*x.shape[:-1], len(owners), -1)
 
 
@@ -227,16 +220,16 @@ def _distinct(owners: Owners) -> Owners:
 
 
 def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
-    """The nodes of a level. Added up as a tree, so that equal rows give themselves, exactly.
+    """Return the nodes of a level, summed as a tree: equal rows give themselves exactly.
 
-    Row by row: XLA:CPU then reads them where the exchange left them, without a copy.
+    It goes row by row, so XLA:CPU reads rows where the exchange left them, without a copy.
     """
     above, below = (x[:, _distinct(bucket.owners)] for x in factors)
-    each = above / below
-    shape = () if len(bucket.owners) == 1 else (each.shape[1], 1)
+    weights = above / below
+    shape = () if len(bucket.owners) == 1 else (weights.shape[1], 1)
     nodes = [
-        _blocks(x, bucket.owners) * f.astype(x.dtype).reshape(shape)
-        for x, f in zip(bucket.rows, each, strict=True)
+        _blocks(x, bucket.owners) * weight.astype(x.dtype).reshape(shape)
+        for x, weight in zip(bucket.rows, weights, strict=True)
     ]
     for _ in range(level):
         odd = nodes[len(nodes) // 2 * 2 :]
@@ -244,11 +237,11 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     return nodes
 
 
-def _sums(terms: Arrays, bucket: Bucket) -> list[tuple[int, jax.Array]]:
-    """Pairs of a leaf and ``(terms,)``, what it adds to the sum of each term over its elements.
+def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
+    """Return ``(terms,)`` for each leaf: the sum of each term over the leaf's elements.
 
-    One reduction with many results reads its operands once and adds to all of them side by side;
-    several reductions, or one over a stack, took XLA:CPU 2 to 5 times as long.
+    One reduction with many results reads its operands once. Several reductions, or one over a
+    stack, took XLA:CPU 2 to 5 times as long.
     """
     owners = bucket.owners
     zero = jnp.zeros((), terms[0].dtype)
@@ -256,38 +249,34 @@ def _sums(terms: Arrays, bucket: Bucket) -> list[tuple[int, jax.Array]]:
     last = terms[0].ndim - 1
     dims = tuple(range(last)) if len(owners) == 1 else (last,)
     if len(owners) == 1 and terms[0].size == terms[0].shape[-1]:
-        # In runs: over a single line XLA:CPU of jaxlib 0.10.0 crashes.
+        # A sum over a single line crashes XLA:CPU of jaxlib 0.10.0.
         terms = [jnp.pad(x.ravel(), (0, -x.size % RUN)).reshape(1, -1, RUN) for x in terms]
         dims = (0, 1)
     sums = jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, dims))
     sums = sums if bucket.copies == 1 else sums / bucket.copies
     if len(owners) == 1:
         padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
-        return [(int(owners[0]), padded.reshape(len(sums), -1, RUN).sum(2).sum(1))]
+        return {int(owners[0]): padded.reshape(len(sums), -1, RUN).sum(2).sum(1)}
     begin = np.flatnonzero(np.diff(owners, prepend=-1))
     runs = zip(begin, [*begin[1:], len(owners)], strict=True)
-    whole = lambda x: x.reshape(len(sums), -1).sum(1)  # noqa: E731
-    return [(int(owners[start]), whole(sums[..., start:stop])) for start, stop in runs]
+    total = lambda x: x.reshape(len(sums), -1).sum(1)  # noqa: E731
+    return {int(owners[start]): total(sums[..., start:stop]) for start, stop in runs}
 
 
-def _by_leaf(rows: Rows, found: Sequence[list[tuple[int, jax.Array]]]) -> jax.Array:
-    """``(terms, leaves)`` from the sums of every bucket."""
-    leaves: list[list[jax.Array]] = [[] for _ in range(rows.exponents.shape[1])]
-    for sums in found:
-        for leaf, x in sums:
-            leaves[leaf].append(x)
-    return jnp.stack([functools.reduce(operator.add, parts) for parts in leaves], 1)
+def _by_leaf(sums: dict[int, jax.Array]) -> jax.Array:
+    """Return ``(terms, leaves)``."""
+    return jnp.stack([sums[leaf] for leaf in range(len(sums))], 1)
 
 
 def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[jax.Array]]:
-    """The products of the pairs; of the last pair also the squares of the sum of all rows.
+    """Return the products of the pairs, and for the last pair the squares of the sum of all rows.
 
-    Those are ``(leaves,)``, in units of ``4**units``.
+    The squares are ``(leaves,)``, in units of ``4**units``.
     """
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
     common = rows.factors(units)
-    sums: list[list[tuple[int, jax.Array]]] = []
+    sums: dict[int, jax.Array] = {}
     for bucket in rows.buckets:
         values = _tree(bucket, nodes.factors, nodes.level)
         terms: list[jax.Array] = []
@@ -295,21 +284,23 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
             terms += [a * a, a * b, b * b, jnp.abs(a - b)]
         if last:
             terms.append(_tree(bucket, common, nodes.level + 1)[0] ** 2)
-        sums.append(_sums(terms, bucket))
-    by_leaf = _by_leaf(rows, sums)
+        sums |= _sums(terms, bucket)
+    by_leaf = _by_leaf(sums)
     of_pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
     products = Products(jnp.moveaxis(of_pairs[:, :3], 0, 1), of_pairs[:, 3] + (left != right))
     return products, [by_leaf[4]] if last else []
 
 
 def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
-    """``(leaves,)``: of the last row."""
-    last = lambda bucket: _tree(bucket, factors, 0)[-1]  # noqa: E731
-    return _by_leaf(rows, [_sums([last(bucket) ** 2], bucket) for bucket in rows.buckets])[0]
+    """Return ``(leaves,)``: the squared norms of the last row."""
+    sums: dict[int, jax.Array] = {}
+    for bucket in rows.buckets:
+        sums |= _sums([_tree(bucket, factors, 0)[-1] ** 2], bucket)
+    return _by_leaf(sums)[0]
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
-    """``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
+    """Return ``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
     scale = lambda exponents: power_of_two(2 * (exponents - units), products.dots.dtype)  # noqa: E731
     left, right = nodes.pairs
     norms = (products.dots[0] * scale(left) + products.dots[2] * scale(right)).sum(0)
@@ -327,9 +318,9 @@ def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
 
 
 def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
-    """The level above: each pair as one node, whose rows take the pair's factors as well."""
+    """Return the level above: each pair is one node, and its rows take the pair's factors too."""
     aa, ab, bb = products.dots
-    # The dot products are in units of the tops: their difference makes them fit a and b.
+    # Dot products are in units of the tops; their difference converts them to those of a and b.
     lead = tops[1] - tops[0]
     own_a, own_b = nodes.pairs
     cross_a, cross_b = own_a + lead, own_b - lead
@@ -342,28 +333,27 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     odd = nodes.exponents[2 * len(units) :]
     one = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
-    # Of every row, the node it belongs to.
-    place = np.arange(len(nodes.factors.above)) >> nodes.level
+    # The node of every row.
+    node = np.arange(len(nodes.factors.above)) >> nodes.level
     above, below = (
-        jnp.concatenate([jnp.broadcast_to(jnp.stack(x, 1), shape).reshape(-1, shape[2]), one])[
-            place
-        ]
+        jnp.concatenate([jnp.broadcast_to(jnp.stack(x, 1), shape).reshape(-1, shape[2]), one])
         for x in zip(*weights, strict=True)
     )
-    factors = Factors(nodes.factors.above / nodes.factors.below * above, below)
+    factors = Factors(nodes.factors.above / nodes.factors.below * above[node], below[node])
     return Nodes(nodes.level + 1, jnp.concatenate([units, odd]), factors)
 
 
 def _weight(
     dot: jax.Array, norm: jax.Array, own: jax.Array, cross: jax.Array, same: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The factor ``1 - a.b / 2|a|**2`` of ``a``, as a quotient; of ``b`` with a and b exchanged.
+    """Return the factor ``1 - a.b / 2|a|**2`` of ``a``, as a quotient.
 
-    In powers of two ``2**own - 2**cross * dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm``
-    for the squared norm ``|a|**2``. Of a zero row it is ``2**own``, of equal rows half of that.
+    The factor of ``b`` is the same with a and b exchanged. In powers of two it is
+    ``2**own - 2**cross * dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm`` for
+    ``|a|**2``. The factor of a zero row is ``2**own``, that of equal rows half of it.
 
-    The dot products of equal rows may differ in their last bit, because XLA contracts some of them
-    to fused multiply-adds. Written so that a NaN is never taken for a zero.
+    ``same`` is asked for because the dot products of equal rows may differ in their last bit: XLA
+    contracts some of them to fused multiply-adds. No comparison takes a NaN for a zero.
     """
     own, cross = power_of_two(own, dot.dtype), power_of_two(cross, dot.dtype)
     zero = norm <= jnp.finfo(dot.dtype).tiny

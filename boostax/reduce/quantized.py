@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantised reduction: every element travels in 8 bits.
 
-In *two shots*: an all-to-all takes codes to the replica that adds them up, an all-gather brings the
-sum back, in codes again.
+It takes *two shots*: an all-to-all brings codes to the replica that adds them up, and an all-gather
+brings the sum back, quantised again.
 """
 
 import dataclasses
@@ -17,9 +17,8 @@ from jax import lax
 from boostax._core import axes, checks
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked, unsent
-from boostax.reduce.exchange import Alone, Parcel
+from boostax.reduce.exchange import Alone, Chunk
 from boostax.reduce.feedback import Dense, compress
-from boostax.reduce.rows import Grid
 
 PyTree = Any
 Send = Callable[[jax.Array, Names], jax.Array]
@@ -28,15 +27,15 @@ LEVELS = 127
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Codec):
-    """Two shots of int8 with a scale per row: everyone's to the replica that sums, the sum to all.
+    """Two shots of int8 with a scale per row.
 
-    The loss of the second rounding is known to the replica that rounded, and goes into its
-    residual, times the number of replicas: the mean then loses nothing.
+    The replica that rounds a mean knows the loss of this second rounding. The loss goes into its
+    residual, times the number of replicas, so the mean of later steps makes up for it.
 
     Attributes:
       block: the most elements of a row.
-      stochastic: round up or down by chance, right on average, instead of to the nearest.
-      seed: of the chance.
+      stochastic: round up or down at random, right on average, instead of to the nearest.
+      seed: seed of the rounding.
     """
 
     block: int
@@ -44,12 +43,11 @@ class Int8(Codec):
     seed: int
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """The key, the same on all replicas, if there is any chance."""
-        del leaves
+        """Return the key of stochastic rounding, the same on all replicas, or ``None``."""
         return jax.random.PRNGKey(self.seed) if self.stochastic else None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
-        """All-to-all, sum in f32, all-gather."""
+        """Send by an all-to-all, sum in f32 and gather."""
         first = second = None
         if self.stochastic:
             state, now = jax.random.split(state)
@@ -62,77 +60,77 @@ class Int8(Codec):
         means = [x.mean(0) for x in summed]
         codes_of_mean, scales_of_mean = quantize(means, second)
         gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
-        whole = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
+        decoded = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
         held = unsent(rows, dequantize(codes, scales, rows))
         lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, means))
         residual, late = slices.charged(held, lost, names)
-        return Message(slices.joined(whole), residual, state, late)
+        return Message(slices.joined(decoded), residual, state, late)
 
 
 class _Slices(NamedTuple):
     """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
 
-    The rows are those of a leaf's last dimension, in equal parts where they are longer than a
-    block. Where they are shorter than a TPU's vector, or the leaf is packed with others, rows are
-    made of what there is.
+    The rows are those of a leaf's last dimension, cut into equal parts if they are longer than a
+    block. If they are shorter than a TPU's vector, or the leaf is packed with others, the elements
+    are cut into rows in order.
 
     Attributes:
-      leaves: what is cut.
-      sent: what travels together.
-      grids: how the slices of each are made into rows.
-      rows: those.
+      leaves: the leaves.
+      sent: their chunks.
+      grids: the grid of each chunk, which makes rows of its slices.
+      rows: the rows of each chunk.
     """
 
     leaves: Arrays
-    sent: list[Parcel]
-    grids: list[Grid]
+    sent: list[Chunk]
+    grids: list[exchange.Grid]
     rows: list[jax.Array]
 
     @classmethod
     def of(cls, leaves: Arrays, slices: int, block: int) -> "_Slices":
         """Cut leaves into rows of up to ``block`` elements."""
-        sent = exchange.parcels(leaves, slices, by_leaf=False)
-        cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in sent]
-        grids = [Grid.of(x.shape, block, 1) for x in cuts]
+        sent = exchange.chunks(leaves, slices, by_leaf=False)
+        cuts = [exchange.cut(chunk.array(leaves), slices, chunk.dim) for chunk in sent]
+        grids = [exchange.Grid.of(x.shape, block, 1) for x in cuts]
         return cls(leaves, sent, grids, [grid.rows(x) for grid, x in zip(grids, cuts, strict=True)])
 
     def joined(self, rows: Arrays) -> list[jax.Array]:
         """Return the leaves, from the rows of all slices."""
         trios = zip(self.sent, self.grids, rows, strict=True)
-        arrays = [exchange.joined(grid.slices(x), parcel.dim) for parcel, grid, x in trios]
+        arrays = [exchange.joined(grid.slices(x), chunk.dim) for chunk, grid, x in trios]
         return exchange.unwrapped(self.sent, arrays, self.leaves)
 
     def charged(
         self, held: Arrays, lost: Arrays, names: Names
     ) -> tuple[list[jax.Array], list[Late | None]]:
-        """Return ``held`` and ``late`` of a message, this replica's slice of the mean's loss added.
+        """Charge the loss of a mean to its slice here; return ``held`` and ``late`` of a message.
 
-        The loss is that of a mean, so it counts for all replicas.
+        The loss of a mean counts once for each replica.
         """
-        replicas, own = axes.size(names), axes.index(names)
+        replicas, replica = axes.size(names), axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
-        whole = list(held)
-        for k, (parcel, grid) in enumerate(zip(self.sent, self.grids, strict=True)):
+        rows = list(held)
+        for k, (chunk, grid) in enumerate(zip(self.sent, self.grids, strict=True)):
             more = replicas * lost[k]
-            if isinstance(parcel, Alone) and not parcel.shape[parcel.dim] % parcel.slices:
-                more = exchange.joined(grid.slices(more[None]), parcel.dim)
+            if isinstance(chunk, Alone) and not chunk.shape[chunk.dim] % chunk.slices:
+                more = exchange.joined(grid.slices(more[None]), chunk.dim)
                 # Leaves of different dtypes are computed in the widest.
-                late[parcel.index] = Late(parcel.dim, more.astype(self.leaves[parcel.index].dtype))
+                late[chunk.leaf] = Late(chunk.dim, more.astype(self.leaves[chunk.leaf].dtype))
             else:
-                more += lax.dynamic_index_in_dim(held[k], own, 0, keepdims=False)
-                whole[k] = lax.dynamic_update_index_in_dim(held[k], more, own, 0)
-        return self.joined(whole), late
+                more += lax.dynamic_index_in_dim(held[k], replica, 0, keepdims=False)
+                rows[k] = lax.dynamic_update_index_in_dim(held[k], more, replica, 0)
+        return self.joined(rows), late
 
 
 def _together(arrays: Arrays, send: Send, names: Names) -> list[jax.Array]:
-    """Small arrays in one message. Where each goes to one replica, they lead with the replicas."""
+    """Send small arrays in one message; for an exchange they have a leading axis of replicas."""
     lead = 1 if send is axes.exchange else 0
     return unpacked(send(packed(arrays, lead), names), arrays, lead)
 
 
 def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
-    """``(codes, scales)``: int8 of the shapes of the blocks, and an f32 scale for each row."""
-    # No smaller than a normal number: the reciprocal of a scale is finite.
+    """Return int8 codes in the shapes of the blocks, and an f32 scale for each row."""
+    # A scale is a normal number at least, so that its reciprocal is finite.
     least = jnp.finfo(jnp.float32).tiny
     units = [jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / LEVELS, least) for x in blocks]
 
@@ -142,13 +140,13 @@ def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
         chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
         return jnp.floor(x / units[i] + chance)
 
-    whole = [rounded(i, x) for i, x in enumerate(blocks)]
-    codes = [jnp.clip(x, -LEVELS, LEVELS).astype(jnp.int8) for x in whole]
+    levels = [rounded(i, x) for i, x in enumerate(blocks)]
+    codes = [jnp.clip(x, -LEVELS, LEVELS).astype(jnp.int8) for x in levels]
     return codes, [unit.astype(jnp.float32) for unit in units]
 
 
 def dequantize(codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
-    """The numbers that the codes stand for, in the widest dtype of ``like``."""
+    """Invert ``quantize``, in the widest dtype of ``like``."""
     dtype = jnp.result_type(*(x.dtype for x in like))
     return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
 
@@ -166,29 +164,29 @@ def int8_reduce(
 
     .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{row}} |a| / 127
 
-    An all-to-all takes the codes to the replica that adds them up, in f32; an all-gather brings the
-    sum back, quantised again. A quarter of a mean's bytes at any number of replicas; gathering
-    everybody's codes would save nothing from eight replicas on.
+    An all-to-all brings the codes to the replica that adds them up, in f32; an all-gather brings
+    the sum back, quantised again. It sends a quarter of a mean's bytes at any number of replicas;
+    gathering the codes of all would save nothing from eight replicas on.
 
-    A leaf is cut along a dimension of its own, and its rows are those of its last dimension, so
-    that it is not flattened; small leaves, those that no dimension of theirs cuts evenly among the
-    replicas (1% of padding is allowed), and those with rows of fewer than 128 elements are made
-    into rows of 256 to 1024.
+    A leaf is cut along a dimension of its own, and its rows are those of its last dimension, so it
+    is not flattened. Small leaves, leaves that no dimension cuts evenly among the replicas (1% of
+    padding is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256
+    to 1024.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       block: the most elements that share a scale: longer rows are cut into equal parts, which on a
         TPU is a copy in another tiling. 256 is finer.
-      rounding: to the ``"nearest"``, or ``"stochastic"``: up or down by chance, right on average.
-      seed: of the chance.
-      error_feedback: keep what rounding lost, of both shots.
+      rounding: to the ``"nearest"``, or ``"stochastic"``: up or down at random, right on average.
+      seed: seed of stochastic rounding.
+      error_feedback: keep the losses of both roundings for the next step.
       dense: leaves that take a plain mean.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n (1 + 4 / row)`` bytes an
-      element; an all-to-all and an all-gather of each leaf, and of each pack of small ones, and the
-      same of all scales together; a residual per replica, two sums of 4 bytes. Compiled for TPU
-      v5e, a train step of 67 M params takes 1.93 of the cycles of the f32 mean's.
+      element; an all-to-all and an all-gather of each leaf, of each pack of small leaves, and of
+      all scales together; a residual per replica, two sums of 4 bytes. Compiled for TPU v5e, a
+      train step of 67 M params takes 1.93 times the cycles of the step with the f32 mean.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -206,7 +204,6 @@ def int8_reduce(
     """
     who = "int8_reduce"
     block = checks.positive_int(who, "block", block, "4096 is the default; 256 is finer.")
-    choices = ("nearest", "stochastic")
-    checks.choice(who, "rounding", rounding, choices, "Error feedback mends either.")
+    checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), "Feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)

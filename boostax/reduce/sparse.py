@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse reductions: a few elements of every leaf travel, the rest waits."""
+"""Sparse reductions: a few elements of every leaf travel, and the others wait.
+
+``Runs`` and ``Whole`` choose elements, take them and add them at their positions. A position is an
+index into a row, or into a whole leaf in the order of ``selection.py``.
+"""
 
 import dataclasses
 import functools
@@ -12,75 +16,184 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, trees
-from boostax.reduce import elements, exchange, selection
+from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
-from boostax.reduce.rows import Grid
 
 PyTree = Any
-# Leaves of so many elements may be written anew, and sorted.
+# Leaves of up to SMALL elements may be written anew, and sorted.
 SMALL = 2**14
 TILE = 2048
+Bound = jax.Array | float
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which elements are sent at all, and as what.
+    """The rule for the elements that may be sent, and their form on the wire.
 
     Attributes:
-      threshold: smaller magnitudes are not sent; ``None`` sends any.
+      threshold: smaller magnitudes are not sent; ``None`` allows any.
       relative: whether the threshold is in units of the leaf's root mean square.
-      value_dtype: of the values on the wire; ``None`` for their own.
+      value_dtype: dtype of values on the wire; ``None`` for their own.
     """
 
     threshold: float | None = None
     relative: bool = False
     value_dtype: np.dtype[Any] | None = None
 
-    def least(self, leaf: jax.Array) -> jax.Array | float:
-        """The smallest magnitude that is sent."""
+    def least(self, leaf: jax.Array) -> Bound:
+        """Return the smallest magnitude that is sent."""
         if self.threshold is None or not self.relative:
             return self.threshold or 0.0
         return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
 
-    def reach(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
-        """Which are to be sent; zeros need no place."""
+    def reach(self, values: jax.Array, least: Bound) -> jax.Array:
+        """Return which elements are to be sent; zeros need no slot."""
         return (jnp.abs(values) >= least) & (values != 0)
 
-    def coded(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
-        """What is sent of the values."""
+    def coded(self, values: jax.Array, least: Bound) -> jax.Array:
+        """Return the values as sent, zero below the threshold."""
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
 
 
+def at(x: jax.Array, positions: jax.Array) -> Any:
+    """Return ``x.at`` of positions in each row; a flat index might not fit i32 in a large model."""
+    return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], positions.astype(jnp.int32)]
+
+
+# These are traced once for each shape: a large model has hundreds of leaves of a few shapes.
+_once = functools.partial(jax.jit, inline=True)
+_taken = _once(lambda x, positions: at(x, positions).get(mode="promise_in_bounds"))
+_marked = _once(lambda x, positions: at(x, positions).set(True, unique_indices=True))
+_plus = _once(lambda x, positions, values: at(x, positions).add(values, unique_indices=True))
+
+
+def _narrow(positions: jax.Array, size: int) -> jax.Array:
+    return positions.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
+
+
+class Runs(NamedTuple):
+    """A leaf from each of whose rows some elements are chosen.
+
+    Attributes:
+      grid: its rows.
+      sent: the number of elements chosen from each row.
+    """
+
+    grid: exchange.Grid
+    sent: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the arrays that ``put`` adds to."""
+        return self.grid.one
+
+    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return positions ``(rows, count)``, different in each row, and bools like the leaf."""
+        rows = jnp.abs(self.rows(leaf))
+        positions = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
+        mask = _marked(axes.unify(jnp.zeros(rows.shape, bool), rows), positions)
+        return positions, self.leaf(mask)
+
+    def taken(self, leaf: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return the elements at positions."""
+        return _taken(self.rows(leaf), positions)
+
+    def put(self, into: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
+        """Add values to an array of ``shape`` at positions."""
+        return _plus(into, positions, values.astype(into.dtype))
+
+    def rows(self, leaf: jax.Array) -> jax.Array:
+        """Return an array in the leaf's shape as rows."""
+        return self.grid.rows(leaf[None])[0]
+
+    def leaf(self, array: jax.Array) -> jax.Array:
+        """Return an array of ``shape`` in the leaf's shape."""
+        return self.grid.slices(array[None])[0]
+
+    def lacking(self, counts: jax.Array) -> jax.Array:
+        """Return how many elements find no slot, given their number in each row."""
+        return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
+
+
+class Whole(Runs):
+    """A leaf from all of whose elements some are chosen."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the arrays that ``put`` adds to."""
+        return selection.shape(self.grid.one)
+
+    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return positions ``(count,)``, ascending, and bools like the leaf."""
+        positions, mask = selection.largest(self.rows(leaf), self.sent)
+        return _narrow(positions, math.prod(self.grid.one)), super().leaf(mask)
+
+    def taken(self, leaf: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return the elements at positions."""
+        word, column, bit = selection.at(positions, self.grid.width)
+        chosen = self.rows(leaf).at[word * selection.BITS + bit, column]
+        return chosen.get(mode="promise_in_bounds")
+
+    def put(self, into: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
+        """Add values to an array of ``shape`` at positions."""
+        chosen = into.at[selection.at(positions, self.grid.width)]
+        # A TPU's compiler sorts indices unless it is told that they are sorted.
+        return chosen.add(values.astype(into.dtype), unique_indices=True, indices_are_sorted=True)
+
+    def leaf(self, array: jax.Array) -> jax.Array:
+        """Return an array of ``shape`` in the leaf's shape."""
+        return super().leaf(selection.rows(array))
+
+    def lacking(self, counts: jax.Array) -> jax.Array:
+        """Return how many elements find no slot, given their number in each row."""
+        return super().lacking(counts.sum(dtype=jnp.int32))
+
+
+def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the sum over the replicas, added one after the other.
+
+    Added at once, equal positions would be summed in an order that the hardware chooses, and the
+    replicas would drift apart by rounding.
+    """
+
+    def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return view.put(total, *theirs), None
+
+    zeros = jnp.zeros(view.shape, jnp.promote_types(values.dtype, jnp.float32))
+    return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
+
+
 class _Bucket(NamedTuple):
-    """Leaves from which is chosen together.
+    """Leaves that are chosen from together.
 
     Attributes:
       leaves: their indices.
-      array: the leaf; of several a vector, without what is below the threshold of its leaf.
+      array: the leaf; for several leaves a vector, zero below the threshold of each leaf.
       least: the threshold of the array.
       view: its rows.
     """
 
     leaves: list[int]
     array: jax.Array
-    least: jax.Array | float
-    view: elements.Runs
+    least: Bound
+    view: Runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Largest(Codec):
-    """The elements of largest magnitude of every leaf, or bucket of leaves, with their places.
+    """The elements of largest magnitude of every leaf, or bucket of leaves, with their positions.
 
     Attributes:
-      count: of so many elements, how many are sent.
-      block: choose from each run of so many elements by itself; ``None`` for a leaf as a whole.
-      cut: what is below it is not sent, though its place on the wire is taken.
-      bucket_bytes: see ``top_k_reduce``.
+      count: returns how many elements are sent from a number of
+      block: choose from each run of this many elements; ``None`` chooses from a leaf.
+      cut: see ``Cut``.
+      bucket_bytes: choose from several leaves together, up to this many bytes of f32.
       lossy: see ``Codec``.
     """
 
@@ -92,16 +205,17 @@ class Largest(Codec):
     lossy: bool = True
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Gather everybody's choice, and add up."""
+        """Gather the choices of all replicas, and add them up."""
         least = [self.cut.least(x) for x in leaves]
         buckets = self._buckets(leaves, least)
-        places, masks = zip(*(bucket.view.largest(bucket.array) for bucket in buckets), strict=True)
-        chosen = zip(buckets, places, strict=True)
+        found = (bucket.view.largest(bucket.array) for bucket in buckets)
+        positions, masks = zip(*found, strict=True)
+        chosen = zip(buckets, positions, strict=True)
         values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
-        everyones = zip(buckets, _gathered(values, names), _gathered(places, names), strict=True)
-        summed = [x.view.leaf(elements.added(x.view, v, i)) for x, v, i in everyones]
-        # Written as it is: what reads it would be moved before the transposition by a TPU's
-        # compiler, and every result written too.
+        received = zip(buckets, _gathered(values, names), _gathered(positions, names), strict=True)
+        summed = [x.view.leaf(added(x.view, v, i)) for x, v, i in received]
+        # The barrier writes the sums once. A TPU's compiler would move what reads them before the
+        # transposition, and write every result of that too.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
@@ -111,53 +225,53 @@ class Largest(Codec):
         return Message(means, unsent(leaves, sent), state)
 
     def fits(self, leaves: Arrays) -> jax.Array:
-        """Return whether all elements that are to be sent have places, in every bucket."""
+        """Return whether all elements that are to be sent have slots, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
             reached = bucket.view.rows(self.cut.reach(bucket.array, bucket.least))
-            # By row in f32, which is exact there: XLA:CPU adds up integers with a copy.
+            # Rows are summed in f32, which is exact: XLA:CPU adds up integers with a copy.
             counts = reached.astype(jnp.float32).sum(1).astype(jnp.int32)
             lacking = jnp.maximum(lacking, bucket.view.lacking(counts))
         return lacking == 0
 
-    def _buckets(self, leaves: Arrays, least: Sequence[jax.Array | float]) -> "list[_Bucket]":
+    def _buckets(self, leaves: Arrays, least: Sequence[Bound]) -> list[_Bucket]:
         """Return a bucket of each leaf, or of each few leaves of one dtype."""
         groups = [[i] for i in range(len(leaves))]
         if self.bucket_bytes is not None:
-            kinds = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
-            groups = [own for kind in kinds for own in exchange.fused(kind, self.bucket_bytes)]
+            sizes = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
+            groups = [group for kind in sizes for group in exchange.fused(kind, self.bucket_bytes)]
         found: list[_Bucket] = []
-        for own in groups:
-            array, bound = leaves[own[0]], least[own[0]]
-            if len(own) > 1:
-                reaching = [jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0) for i in own]
+        for group in groups:
+            array, bound = leaves[group[0]], least[group[0]]
+            if len(group) > 1:
+                reaching = [jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0) for i in group]
                 array, bound = packed(reaching), 0.0
-            found.append(_Bucket(own, array, bound, self._view(array.shape)))
+            found.append(_Bucket(group, array, bound, self._view(array.shape)))
         return found
 
-    def _view(self, shape: tuple[int, ...]) -> elements.Runs:
+    def _view(self, shape: tuple[int, ...]) -> Runs:
         size = math.prod(shape)
         if self.block is None and size > SMALL:
-            grid = Grid.of((1, *shape), size, selection.BITS)
-            return elements.Whole(grid, min(self.count(size), size))
+            grid = exchange.Grid.of((1, *shape), size, selection.BITS)
+            return Whole(grid, min(self.count(size), size))
         block = min(self.block or size, size)
-        own = Grid.of((1, *shape), block, 1)
+        grid = exchange.Grid.of((1, *shape), block, 1)
         most = 1.1 * size / block * self.count(block)
-        # Of short runs more is sent, as every one sends its share rounded up.
-        if not own.own or own.one[0] * self.count(own.width) > most:
-            own = Grid((1, *shape), False, 1, block, 1)
-        return elements.Runs(own, min(self.count(own.width), own.width))
+        # Every run rounds its share up, so short runs send more.
+        if not grid.own or grid.one[0] * self.count(grid.width) > most:
+            grid = exchange.Grid((1, *shape), False, 1, block, 1)
+        return Runs(grid, min(self.count(grid.width), grid.width))
 
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """The elements that reach a threshold: sparse if they have places, else a dense mean.
+    """The elements that reach a threshold: sparse if they have slots, else a dense mean.
 
-    Shapes are static, so both are branches with shapes of their own, and the replicas agree on one
-    before anything is sent.
+    Shapes are static, so both forms are branches with shapes of their own, and the replicas agree
+    on one before anything is sent.
 
     Attributes:
-      capacity: share of a leaf that has places on the sparse wire; 1 is always dense.
+      capacity: share of a leaf that has slots on the sparse wire; 1 is always dense.
       sparse: sends that share.
       lossy: see ``Codec``.
     """
@@ -169,18 +283,17 @@ class Threshold(Codec):
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Send by the branch of this step."""
+        forms = self.sparse.reduce, self._dense
+        sends = [functools.partial(send, leaves, state, names) for send in forms]
         if self.capacity == 1:
-            message = self._dense(leaves, state, names)
-            return message._replace(capacity=jnp.ones((), jnp.float32))
+            return sends[1]()._replace(capacity=jnp.ones((), jnp.float32))
         fits = axes.agree(self.sparse.fits(leaves), names)
-        rung = jnp.where(fits, 0, 1).astype(jnp.int32)
-        forms = (self.sparse.reduce, self._dense)
-        sends = [functools.partial(form, leaves, state, names) for form in forms]
-        message = switched(rung, sends, names)
-        return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[rung])
+        form = jnp.where(fits, 0, 1).astype(jnp.int32)
+        message = switched(form, sends, names)
+        return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[form])
 
     def _dense(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Send what reaches the threshold, as a plain mean in which the rest is zero."""
+        """Send the elements that reach the threshold as a plain mean, in which the rest is zero."""
         cut = self.sparse.cut
         sent = [cut.coded(x, cut.least(x)).astype(x.dtype) for x in leaves]
         return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
@@ -197,19 +310,20 @@ def _apart(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[j
 
 
 def share(density: float, of: int) -> int:
-    """``ceil(density * of)``, at least one, not misled by rounding."""
+    """Return ``ceil(density * of)``, at least one, robust to rounding."""
     return max(1, min(of, math.ceil(density * of - 1e-6)))
 
 
 def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
-    """``(replicas, *shape)`` of each, with one collective for each dtype."""
+    """Return ``(replicas, *shape)`` of each array, with one collective for each dtype."""
     result: dict[int, jax.Array] = {}
-    for index in exchange.kinds(arrays):
-        own = [arrays[i] for i in index]
-        flat = packed(own)
-        # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
+    for kind in exchange.kinds(arrays):
+        part = [arrays[i] for i in kind]
+        flat = packed(part)
+        # A TPU's compiler makes an all-reduce of a gather that does not end with a tile: twice the
+        # bytes.
         flat = exchange.padded(flat, 0, TILE) if flat.size >= 32 * TILE else flat
-        result |= zip(index, unpacked(axes.gather(flat, names), own), strict=True)
+        result |= zip(kind, unpacked(axes.gather(flat, names), part), strict=True)
     return [result[i] for i in range(len(arrays))]
 
 
@@ -224,7 +338,7 @@ def top_k_reduce(
     block: int | None = None,
     bucket_bytes: int | None = None,
     momentum: float | None = None,
-    value_dtype: Any = None,
+    value_dtype: DTypeLike | None = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -234,35 +348,35 @@ def top_k_reduce(
       a_r = g_r + e_r, \quad u = \tfrac1n \sum_r \operatorname{top}_k(a_r), \quad
       e_r \leftarrow a_r - \operatorname{top}_k(a_r)
 
-    Stands first in the inner chain, in the place of ``all_reduce``. What is sent is exact, so
+    It stands first in the inner chain, instead of ``all_reduce``. The elements sent are exact, so
     nothing is lost: sent and held back add up bit for bit.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       density: share of each leaf that travels, ``ceil(density * size)`` elements; or a warm-up of
         it, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by calls that were not skipped.
-      count: so many elements of each leaf (or block) instead.
-      block: choose among each run of so many elements by itself, along the last dimension where it
-        is long. Places take 2 bytes; keeps 87 to 99% of the energy. Try 1000. Runs are sorted,
-        whole leaves are not: on a TPU leave it out.
-      bucket_bytes: choose among several leaves together. From the last leaf to the first they are
-        fused until they have more than so many bytes (of f32); a leaf of more is chosen from by
-        itself. The same number of elements travels, from where they are largest, for one copy of
-        the leaves that are fused. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+      count: number of elements of each leaf (or block) instead.
+      block: choose from each run of this many elements, along the last dimension if it is long.
+        Positions then take 2 bytes; the choice keeps 87 to 99% of the energy. Try 1000. Runs are
+        sorted, whole leaves are not: on a TPU leave it out.
+      bucket_bytes: choose from several leaves together. They are fused from the last to the first
+        until they exceed this many bytes (of f32); a larger leaf is chosen from by itself. The
+        same number of elements travels, from where they are largest, for one copy of the fused
+        leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
       momentum: correct for the momentum of the optimizer (DGC): momentum is applied here, before
-        the choice, and stops where an element has been sent. The optimizer then goes without.
-      value_dtype: of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding stays
-        in the residual.
-      error_feedback: keep what was not sent. Without it most elements never move.
+        the choice, and stops for elements that have been sent. The optimizer must have none.
+      value_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
+        errors stay in the residual.
+      error_feedback: keep the elements that were not sent. Without it most elements never move.
       dense: leaves that take a plain mean: ``lambda path, leaf: leaf.ndim < 2`` for norms and
         biases, or a tree of bools.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: 8 bytes an element sent (6 where a leaf or
-      block has up to 65536, 4 with a half ``value_dtype`` too), gathered from all: on a ring
-      ``(n-1) k`` of them, which is less than a mean's ``8 (n-1)/n N`` bytes only while
-      ``density < 1/n``; one residual of the size of the gradients in f32 per replica (two with
-      ``momentum``); two sums of 4 bytes.
+      A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
+      or block of up to 65536 elements, 4 if ``value_dtype`` is half as well), gathered from all
+      replicas: k elements of each take ``(n-1) k`` times that on a ring, less than a mean's
+      ``8 (n-1)/n N`` bytes only while ``density < 1/n``; one residual of the size of the gradients
+      in f32 per replica (two with ``momentum``); two sums of 4 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -303,7 +417,7 @@ def threshold_reduce(
     relative: bool = False,
     block: int | None = None,
     bucket_bytes: int | None = 2**16,
-    value_dtype: Any = None,
+    value_dtype: DTypeLike | None = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -311,31 +425,32 @@ def threshold_reduce(
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
-    Shapes are static, so a share of each leaf has places on a sparse wire. At every step the
-    replicas count what reaches the threshold. If all of it has a place, in every leaf of every
-    replica, it travels with its places; otherwise as a plain mean in which the rest is zero. So
-    nothing that reaches the threshold is lost, with error feedback or without.
+    Shapes are static, so a share of each leaf has slots on a sparse wire. At every step the
+    replicas count the elements that reach the threshold. If all have slots, in every leaf of every
+    replica, they travel with their positions; otherwise as a plain mean in which the rest is zero.
+    So no element that reaches the threshold is lost, with error feedback or without.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       threshold: magnitude from which an element is sent.
-      capacity: share of each leaf that has places on the sparse wire, which sends fewer bytes than
+      capacity: share of each leaf that has slots on the sparse wire, which sends fewer bytes than
         the mean while ``capacity < 1/n``; 1.0 always sends the mean.
-      relative: take the threshold in units of the root mean square of gradient plus residual, so
-        that less is sent the more is held back.
+      relative: take the threshold in units of the root mean square of gradient plus residual: the
+        more is held back, the less is sent.
       block: see ``top_k_reduce``.
-      bucket_bytes: leaves share their places as in ``top_k_reduce``, or a short one that is full
-        would make a step dense. What is sent is the same. ``None`` for places of each leaf.
+      bucket_bytes: leaves share their slots as in ``top_k_reduce``; else one short leaf without a
+        free slot would make a step dense. The same elements are sent. ``None`` gives each leaf
+        slots of its own.
       value_dtype: see ``top_k_reduce``; a dense step sends such values in f32.
-      error_feedback: keep what was not sent.
+      error_feedback: keep the elements that were not sent.
       dense: leaves that take a plain mean.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: a sparse step sends what
-      ``top_k_reduce(density=capacity)`` sends, on a ring ``8 (n-1) capacity N`` bytes; a dense one
-      what a mean sends, ``8 (n-1)/n N``; before it 4 bytes, and one reading of the gradients.
-      ``boostax.metrics`` has ``capacity``, the share that had places at the last step: 1.0 for a
-      dense one.
+      ``top_k_reduce(density=capacity)`` sends, on a ring ``8 (n-1) capacity N`` bytes; a dense step
+      sends what a mean sends, ``8 (n-1)/n N``. Before it come 4 bytes and one reading of the
+      gradients. ``boostax.metrics`` has ``capacity``, the share that had slots at the last step:
+      1.0 for a dense step.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -357,8 +472,7 @@ def threshold_reduce(
       replica at each step and so cannot be compiled.
     """
     who = "threshold_reduce"
-    hint = "SINGA's default is 0.05."
-    checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
+    checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
     _check_share(who, "capacity", capacity)
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     how = block, Cut(threshold, relative, wire), bucket_bytes
@@ -367,9 +481,9 @@ def threshold_reduce(
 
 
 def _checked(
-    who: str, block: int | None, bucket_bytes: int | None, value_dtype: Any
+    who: str, block: int | None, bucket_bytes: int | None, value_dtype: DTypeLike | None
 ) -> tuple[int | None, int | None, np.dtype[Any] | None]:
-    """The arguments of elements with places, if they are sound."""
+    """Check the arguments of elements with positions."""
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
@@ -378,5 +492,4 @@ def _checked(
 
 
 def _check_share(who: str, argument: str, value: Any) -> None:
-    hint = "0.01 sends one element in a hundred."
-    checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, hint)
+    checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends 1%.")

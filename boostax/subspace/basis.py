@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find directions in the space of the params, leaf by leaf, and compute along them.
 
-There is no matrix of all params squared.
-
-With the m snapshots as rows of ``X`` (m, n), all that is decomposed is m x m or m x k; the n-sized
-work are products of ``X`` with thin matrices, which sum over leaves and leave each one its
-sharding. The params are far larger than what training moves them by, so ``X`` is centred through
-differences to one snapshot, and its Gram matrix is only where the search begins: it holds squares,
-so in f32 it loses directions below 3e-4 of the largest, which a product with ``X`` itself finds.
+No matrix here has as many rows and columns as there are params. With the m snapshots as rows of
+``X`` (m, n), only matrices of m x m or m x k are decomposed. The n-sized work is products of ``X``
+with thin matrices, which sum over leaves and leave each leaf its sharding. The params are far
+larger than the distance that training moves them, so ``X`` is centred through differences to one
+snapshot. The search only begins with the Gram matrix of ``X``: it holds squares, so in f32 it loses
+directions below 3e-4 of the largest, which a product with ``X`` itself finds.
 """
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,23 +20,25 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from boostax._core import axes, checks, trees
 from boostax.subspace import files
 
 PyTree = Any
+Dtype = DTypeLike | None
 _WHO = "pca_basis"
 _FEW = "It is the dimension of the subspace; 32 to 40 are usual."
-# Rows beyond k that carry what the first product missed.
+# Additional rows, which catch directions that the first product missed.
 _SPARE = 2
 
 
 class Basis(NamedTuple):
-    """Holds orthonormal directions in the space of the params.
+    """Orthonormal directions in the space of the params.
 
     Attributes:
-      components: tree like the params of ``(k, *leaf.shape)``, the widest first. Together a row of
-        all leaves has norm 1, and its largest element is positive.
+      components: tree like the params of ``(k, *leaf.shape)``, the widest direction first. A row of
+        all leaves together has norm 1, and its largest element is positive.
       mean: tree like the params, f32 or wider: the mean of the snapshots.
       explained: f32 ``(k,)``, the share of the variance along each.
     """
@@ -47,12 +48,12 @@ class Basis(NamedTuple):
     explained: jax.Array
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write it to a ``.npz`` file, by the names of the params.
+        """Write the basis to a ``.npz`` file, by the names of the params.
 
         The arrays are ``components/layer/kernel``, ``mean/layer/kernel`` and ``explained``.
 
         Args:
-          path: of the file. What was there stays until all is written.
+          path: path of the file. An old file stays until all is written.
 
         Raises:
           ValueError, TypeError: another suffix, or a dtype that the format lacks. OSError: no such
@@ -71,14 +72,14 @@ class Basis(NamedTuple):
 
     @classmethod
     def load(cls, path: str | pathlib.Path, params: PyTree) -> "Basis":
-        """Read what ``save`` wrote.
+        """Read a basis that ``save`` wrote.
 
         Args:
-          path: of the file.
-          params: a tree of arrays or shapes: those of which the basis was made, by name and shape.
+          path: path of the file.
+          params: a tree of arrays or shapes, with the names and shapes of the basis.
 
         Returns:
-          A ``Basis``, to the bit. Cost: one copy of it.
+          The ``Basis``, bit for bit. Cost: one copy of it.
 
         Raises:
           ValueError: params of other names, shapes or kinds; a file that is broken or none of a
@@ -93,16 +94,16 @@ class Basis(NamedTuple):
 
 
 def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Any:
-    """Return the first components in a file, made of the same params.
+    """Return the first components in a file, for params of the same names and shapes.
 
     Args:
-      path: what ``Basis.save`` wrote; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce keeps
-        them: the leaves of the params, in the order of ``jax.tree.leaves``, one behind the other.
+      path: a file of ``Basis.save``; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce has it:
+        the leaves of the params, in the order of ``jax.tree.leaves``, one behind the other.
       params: a tree of arrays or shapes.
-      n_components: how many of them.
+      n_components: number of components.
 
     Returns:
-      A ``Basis``; of an ``.npy`` a tree of the components.
+      A ``Basis``; from an ``.npy`` a tree of the components.
 
     Raises:
       ValueError: fewer of them there, rows that are not orthonormal, or as ``Basis.load``.
@@ -116,8 +117,8 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     allowed = f"at most {k}, the components in {path}"
     fits = n_components <= k
     checks.require(who, "n_components", n_components, allowed, fits, "Take so many.")
-    # Half a percent is what storage in bfloat16 leaves.
-    got, hint = "rows that are not", "Distances along them would be other ones."
+    # Storage in bfloat16 leaves half a percent.
+    got, hint = "rows that are not", "Distances along them would be wrong."
     skew = np.abs(gram - np.eye(k)).max()
     checks.require(who, "path", got, "a file of orthonormal rows", bool(skew < 2e-2), hint)
     first = jax.tree.map(lambda x: x[:n_components], rows)
@@ -140,12 +141,12 @@ def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
-    """Draw orthonormal components at random: a basis must be better to be of use.
+    """Draw orthonormal components at random, which a useful basis must beat.
 
     Args:
       params: a tree of arrays.
-      n_components: how many directions, at most the number of params.
-      seed: of the draws.
+      n_components: number of directions, at most the number of params.
+      seed: seed of the draws.
 
     Returns:
       A tree of ``(n_components, *leaf.shape)``. Cost: twice as many params.
@@ -174,7 +175,7 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
 
 
 def pca_basis(
-    snapshots: PyTree, n_components: int, *, dtype: Any = None, stacked: bool | None = None
+    snapshots: PyTree, n_components: int, *, dtype: Dtype = None, stacked: bool | None = None
 ) -> Basis:
     r"""Find the directions in which snapshots of the params differ most.
 
@@ -185,16 +186,16 @@ def pca_basis(
 
     is only m x m.
 
-    The axis that is reduced is that of the params: ``n_components`` directions, each as large as
-    they are. Snapshots from late in a run give directions worth training in; the first ones differ
-    by far the most, and use them up.
+    Each of the ``n_components`` directions is as large as the params. Snapshots from late in a run
+    give directions worth training in. The first snapshots of a run differ by far the most, and
+    would use up the directions.
 
     Args:
       snapshots: a tree like the params of ``(m, *leaf.shape)``; or a list or an iterator of m trees
         like the params, which is stacked.
-      n_components: how many directions, less than m.
-      dtype: in which components are stored; ``None`` for f32 or wider.
-      stacked: whether ``snapshots`` is one tree; ``None`` takes a list to be many.
+      n_components: number of directions, less than m.
+      dtype: dtype of the components; ``None`` for f32 or wider.
+      stacked: whether ``snapshots`` is one tree; with ``None`` a list or an iterator is many trees.
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
@@ -206,7 +207,7 @@ def pca_basis(
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
         snapshots that are not finite, or that differ in fewer than ``n_components`` directions
-        beyond their rounding. Inside ``jit`` the components that are missing are zero.
+        beyond their rounding. Inside ``jit`` the missing components are zero.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -226,11 +227,11 @@ def pca_basis(
 
 
 def principal(
-    snapshots: PyTree, n_components: int, dtype: Any, complete: bool = True, who: str = _WHO
+    snapshots: PyTree, n_components: int, dtype: Dtype, complete: bool = True, who: str = _WHO
 ) -> Basis:
     """Return ``pca_basis`` of stacked snapshots.
 
-    With ``complete=False`` the components that are missing are zero on the host as well.
+    With ``complete=False`` missing components are zero outside ``jit`` as well.
     """
     narrow = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     m, k = _counted(who, snapshots, n_components), n_components
@@ -249,11 +250,11 @@ def principal(
     eps = max(np.finfo(wide_dtype(x)).eps for x in jax.tree.leaves(snapshots))
     noise = np_.sqrt(total(jax.tree.map(_rounding, snapshots)))
     found = s > noise + eps * np_.sqrt(m) * s[0]
-    if complete and np_ is np and not found[:k].all():
+    if complete and np_ is np:
         which = "in which these snapshots differ beyond their rounding"
         allowed = f"at most {found.sum()}, the number of directions {which}"
         hint = "Take fewer, or snapshots that lie further apart."
-        raise ValueError(checks.message(who, "n_components", allowed, k, hint))
+        checks.require(who, "n_components", k, allowed, found[:k].all(), hint)
     turn = np_.where(found[:k, None], turn[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
     components = _signed(_orthonormal(rows, times=1))
@@ -263,7 +264,7 @@ def principal(
     return Basis(components, jax.tree.map(_mean, snapshots), jnp.asarray(explained, jnp.float32))
 
 
-def _stack(snapshots: Any) -> PyTree:
+def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     """Stack trees a leaf at a time."""
     found = list(snapshots)
     kinds = [(jax.tree.structure(x), [*map(np.shape, jax.tree.leaves(x))]) for x in found]
@@ -273,7 +274,7 @@ def _stack(snapshots: Any) -> PyTree:
     checks.require(_WHO, "snapshots", other, allowed, not other, hint)
 
     def stacked(*leaves: Any) -> Any:
-        # NumPy's stay on the host, and go to the device a leaf at a time.
+        # NumPy's arrays stay on the host, and go to the device a leaf at a time.
         return (np if all(isinstance(x, np.ndarray) for x in leaves) else jnp).stack(leaves)
 
     return jax.tree.map(stacked, *found) if found else None
@@ -295,18 +296,18 @@ def _counted(who: str, snapshots: PyTree, n_components: int) -> int:
 
 
 # Products with a basis go leaf by leaf: no leaf loses its sharding, and nothing is flattened.
-# Narrow storage is decoded inside the sum that reads it: XLA fuses the two and makes no wide copy.
+# Narrow components are widened inside the sum that reads them: XLA fuses both without a wide copy.
 
 
 def project(
     components: PyTree, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
 ) -> jax.Array:
-    """Return coordinates ``(k,)`` of a tree like the params: its products with the components.
+    """Return the coordinates ``(k,)`` of a tree: its products with the components.
 
     Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
     """
 
-    def part(p: jax.Array, g: Any) -> jax.Array:
+    def part(p: jax.Array, g: ArrayLike) -> jax.Array:
         rows, one = wide(p), wide(g)[None]
         if p.dtype == rows.dtype:
             return dot(rows, one)[:, 0]
@@ -331,28 +332,28 @@ def lift(components: PyTree, columns: jax.Array) -> PyTree:
     return jax.tree.map(sums, components)
 
 
-def stored(tree: PyTree, dtype: Any) -> PyTree:
-    """Return a copy with real leaves in ``dtype``, or all as they are if it is ``None``."""
+def stored(tree: PyTree, dtype: Dtype) -> PyTree:
+    """Return a copy with real leaves in ``dtype``, or in their own dtypes if it is ``None``."""
     kept = lambda p: p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype  # noqa: E731
     return jax.tree.map(lambda p: jnp.array(p, kept(p), copy=True), tree)
 
 
-# Arrays: a stacked leaf x is (m, *leaf.shape). Compiled one by one, so that outside jit only the
-# centred copy of one leaf is there at a time.
+# A stacked leaf x is (m, *leaf.shape). These functions are compiled one by one, so that outside jit
+# only the centred copy of one leaf exists at a time.
 
 
 def wide_dtype(x: Any) -> np.dtype[Any]:
-    """Return the dtype in which a leaf is computed with: f32 or wider."""
+    """Return the dtype of computations with a leaf: f32 or wider."""
     return trees.buffer_dtype(x, np.dtype(np.float32))
 
 
-def wide(x: Any) -> jax.Array:
-    """Return a leaf in the dtype in which it is computed with."""
+def wide(x: ArrayLike) -> jax.Array:
+    """Return a leaf in the dtype of computations with it."""
     return jnp.asarray(x).astype(wide_dtype(x))
 
 
 def total(parts: PyTree) -> Any:
-    """Return the sum over leaves: on the host and in f64, unless this is being traced."""
+    """Return the sum over leaves, on the host and in f64 unless traced."""
     leaves = jax.tree.leaves(parts)
     if any(isinstance(x, Tracer) for x in leaves):
         return functools.reduce(jnp.add, leaves)
@@ -369,7 +370,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     inner = tuple(range(1, x.ndim))
     dtype = jnp.promote_types(x.dtype, y.dtype)
     kinds = [kind for z in (x, y) for kind in jax.typeof(z).sharding.mesh.axis_types]
-    # Explicit axes want to be told the sharding of a small result.
+    # On Explicit axes the sharding of the small result must be given.
     where = PartitionSpec() if AxisType.Explicit in kinds else None
     x, y, over = x.astype(dtype), y.conj().astype(dtype), ((inner, inner), ((), ()))
     exact = lax.Precision.HIGHEST
@@ -377,7 +378,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def mix(turn: Any, rows: Any) -> jax.Array:
+def mix(turn: ArrayLike, rows: ArrayLike) -> jax.Array:
     """Return sums of rows (m, ...), weighted by the columns of ``turn`` (m, r): (r, ...)."""
     rows, over = wide(rows), (((0,), (0,)), ((), ()))
     turn = jnp.asarray(turn).astype(rows.dtype)
@@ -385,11 +386,10 @@ def mix(turn: Any, rows: Any) -> jax.Array:
 
 
 def _orthonormal(rows: PyTree, times: int = 2) -> PyTree:
-    """Return orthonormal rows of the same span, each the nearest to what it was; zeros stay zero.
+    """Return the nearest orthonormal rows of the same span; rows of zeros stay zero.
 
-    It takes the inverse root of the Gram matrix of the rows: unlike Cholesky's factor it exists,
-    and is no NaN, when rows depend on each other. Once leaves an error of the square of what was
-    there.
+    It multiplies by the inverse root of the Gram matrix of the rows. Unlike Cholesky's factor, the
+    root has no NaN when rows depend on each other. A single pass squares the error.
     """
     for _ in range(times):
         gram = total(jax.tree.map(lambda z: dot(z, z), rows))
@@ -418,43 +418,43 @@ def _signed(components: PyTree) -> PyTree:
 
 
 def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return one number for each row of a stacked leaf."""
+    """Return ``x``, one number per row, in a shape that broadcasts to a stacked leaf."""
     return x.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _centred(x: Any) -> jax.Array:
-    """Return snapshots less their mean; the first is taken off before, so that nothing cancels."""
+def _centred(x: jax.Array) -> jax.Array:
+    """Subtract the mean of the snapshots; the first is subtracted before, so nothing cancels."""
     gaps = wide(x) - wide(x[:1])
     return gaps - gaps.mean(0, keepdims=True)
 
 
 @jax.jit
-def _mean(x: Any) -> jax.Array:
+def _mean(x: jax.Array) -> jax.Array:
     return wide(x[0]) + (wide(x) - wide(x[:1])).mean(0)
 
 
 @jax.jit
-def _gram(x: Any) -> jax.Array:
+def _gram(x: jax.Array) -> jax.Array:
     """Return inner products of the centred snapshots: (m, m)."""
     gaps = _centred(x)
     return dot(gaps, gaps)
 
 
 @jax.jit
-def _spanned(u: Any, x: Any) -> jax.Array:
+def _spanned(u: ArrayLike, x: jax.Array) -> jax.Array:
     """Return combinations of the centred snapshots, by the columns of ``u`` (m, r): (r, ...)."""
     return mix(u, _centred(x))
 
 
 @jax.jit
-def _coordinates(x: Any, rows: jax.Array) -> jax.Array:
+def _coordinates(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Return inner products of the centred snapshots with rows: (m, r)."""
     return dot(_centred(x), rows)
 
 
 @jax.jit
-def _rounding(x: Any) -> jax.Array:
-    """Return the square of what rounding makes of a snapshot."""
+def _rounding(x: jax.Array) -> jax.Array:
+    """Return the squared norm of the rounding errors of a snapshot."""
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     first = (float(jnp.finfo(x.dtype).eps) / 2 if inexact else 0.0) * wide(x[0])
     return jnp.sum(first.real**2 + first.imag**2)

@@ -1,41 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take quasi-Newton steps in the principal subspace of a training trajectory."""
+"""Take quasi-Newton steps in the principal subspace of a training trajectory.
 
+``learn``, ``search`` and ``conclude`` compute directions and a backtracking line search in a few
+coordinates; ``dim_reduce`` makes a transformation of them.
+"""
+
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.typing import ArrayLike
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold, told_by
-from boostax.subspace import quasi_newton
-from boostax.subspace.basis import Basis, lift, project, stored, wide_dtype
-from boostax.subspace.quasi_newton import Memory, SubspaceRule
+from boostax.subspace.basis import Basis, Dtype, PyTree, lift, project, stored, wide_dtype
 
-PyTree = Any
+Names = tuple[str, ...]
 LossAt: TypeAlias = Callable[[PyTree], jax.Array]
 _WHO = "dim_reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class SubspaceRule:
+    r"""The constants of directions and of line searches.
+
+    Attributes:
+      tries: number of lengths tried, 1, shrink, shrink**2, ...
+      shrink: in (0, 1).
+      slope: the share of the decrease promised by the slope that suffices (Armijo's constant).
+      slack: the relative increase of the loss that counts as rounding.
+      curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|``,
+      least_curvature: and if ``y.s`` is above this.
+      scaled: whether the first matrix is ``y.s / y.y`` times the identity.
+      failure: the new matrix when no length suffices: ``"reset"`` for the identity times the last
+        length tried, or ``"rollback"`` for the matrix before the step.
+      towards_mean: whether the first step goes to the mean of the snapshots, if that is known and
+        lies downhill.
+    """
+
+    tries: int = 10
+    shrink: float = 0.5
+    slope: float = 1e-4
+    slack: float = 1e-6
+    curvature: float = 1e-4
+    least_curvature: float = 0.0
+    scaled: bool = True
+    failure: Literal["reset", "rollback"] = "reset"
+    towards_mean: bool = True
+
+
+# MindSpore 2.10 tries two lengths, begins with the identity, and rolls back when both fail.
+MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False)
+RULES = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
+
+
+class Memory(NamedTuple):
+    """The curvature learnt in k coordinates.
+
+    Attributes:
+      inverse: f32 or wider ``(k, k)``, the estimate of the inverse Hessian.
+      gradient: ``(k,)``, the last one.
+      step: ``(k,)``, the last one taken.
+      started: bool, whether there is a last gradient.
+      paired: bool, whether any pair has been used.
+    """
+
+    inverse: jax.Array
+    gradient: jax.Array
+    step: jax.Array
+    started: jax.Array
+    paired: jax.Array
+
+
+class Search(NamedTuple):
+    """The result of a line search.
+
+    Attributes:
+      length: scalar of the loss's dtype, 0 if none suffices.
+      accepted: bool scalar.
+      tries: i32 scalar, losses computed.
+      last: the last length tried.
+    """
+
+    length: jax.Array
+    accepted: jax.Array
+    tries: jax.Array
+    last: jax.Array
+
+
+def empty(k: int, dtype: Dtype) -> Memory:
+    """Return an empty memory, whose inverse Hessian is the identity."""
+    zeros, no = lambda: jnp.zeros(k, dtype), lambda: jnp.zeros((), bool)
+    return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
+
+
+def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
+    r"""Update the inverse Hessian by BFGS with a new gradient, if the pair can be trusted.
+
+    .. math:: H \leftarrow V^\top H V + \rho s s^\top, \quad V = I - \rho y s^\top, \quad
+      \rho = 1 / y^\top s
+    """
+    s, y = memory.step, gradient - memory.gradient
+    product = y @ s
+    lengths = jnp.sqrt((y @ y) * (s @ s))
+    trusted = (product > rule.curvature * lengths) & (product > rule.least_curvature)
+    use = memory.started & trusted
+    rho = 1.0 / jnp.where(use, product, 1.0)
+    inverse = memory.inverse
+    if rule.scaled:
+        first = jnp.eye(s.size, dtype=inverse.dtype) * product / jnp.where(use, y @ y, 1.0)
+        inverse = jnp.where(memory.paired, inverse, first)
+    v = jnp.eye(s.size, dtype=inverse.dtype) - rho * jnp.outer(y, s)
+    updated = v.T @ inverse @ v + rho * jnp.outer(s, s)
+    return memory._replace(
+        inverse=jnp.where(use, updated, memory.inverse),
+        gradient=gradient,
+        started=jnp.ones((), bool),
+        paired=memory.paired | use,
+    )
+
+
+def search(
+    loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: SubspaceRule
+) -> Search:
+    r"""Return the first of the lengths :math:`t` that decreases the loss enough (Armijo).
+
+    .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
+
+    A loss that is not finite never suffices.
+
+    Args:
+      loss: :math:`L`, of a length along the direction.
+      value: :math:`L(0)`.
+      slope: :math:`L'(0)`, the gradient times the direction.
+      rule: its constants.
+    """
+    shrink = jnp.asarray(rule.shrink, value.dtype)
+    slack = rule.slack * jnp.abs(value)
+
+    def go_on(carry: tuple[Any, ...]) -> jax.Array:
+        tried, _, accepted = carry
+        return ~accepted & (tried < rule.tries)
+
+    def attempt(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        tried, _, _ = carry
+        t = shrink ** tried.astype(value.dtype)
+        found = loss(t).astype(value.dtype)
+        enough = found < value + rule.slope * t * slope + slack
+        return tried + 1, t, enough & jnp.isfinite(found)
+
+    start = (jnp.zeros((), jnp.int32), jnp.zeros((), value.dtype), jnp.zeros((), bool))
+    tries, last, accepted = lax.while_loop(go_on, attempt, start)
+    return Search(jnp.where(accepted, last, 0.0), accepted, tries, last)
+
+
+def conclude(
+    before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
+) -> Memory:
+    """Return the memory after a line search: with its step, or as ``rule.failure`` says."""
+    ok, step = found.accepted, found.length * direction
+    if rule.failure == "rollback":
+        moved = memory._replace(step=step)
+        back = before._replace(started=memory.started, paired=memory.paired)
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, back)
+    # The direction was too long by the factor of the search, so the next one is shorter.
+    size = jnp.trace(memory.inverse) / step.size
+    shorter = jnp.eye(step.size, dtype=step.dtype) * size * found.last
+    return memory._replace(
+        inverse=jnp.where(ok, memory.inverse, shorter),
+        step=jnp.where(ok, step, 0.0),
+        paired=memory.paired & ok,
+    )
 
 
 class DimReduceState(NamedTuple):
     """State of ``dim_reduce``.
 
     Attributes:
-      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal as a whole.
-      explained: f32, the share of the snapshots' variance in the span; ``None`` if nobody said.
-      memory: what is known of the curvature in the k coordinates.
-      to_mean: ``(k,)``, from where the params stood at ``init`` to the mean of the snapshots; zeros
-        if nobody said where that is.
+      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal over all leaves together.
+      explained: f32, the share of the snapshots' variance in the span; ``None`` if unknown.
+      memory: the curvature learnt in the k coordinates.
+      to_mean: ``(k,)``, coordinates of the mean of the snapshots, seen from the params at ``init``;
+        zeros if the mean is unknown.
       steps: i32, steps taken.
-      accepted: i32, of these the ones whose line search found a length that suffices.
+      accepted: i32, steps whose line search found a length that suffices.
       tries: i32, losses computed by line searches.
-      skipped: i32, calls whose loss or gradient was not finite: nothing happened.
-      finite: bool, whether the last call was not one of them.
+      skipped: i32, calls that did nothing, because the loss or gradient was not finite.
+      finite: bool, whether the loss and gradient of the last call were finite.
       energy: f32, ``|P g|**2 / |g|**2``: the share of the last gradient in the span.
-      length: f32, the last length; 0 where none sufficed.
+      length: f32, the last length; 0 if none sufficed.
       residual_state: state of the residual optimizer.
     """
 
@@ -50,7 +208,7 @@ class DimReduceState(NamedTuple):
     finite: jax.Array
     energy: jax.Array
     length: jax.Array
-    residual_state: Any
+    residual_state: optax.OptState
     holds = Holds(("basis", "explained", "memory", "to_mean"), basis="basis")
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -66,8 +224,8 @@ class DimReduceState(NamedTuple):
             "subspace_skipped": self.skipped,
         }
 
-    def with_basis(self, basis: Any) -> "DimReduceState":
-        """Return the state with another basis, and nothing learnt in it."""
+    def with_basis(self, basis: Basis | PyTree) -> "DimReduceState":
+        """Return the state with another basis, and with what was learnt forgotten."""
         rows, explained, _ = _opened(basis)
         was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
         hint = "A compiled step serves both only if they are alike."
@@ -76,35 +234,35 @@ class DimReduceState(NamedTuple):
         return self._replace(
             basis=jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis),
             explained=None if self.explained is None else explained,
-            memory=quasi_newton.empty(coordinates.size, coordinates.dtype),
+            memory=empty(coordinates.size, coordinates.dtype),
             to_mean=jnp.zeros_like(self.to_mean),
         )
 
     passed = taken = told_by("finite")
 
 
-# No step changes these, or they say whether there was one.
+# The branch of a step does not touch these fields: two of them say whether it was taken.
 _APART = ("basis", "explained", "to_mean", "skipped", "finite")
 
 
-def _opened(basis: Any) -> tuple[PyTree, Any, PyTree]:
+def _opened(basis: Basis | PyTree) -> tuple[PyTree, jax.Array | None, PyTree]:
     """Return the components, the share of the variance in their span and the mean.
 
-    The last two are ``None`` if nobody said.
+    The last two are ``None`` unless ``basis`` is a ``Basis``.
     """
     if isinstance(basis, Basis):
         return basis.components, jnp.sum(basis.explained), basis.mean
     return basis, None, None
 
 
-def _kept(basis: Any, params: PyTree, dtype: Any) -> tuple[PyTree, Any, PyTree]:
-    """Return the same of what a caller calls a basis, with a copy of the components as stored.
+def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array | None, PyTree]:
+    """Return the parts of the argument ``basis`` as ``_opened`` does, with components in ``dtype``.
 
     Raises:
       ValueError: they do not fit the params.
     """
     if not jax.tree.leaves(params):
-        # optax.tree.map_params asks with no params for the structure of the state.
+        # optax.tree.map_params asks for the structure of the state of no params.
         return params, _opened(None if callable(basis) else basis)[1], None
     rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
     hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
@@ -122,13 +280,13 @@ def _kept(basis: Any, params: PyTree, dtype: Any) -> tuple[PyTree, Any, PyTree]:
 
 
 def _fresh(
-    rows: PyTree, explained: Any, mean: PyTree, params: PyTree, rest: PyTree
+    rows: PyTree, explained: jax.Array | None, mean: PyTree, params: PyTree, rest: PyTree
 ) -> DimReduceState:
     leaves = jax.tree.leaves(rows)
-    wide = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
+    dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
     # Without params there is one coordinate, which stays 0.
     k = leaves[0].shape[0] if leaves else 1
-    memory = quasi_newton.empty(k, jnp.result_type(jnp.float32, *wide))
+    memory = empty(k, jnp.result_type(jnp.float32, *dtypes))
     to_mean = jnp.zeros_like(memory.gradient)
     if mean is not None:
         gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
@@ -138,27 +296,26 @@ def _fresh(
     return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=rest)
 
 
-def _require_given(params: PyTree, value: Any, value_fn: LossAt | None) -> LossAt:
-    given = {"params": params, "value": value, "value_fn": value_fn}
-    missing = [name for name, thing in given.items() if thing is None]
+def _require_given(params: PyTree, value: ArrayLike | None, value_fn: LossAt | None) -> LossAt:
+    passed = {"params": params, "value": value, "value_fn": value_fn}
+    missing = [name for name, x in passed.items() if x is None]
     if missing or value_fn is None:
         raise ValueError(
-            f"{_WHO}: update must be given {', '.join(given)}, got no {missing[0]}. "
-            "boostax.make_train_step gives value and value_fn, the loss of the same batch at "
-            "other params."
+            f"{_WHO}: update must be given {', '.join(passed)}, got no {missing[0]}. boostax."
+            "make_train_step gives value and value_fn, the loss of the same batch at other params."
         )
     return value_fn
 
 
 def _measured(
-    state: DimReduceState, raw: PyTree, value: Any, names: tuple[str, ...], shards: tuple[str, ...]
+    state: DimReduceState, raw: PyTree, value: ArrayLike, names: Names, shards: Names
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a gradient's coordinates, its squares inside and as a whole, and the loss."""
+    """Return a gradient's coordinates, its squared norms in the span and in full, and the loss."""
     gradient = trees.at_least_float32(raw)
     inside = project(state.basis, gradient, shards, _WHO)
     parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
-    whole = axes.shard_total(parts, shards, _WHO)
-    squares = jnp.stack([axes.to_varying(inside @ inside, axes.varying(whole)), whole])
+    full = axes.shard_total(parts, shards, _WHO)
+    squares = jnp.stack([axes.to_varying(inside @ inside, axes.varying(full)), full])
     squares = axes.mean(squares, names)
     inside = axes.mean(inside.astype(state.memory.gradient.dtype), names)
     return inside, squares, _loss(value, names).astype(inside.dtype)
@@ -166,7 +323,7 @@ def _measured(
 
 def _searched(
     rule: SubspaceRule,
-    names: tuple[str, ...],
+    names: Names,
     state: DimReduceState,
     inside: jax.Array,
     now: jax.Array,
@@ -174,14 +331,14 @@ def _searched(
     loss_at: LossAt,
     both: bool,
 ) -> tuple[dict[str, Any], PyTree, PyTree]:
-    """Return what a line search changes in the state, the step, and the gradient's part inside."""
-    learnt = quasi_newton.learn(state.memory, inside, rule)
+    """Return new fields of the state, the step, and the gradient's part in the span."""
+    learnt = learn(state.memory, inside, rule)
     direction = -learnt.inverse @ inside
     if rule.towards_mean:
-        # Where snapshots swing about a valley, its floor is near their mean.
+        # If the snapshots swing about a valley, its floor is near their mean.
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
-    # Both in one reading of the basis.
+    # One reading of the basis lifts both.
     columns = [direction, inside] if both else [direction]
     lifted = lift(state.basis, jnp.stack(columns, 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
@@ -193,9 +350,9 @@ def _searched(
         axes.require_invariant(found, _WHO)
         return found
 
-    found = quasi_newton.search(loss, now, inside @ direction, rule)
+    found = search(loss, now, inside @ direction, rule)
     moved = {
-        "memory": quasi_newton.conclude(state.memory, learnt, direction, found, rule),
+        "memory": conclude(state.memory, learnt, direction, found, rule),
         "steps": jnp.asarray(optax.safe_increment(state.steps)),
         "accepted": state.accepted + found.accepted,
         "tries": state.tries + found.tries,
@@ -205,17 +362,17 @@ def _searched(
     return moved, total, shadow
 
 
-def _loss(value: Any, names: tuple[str, ...]) -> jax.Array:
+def _loss(value: ArrayLike, names: Names) -> jax.Array:
     """Return the loss in f32 or wider, a true mean over the replicas."""
     return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
 
 
 def dim_reduce(
-    basis: Any,
+    basis: Basis | PyTree,
     *,
     residual: optax.GradientTransformation | None = None,
     rule: SubspaceRule | Literal["boostax", "mindspore"] = "boostax",
-    dtype: Any = None,
+    dtype: Dtype = None,
     axis_name: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -227,33 +384,33 @@ def dim_reduce(
     .. math::
       d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
 
-    where :math:`t` is the first of 1, 1/2, 1/4, ... that makes the loss small enough; none of ten
-    leaves the step to the residual, and shortens the next direction. The first direction is the way
-    to the mean of the snapshots, where that is known and leads downhill. It is a fast finish: some
-    ten steps do what more of a decaying learning rate do, and many more steps do nothing.
+    where :math:`t` is the first of 1, 1/2, 1/4, ... that makes the loss small enough. If none of
+    ten does, only the residual steps, and the next direction is shorter. The first direction leads
+    to the mean of the snapshots, if that is known and lies downhill. It is a fast finish: about ten
+    steps replace more steps of a decaying learning rate; many further steps change nothing.
 
-    A call whose loss or gradient is not finite changes nothing but a counter.
+    A call whose loss or gradient is not finite changes only a counter.
 
     Args:
       basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of
         ``(k, *leaf.shape)`` with orthonormal rows; or a function of the params that returns one. A
-        copy goes into the state, where ``replace_basis`` puts another without compiling again.
+        copy goes into the state; ``replace_basis`` puts another there without compiling again.
       residual: any Optax optimizer, for the part of the gradient outside the span.
-      rule: ``"mindspore"`` does as MindSpore 2.10 does, faults included; or a ``SubspaceRule`` of
-        one's own.
-      dtype: floating dtype in which the basis is kept. ``None`` keeps it as it is.
+      rule: ``"boostax"``; ``"mindspore"`` for the rule of MindSpore 2.10, faults included; or a
+        ``SubspaceRule`` of your own.
+      dtype: floating dtype in which the basis is kept. ``None`` keeps its dtypes.
       axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
-        averaged over them, and a ``residual`` has to reduce what is left of the local gradients,
+        averaged over them, and a ``residual`` must reduce the rest of the local gradients,
         :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"), adamw(...))``. ``None``
         after a reduction.
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
-      A transformation with a ``DimReduceState``, whose ``update`` wants ``value=`` (the loss) and
-      ``value_fn=`` (params to the loss: same batch, same key, unscaled), as ``make_train_step``
-      gives them, and takes ``grad=``, the gradient of ``value_fn``, where ``updates`` is not that
-      any more. Cost: k copies of the params in ``dtype``, sharded as they are and read twice; two
-      to four params for a moment; on average one or two more forward passes; over replicas ``4k``
+      A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
+      ``value_fn=`` (params to the loss: same batch, same key, unscaled), which ``make_train_step``
+      passes. It takes ``grad=``, the gradient of ``value_fn``, if ``updates`` has been changed
+      since. Cost: k copies of the params in ``dtype``, sharded like them and read twice; two to
+      four params for a moment; on average one or two more forward passes; over replicas ``4k``
       bytes, 8 for the energy and 4 for each loss; over shards the same.
 
     Raises:
@@ -278,8 +435,8 @@ def dim_reduce(
       Subspaces, https://arxiv.org/abs/2103.11154, 2021. MindSpore 2.10, ``boost.dim_reduce``.
     """
     if not isinstance(rule, SubspaceRule):
-        checks.choice(_WHO, "rule", rule, tuple(quasi_newton.RULES), "'boostax' is the default.")
-    how = rule if isinstance(rule, SubspaceRule) else quasi_newton.RULES[rule]
+        checks.choice(_WHO, "rule", rule, tuple(RULES), "'boostax' is the default.")
+    how = rule if isinstance(rule, SubspaceRule) else RULES[rule]
     names, shards = axes.canonical(_WHO, axis_name), axes.canonical(_WHO, shard_axes)
     narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
     outside = None if residual is None else checks.transformation(_WHO, "residual", residual)
@@ -322,7 +479,7 @@ def dim_reduce(
             new = held._replace(**moved, energy=energy.astype(jnp.float32))
             return trees.as_updates(total, params), new
 
-        # A gradient whose square overflows counts as one that is not finite.
+        # A gradient whose square overflows counts as not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
         total, moved = run_or_hold(finite, step, params, held, apply=False, who=_WHO)
         apart["skipped"], apart["finite"] = state.skipped + ~finite, finite
@@ -331,16 +488,15 @@ def dim_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
-    """Put another basis into a state: what was learnt of the curvature belongs to the old one.
+def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
+    """Put another basis into a state, and forget the curvature learnt in the old one.
 
     Args:
       opt_state: any state that holds one of ``dim_reduce``.
-      basis: ``pca_basis(...)`` or its components, as many as before. They are stored as the old
-        ones are.
+      basis: ``pca_basis(...)`` or its components, as many as before, stored in the old dtypes.
 
     Returns:
-      The state, of the same shapes and dtypes, so that a compiled step serves both; counters and
+      The state, in the same shapes and dtypes, so that a compiled step serves both. Counters and
       the residual optimizer's state stay. It can be called inside ``jit``. Cost: one copy of the
       basis.
 
@@ -354,10 +510,8 @@ def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
       [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     """
     ours = lambda node: isinstance(node, DimReduceState)  # noqa: E731
-    if not trees.find(opt_state, ours):
-        raise ValueError(
-            "replace_basis: opt_state must hold a state of dim_reduce, got none. Put "
-            "boostax.dim_reduce into the chain."
-        )
-    put = lambda node: node.with_basis(basis) if ours(node) else node  # noqa: E731
-    return jax.tree.map(put, opt_state, is_leaf=ours)
+    found, allowed = bool(trees.find(opt_state, ours)), "one with a state of dim_reduce"
+    hint = "Put boostax.dim_reduce into the chain."
+    checks.require("replace_basis", "opt_state", "none", allowed, found, hint)
+    renewed = lambda node: node.with_basis(basis) if ours(node) else node  # noqa: E731
+    return jax.tree.map(renewed, opt_state, is_leaf=ours)

@@ -23,17 +23,17 @@ Path = str | pathlib.Path
 def named(who: str, tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
     names, found = trees.names(tree), dict(trees.named(tree))
-    twice, hint = [name for name in names if names.count(name) > 1], "A file holds one for each."
+    twice, hint = [x for x in names if names.count(x) > 1], "A file holds one array for each."
     checks.require(who, "params", twice, "of different paths", not twice, hint)
     return found
 
 
 def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays to a ``.npz`` file, which is there only once it is whole."""
+    """Write arrays to a ``.npz`` file, which appears only when it is complete."""
     target = _known(who, path, ".npz")
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
-        # NumPy writes what is not its own, but for two bytes, without a meaning.
+        # NumPy writes dtypes of others as bytes without a meaning; ``read`` knows bfloat16.
         holds, got = x.dtype.isbuiltin == 1 or x.dtype == jnp.bfloat16, f"{x.dtype} at {name!r}"
         allowed, hint = "of NumPy's dtypes or bfloat16", "A basis of another dtype= is one."
         checks.require(who, "path", got, allowed, holds, hint, TypeError)
@@ -44,21 +44,21 @@ def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = None) -> Any:
-    """Return the arrays in a file by their names: all, or those of the ``wanted`` that are there.
+    """Return the arrays in a file by their names, or only those that are ``wanted``.
 
-    Of an ``.npy`` it returns the one array.
+    From an ``.npy`` it returns the one array.
 
     Raises:
       FileNotFoundError, ValueError: no such file, another suffix, or a broken file.
     """
-    # NumPy leaves a file open that it has opened and cannot read.
+    # NumPy would leave a file open that it cannot read.
     with _known(who, path, suffix).open("rb") as raw:
         try:
             file = np.load(raw, allow_pickle=False)
             if suffix == ".npy":
                 return file
             found = {x: file[x] for x in file.files if wanted is None or x in wanted}
-        # For a broken file zipfile, zlib and NumPy raise errors of many kinds.
+        # zipfile, zlib and NumPy raise errors of many kinds for a broken file.
         except Exception as error:
             allowed, hint = f"a whole {suffix} file", f"{error}."
             raise ValueError(checks.message(who, "path", allowed, str(path), hint)) from error
@@ -74,7 +74,7 @@ def _known(who: str, path: Path, suffix: str) -> pathlib.Path:
 
 
 def chosen(who: str, path: Path, like: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return arrays in a tree, if each has the shape, and is real or complex, as ``like`` is."""
+    """Return the arrays in a tree; shapes must be those of ``like``, and complex stays complex."""
     names = named(who, like)
     for name, x in names.items():
         _require(who, path, name, x, found)
@@ -105,21 +105,21 @@ def checkpoint_snapshots(
 ) -> list[PyTree]:
     """Read the params of every checkpoint in a directory, in the order of the steps.
 
-    ``pca_basis`` takes the result. Leaves are found by their names, so the order in which files lie
-    there, or in which a checkpoint lists its arrays, does not matter.
+    ``pca_basis`` takes the result. Leaves are found by their names, so the order of files in the
+    directory, or of arrays in a checkpoint, does not matter.
 
     Args:
-      directory: of a ``Checkpointer`` or of any orbax ``CheckpointManager``: one subdirectory for
-        each step, named by its number. Or a folder of ``.npz`` files, one for each step, in the
-        order of the numbers in their names, with an array for each path in the params,
-        ``layer/kernel``; other arrays and files there are left alone.
+      directory: directory of a ``Checkpointer`` or of any orbax ``CheckpointManager``, with one
+        subdirectory for each step, named by its number. Or a folder of ``.npz`` files, one for each
+        step, in the order of the numbers in their names, with an array for each path in the params,
+        ``layer/kernel``; other arrays and files there are ignored.
       params: a tree of arrays or shapes, for names, shapes and dtypes.
-      last: how many of the latest steps; ``None`` for all.
-      item: of subdirectories: the orbax item that holds them; ``None`` if a step has no items.
-      inside: of subdirectories: the key under which they lie in it; ``None`` if it is nothing else.
+      last: number of the latest steps; ``None`` for all.
+      item: orbax item with the params, in subdirectories; ``None`` if a step has no items.
+      inside: key of the params in that item; ``None`` if it holds nothing else.
 
     Returns:
-      A list of trees of NumPy arrays. Cost: the params of as many steps, on the host; nothing else
+      A list of trees of NumPy arrays. Cost: the params of these steps, on the host; no other part
       of a checkpoint is read.
 
     Raises:
@@ -148,10 +148,12 @@ def checkpoint_snapshots(
     steps = [x for x in there if x.name.isdecimal()]
     if bool(written) == bool(steps):
         allowed = "a folder of .npz files, or of a subdirectory for each step"
-        hint = "A Checkpointer was given the latter. safetensors.numpy.load_file gives arrays, and "
+        hint = (
+            "safetensors.numpy.load_file gives arrays, and pca_basis takes a list of trees of them."
+        )
         text = f"{who}: directory must be {allowed}, got {'both' if steps else 'none'} in {folder}."
         error = ValueError if steps else FileNotFoundError
-        raise error(f"{text} {hint}pca_basis takes a list of trees of them.")
+        raise error(f"{text} A Checkpointer writes the latter. {hint}")
     if steps:
         return [_checkpoint(who, params, item, inside, x) for x in steps[-(last or 0) :]]
     names = named(who, params)
@@ -160,7 +162,7 @@ def checkpoint_snapshots(
 
 
 def _numbered(path: pathlib.Path) -> list[Any]:
-    """Sort ``step_9`` before ``step_10``."""
+    """Return a key that sorts ``step_9`` before ``step_10``."""
     parts = re.split(r"(\d+)", path.name)
     return [int(x) if x.isdecimal() else x for x in parts]
 
@@ -180,9 +182,9 @@ def _checkpoint(
         saved = dict(trees.named(handler.metadata(path).tree))
     except (ValueError, FileNotFoundError) as error:
         allowed = "the part of a checkpoint that holds the params"
-        hint = f"It is not there in {step}; None takes the checkpoint itself."
+        hint = f"{step} does not have it; None takes the checkpoint itself."
         raise ValueError(checks.message(who, "item", allowed, item, hint)) from error
-    # Orbax would give zeros for what is not there.
+    # Orbax would restore missing arrays as zeros.
     for name, leaf in trees.named(wanted):
         _require(who, path, name, leaf, saved)
     args = ocp.args.PyTreeRestore(wanted, kinds, partial_restore=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the path of the params in a ring buffer, beside any optimizer.
 
-A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a
-branch, and the compilers for CPU, TPU v5e and H100 do it in place.
+A snapshot is written into its slot, and other slots are not touched: the write is in a branch, and
+the compilers for CPU, TPU v5e and H100 do it in place.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,8 @@ from jax.core import Tracer
 from boostax._core import checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import run_or_hold
-from boostax.subspace.basis import Basis, principal
+from boostax.subspace.basis import Basis, Dtype, PyTree, principal
 
-PyTree = Any
 _WHO = "record_trajectory"
 
 
@@ -38,7 +37,7 @@ class TrajectoryState(NamedTuple):
     holds = Holds(("recorded", "snapshots"), params=True)
 
     def whole_params(self) -> bool:
-        """Say that snapshots are of all params: what masks some of them must not stand around."""
+        """Mark that snapshots are of all params: no transformation around it may mask some."""
         return True
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -51,28 +50,28 @@ def record_trajectory(
     *,
     every: int = 1,
     start: int = 0,
-    dtype: Any = "float32",
+    dtype: Dtype = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
-    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params that
-    ``update`` is given are stored: those from *before* that update. Once the buffer is full, the
-    oldest is overwritten. Inside a loss scaler or a window, in a chain with the optimizer, only
-    applied steps are calls.
+    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params given
+    to ``update`` are stored: those from *before* that update. In a full buffer the oldest snapshot
+    is overwritten. Inside a loss scaler or a window, in a chain with the optimizer, only applied
+    steps are calls.
 
-    A basis from the last snapshots of a run is worth more than one from all of them: its first
-    steps differ by far the most.
+    A basis from the last snapshots of a run is better than one from all of them, because the first
+    snapshots differ by far the most.
 
     Args:
       size: snapshots kept, at least two.
-      every: calls from one to the next.
-      start: calls before the first one.
-      dtype: in which snapshots are stored; f64 and complex leaves keep their kind. In bf16 only
-        what differs by more than 0.4% of a weight is told apart.
+      every: calls from one snapshot to the next.
+      start: calls before the first snapshot.
+      dtype: dtype of the snapshots; f64 and complex leaves keep their kind. bf16 only resolves
+        differences of more than 0.4% of a weight.
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
-      sharded as they are; at a snapshot one read of the params and one write of a slot, nothing at
+      sharded like them; at a snapshot one read of the params and one write of a slot, nothing at
       other calls. No copy of the buffer or of donated params on CPU, TPU v5e and H100.
 
     Raises:
@@ -102,7 +101,7 @@ def record_trajectory(
 
     def init_fn(params: PyTree) -> TrajectoryState:
         def buffer(p: jax.Array) -> jax.Array:
-            # Zeros like the leaf: with its sharding.
+            # They have the sharding of the leaf.
             slot = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
             return jnp.broadcast_to(slot, (size, *slot.shape))
 
@@ -111,15 +110,14 @@ def record_trajectory(
 
     @describe(_WHO, "recorder")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del extra
         trees.require_params(params, _WHO, "They are what is recorded.")
         # The count of steps need not pass the branch.
         held, since = state._replace(steps=None), state.steps - start
         write = lambda: ((), _written(held, params))  # noqa: E731
         due = jnp.logical_and(since >= 0, since % every == 0)
         _, new = run_or_hold(due, write, (), held, apply=True, who=_WHO)
-        # XLA may otherwise want to overwrite donated params before the branch reads them, and
-        # copies them. The count is never negative, which no compiler knows.
+        # XLA would copy donated params, which it may overwrite before the branch reads them, unless
+        # the updates depend on the branch. The count is never negative, but no compiler knows that.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))
@@ -162,25 +160,25 @@ def trajectory_basis(
     n_components: int,
     *,
     params: PyTree = None,
-    dtype: Any = None,
+    dtype: Dtype = None,
     complete: bool = True,
 ) -> Basis:
     """Return the leading directions of the recorded snapshots.
 
-    With ``params``, where a run stands now, as one more snapshot. A finish that begins there wants
-    that, and all directions but one: what sets these params apart is then in the span.
+    The current ``params`` can be one more snapshot. A finish that begins at these params needs
+    that, and all directions but one: the span then contains what sets the params apart.
 
     Args:
       opt_state: any state that holds one of ``record_trajectory``.
-      n_components: how many directions, less than the snapshots that are there.
-      params: taken in as the latest snapshot, in the place of the oldest one.
-      dtype: in which components are stored; ``None`` for f32 or wider.
-      complete: whether it is an error if the snapshots differ in fewer directions; ``False`` leaves
-        those that are missing zero, as inside ``jit``.
+      n_components: number of directions, less than the number of snapshots.
+      params: added as the latest snapshot, instead of the oldest one.
+      dtype: dtype of the components; ``None`` for f32 or wider.
+      complete: whether it is an error if the snapshots differ in fewer directions; with ``False``
+        the missing components are zero, as inside ``jit``.
 
     Returns:
-      A ``Basis``, as ``pca_basis`` of the same snapshots gives it. Cost: as there; no copy of a
-      full buffer, but with ``params`` one. Inside ``jit`` the buffer must be full.
+      The ``Basis`` that ``pca_basis`` of the same snapshots returns. Cost: that of ``pca_basis``; a
+      full buffer is copied only with ``params``. Inside ``jit`` the buffer must be full.
 
     Raises:
       ValueError: nothing in the state records, or as ``pca_basis``.
@@ -205,7 +203,7 @@ def trajectory_basis(
 
 
 def _recorded(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
-    """Return the state of a recorder, and how many snapshots it has room for."""
+    """Return the state of a recorder, and its number of slots."""
     found = trees.find(opt_state, lambda x: isinstance(x, TrajectoryState))
     hint = "Put boostax.subspace.record_trajectory into the chain."
     checks.require(who, "opt_state", "none", "one with a TrajectoryState", bool(found), hint)

@@ -18,8 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax._core import axes, checks, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
 from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
+from boostax.accumulate.weighting import divide, drop_empty, total, weigh
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
@@ -521,18 +522,15 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
 def _over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loss and ``Aux`` averaged over the replicas; gradients stay local, weighted."""
-    told = as_aux(aux)
-    replicas = axes.size(names)
+    """Average loss and ``Aux`` by the replicas' weights; gradients stay local, weighted."""
+    told, replicas = as_aux(aux), axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-    total = jnp.float32(replicas)
-    if told.weight is not None:
-        total = lax.psum(axes.to_varying(local, names), names)
-        # Divided by the mean weight, so that the mean over replicas is the mean over all tokens.
-        grads = trees.cast_like(divide(weigh(grads, local), total / replicas), grads)
-    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), total)
-    # Alike on all replicas, so that windows of mean weights add up to the mean over all tokens.
-    weight = None if told.weight is None else total / replicas
+    summed = jnp.float32(replicas) if told.weight is None else total(local, names)
+    # The mean over the replicas: equal on all, so windows of such weights add up to all tokens.
+    weight = None if told.weight is None else summed / replicas
+    if weight is not None:
+        grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
+    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
     told = Aux(weight, _mean_state(told.model_state, names), metrics)
     return loss, as_given(told, own_of(aux), aux), grads
 

@@ -95,12 +95,20 @@ class Placing:
 
         def found(x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
-            names = self.mesh.axis_names
-            if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != names:
+            if not isinstance(sharding, NamedSharding):
                 return PartitionSpec()
+            if sharding.mesh != self.mesh:
+                self._require_known(sharding.spec)
             return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
 
         return jax.tree.map(found, params)
+
+    def _require_known(self, spec: PartitionSpec) -> None:
+        """Refuse an axis that the mesh of the step lacks: the param would come back whole."""
+        known = self.mesh.axis_names
+        used = (name for x in spec for name in (x if isinstance(x, tuple) else (x,)) if name)
+        allowed, hint = f"sharded over axes of the step's mesh, {known}", "Pass their mesh to it."
+        checks.require("make_train_step", "params", spec, allowed, set(used) <= set(known), hint)
 
     def placement(self, params: PyTree) -> Placement:
         """Return where params lie, for a step on global arrays."""

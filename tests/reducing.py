@@ -1,0 +1,59 @@
+"""Reductions of stacked gradients: under ``vmap``, in ``shard_map``, and what they send."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from boostax._core import costs
+
+
+def updating(tx):
+    """A first update, without its state."""
+    return lambda grads: tx.update(grads, tx.init(grads))[0]
+
+
+def at_once(tx):
+    """First updates and states of all replicas, by gradients ``(replicas, ...)``."""
+    return jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
+
+
+def the_one(copies):
+    """What all replicas have, once it is seen that they have the same."""
+    for copy in copies[1:]:
+        np.testing.assert_array_equal(copy, copies[0], strict=True)
+    return copies[0]
+
+
+def repeated(tx, grads, steps=1):
+    """The means of the last of some steps with the same gradients, and the state."""
+    state = jax.vmap(tx.init, axis_name="data")(grads)
+    update, means = jax.jit(jax.vmap(tx.update, axis_name="data")), None
+    for _ in range(steps):
+        means, state = update(grads, state)
+    return means, state
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    """A mesh over the first devices, by the sizes of its axes."""
+    devices = jax.devices()[: math.prod(axes.values())]
+    kinds = (kind,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+
+
+def mapped(update, mesh, in_specs=P("data"), out_specs=P(), **options):
+    """The update inside ``shard_map``; leaves ``(replicas, ...)`` lose their first dimension."""
+    drop = functools.partial(jax.tree.map, lambda x: x[0])
+    specs = {"in_specs": (in_specs,), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(lambda g: update(drop(g)), mesh=mesh, **specs, **options))
+
+
+def sends(update, shapes, mesh, in_specs=P("data")):
+    """Collectives of an update of leaves of these sizes or shapes; the mesh may be abstract."""
+    replicas = math.prod(mesh.shape[x] for x in jax.tree.leaves(tuple(in_specs)))
+    stacked = [jax.ShapeDtypeStruct((replicas, *np.ravel(x)), jnp.float32) for x in shapes]
+    return costs.collectives(mapped(update, mesh, in_specs), stacked)

@@ -1,0 +1,93 @@
+"""One step object that serves params in one placement after the other."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax.checkpoint import Checkpointer
+
+PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
+BATCH = jnp.sin(jnp.arange(16.0 * 16)).reshape(16, 16)
+SPECS = {
+    "whole": {"w": P(), "b": P()},
+    "FSDP": {"w": P("data"), "b": P("data")},
+    "columns": {"w": P(None, "model"), "b": P("model")},
+    "HSDP": {"w": P(("data", "model")), "b": P("model")},
+}
+
+
+def loss(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) + p["b"] - 1.0) ** 2)
+
+
+def mesh_of(data, model, devices=None):
+    kinds = (AxisType.Auto,) * 2
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=kinds, devices=devices)
+
+
+def make(mesh, **options):
+    tx = boostax.accumulate(optax.chain(boostax.int8_reduce(), optax.adam(1e-2)), 2)
+    return boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", **options)
+
+
+def placed(mesh, name):
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS[name])
+    return jax.device_put(PARAMS, where)
+
+
+def run(step, start, steps=3):
+    state = step.init(start) if isinstance(start, dict) else start
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def shards(tree):
+    return jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), tree)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["whole", "ZeRO-1"])
+def test_a_later_placement_is_what_a_step_of_its_own_makes(options):
+    """Params and moments came back whole on every device, and nothing was raised."""
+    mesh = mesh_of(4, 2)
+    shared = make(mesh, **options)
+    expected = {name: run(make(mesh, **options), placed(mesh, name)) for name in SPECS}
+    for name in (*SPECS, "FSDP", "whole"):
+        found = run(shared, placed(mesh, name))
+        chex.assert_trees_all_equal(found, expected[name])
+        assert shards(found) == shards(expected[name])
+        where = NamedSharding(mesh, SPECS[name]["w"])
+        assert found.params["w"].sharding.is_equivalent_to(where, 2)
+        mu = found.opt_state.inner_state[1][0].mu["w"]
+        assert mu.sharding.shard_shape(mu.shape) <= where.shard_shape(mu.shape)
+
+
+def test_a_restored_placement(tmp_path):
+    """Saved in one placement, restored in another by the same step object."""
+    mesh = mesh_of(4, 2)
+    step = make(mesh)
+    state = run(step, placed(mesh, "whole"), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        target = step.init(placed(mesh, "FSDP"))
+        restored, _ = checkpointer.restore(target)
+    assert shards(restored) == shards(target)
+    found = run(step, restored)
+    assert shards(found) == shards(target)
+    chex.assert_trees_all_close(found.params, run(step, state).params, rtol=1e-6)
+
+
+def test_params_of_another_mesh():
+    """With the same axes they keep their shards on its devices; without, they are refused."""
+    eight, four = mesh_of(4, 2), mesh_of(2, 2, jax.devices()[4:])
+    step = make(eight)
+    state = run(step, placed(four, "HSDP"))
+    assert state.params["w"].sharding.is_equivalent_to(NamedSharding(eight, SPECS["HSDP"]["w"]), 2)
+    narrow = make(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)))
+    with pytest.raises(ValueError, match=r"params must be sharded over axes of the step's mesh"):
+        narrow.init(placed(eight, "columns"))
