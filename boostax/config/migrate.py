@@ -23,9 +23,9 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, variants_of
-from boostax._core.finite import stays_finite, usable
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
+from boostax._core.trees import stays_finite
 from boostax.accumulate.window import AccumulateState, Window
 from boostax.precision.loss_scale import LossScaleState
 from boostax.precision.store import StoreState, narrowed, widened
@@ -378,7 +378,7 @@ def settle_windows(
             allowed = "have no open window that does not fit new_tx"
             raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
         pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
-        if before[at] and not scaled & {*takers} and not usable(pending):
+        if before[at] and not scaled & {*takers} and not pending.usable():
             words = "cannot be used and is dropped, as its loss scaler would have done"
             notes.append(f"The open window at {spot(at)} {words}.")
             for y in takers:
