@@ -14,8 +14,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, replicas, trees
-from boostax._core.finite import all_finite
 from boostax._core.replicas import PerReplica
+from boostax._core.trees import all_finite
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.freeze.scheduled import ScheduledFreeze

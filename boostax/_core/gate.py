@@ -75,6 +75,23 @@ class Pending(NamedTuple):
 
         return jax.tree.map(product, trees.at_least_float32(self.raw))
 
+    def usable(self) -> jax.Array:
+        """Return whether gradients are finite, and the sum of their squares as well.
+
+        Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
+        the second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
+        the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
+        their data, before rows of one index are added.
+        """
+        by_dtype: dict[Any, list[jax.Array]] = {}
+        for largest in trees.largest_magnitudes(self.raw):
+            by_dtype.setdefault(largest.dtype, []).append(largest)
+        flags: list[jax.Array] = []
+        for dtype, found in by_dtype.items():
+            limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
+            flags.append((self._replace(raw=jnp.stack(found)).value() < limit).all())
+        return trees.all_true(flags)
+
 
 class Step(Protocol):
     """A function like ``update``; with ``apply=True`` it returns new params, not updates."""
@@ -120,9 +137,7 @@ class GatedUpdate:
         return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
-def gated(
-    init: optax.TransformInitFn, step: Step, flush: Flush
-) -> optax.GradientTransformationExtraArgs:
+def gated(init: Any, step: Step, flush: Flush) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
     return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))
 

@@ -196,8 +196,8 @@ def state_specs(
       axis_name: the replica axis, or a tuple of axes.
       param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
       replicas: the size of the replica axis; needed with ``shard_optimizer``.
-      shard_optimizer: shard all state that is shaped like a parameter and equal on all replicas
-        over the replicas, as ``make_train_step(shard_optimizer=True)`` does.
+      shard_optimizer: shard state over the replicas if it is shaped like a parameter and equal on
+        all of them, as ``make_train_step(shard_optimizer=True)`` does.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract

@@ -79,7 +79,9 @@ def gate(factory: Factory) -> Factory:
     return made  # type: ignore[return-value]
 
 
-def _called(factory: Factory, given: inspect.BoundArguments, over: Sequence[str]) -> Made:
+def _called(
+    factory: Callable[..., Made], given: inspect.BoundArguments, over: Sequence[str]
+) -> Made:
     told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": tuple(over)})
     return factory(*told.args, **told.kwargs)
 

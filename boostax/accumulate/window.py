@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, finite, gate, handshake, noise_scale, said, trees
+from boostax._core import axes, checks, gate, handshake, noise_scale, said, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, require_like
@@ -278,7 +278,7 @@ class _Windows(NamedTuple):
         # In the range of f16, a sum of gradients that a scaler has passed can overflow. A gate
         # inside must decide about such a sum itself: a scaler needs overflows to lower the scale.
         judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.has_gate(inner_state)
-        ok = finite.all_finite(window.grads) if judged else jnp.asarray(True)
+        ok = trees.all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
             weight = jnp.where(ok, window.weight, jnp.nan) if judged else window.weight

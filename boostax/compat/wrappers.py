@@ -13,10 +13,10 @@ import optax
 
 from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.finite import all_finite, largest_magnitudes
 from boostax._core.gate import Pending, counted, gated, passed
 from boostax._core.replicas import PerReplica
 from boostax._core.rule import GateState, gate
+from boostax._core.trees import all_finite, largest_magnitudes
 from boostax.accumulate.window import AccumulateState, accumulate
 
 PyTree: TypeAlias = Any

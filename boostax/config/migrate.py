@@ -21,7 +21,6 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import variants_of
-from boostax._core.finite import stays_finite, usable
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
 from boostax.accumulate.window import AccumulateState
@@ -340,7 +339,7 @@ def _settle_windows(
             allowed = "have no open window that does not fit new_tx"
             raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
         pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
-        if before[at] and not scaled & {*takers} and not usable(pending):
+        if before[at] and not scaled & {*takers} and not pending.usable():
             words = "cannot be used and is dropped, as its loss scaler would have done"
             notes.append(f"The open window at {spot(at)} {words}.")
             for y in takers:
@@ -368,7 +367,7 @@ def _converted(
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
     got, hint = f"{dtype} at {trees.path_name(new.path)}", "accumulator_dtype='float32' holds it."
     allowed = f"able to hold the open window, times {factor:g}"
-    checks.require(WHO, "new_tx", got, allowed, stale or bool(stays_finite(x, value)), hint)
+    checks.require(WHO, "new_tx", got, allowed, stale or bool(trees.stays_finite(x, value)), hint)
     return old._replace(value=value)
 
 

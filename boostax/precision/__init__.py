@@ -3,9 +3,9 @@
 
 from typing import TYPE_CHECKING
 
-from boostax._core.finite import all_finite as all_finite
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.late import late as _late
+from boostax._core.trees import all_finite as all_finite
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, finite, gate, groups, handshake, said, trees
+from boostax._core import axes, checks, gate, groups, handshake, said, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
 from boostax.precision.loss_scale import decided, metrics_of, scales
@@ -136,9 +136,9 @@ def _look(
     def of_group(group: int) -> tuple[jax.Array, jax.Array]:
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
-        found = scaled._replace(raw=finite.largest_magnitudes(members)).value()
+        found = scaled._replace(raw=trees.largest_magnitudes(members)).value()
         top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in found)])
-        return ~finite.usable(scaled), jnp.max(top)
+        return ~scaled.usable(), jnp.max(top)
 
     bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
     both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])

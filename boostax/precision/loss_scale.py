@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, finite, gate, handshake, said, trees
+from boostax._core import axes, checks, gate, handshake, said, trees
 from boostax._core.describe import Holds, describe
 
 PyTree = Any
@@ -261,7 +261,7 @@ def _scaled(
         if not skip:
             ok, (value, inner_state) = jnp.asarray(True), heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
-        ok, held = axes.agree(finite.usable(unscaled), names), (params, state.inner_state)
+        ok, held = axes.agree(unscaled.usable(), names), (params, state.inner_state)
         value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
         return value, decided(adjust(state, ok), ok, inner_state)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, finite, gate, placement, trees
+from boostax._core import axes, checks, gate, placement, trees
 from boostax._core.describe import Stepped, describe
 
 PyTree = Any
@@ -101,7 +101,7 @@ def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
     """Return the share of nonzero updates that changed no bit of a bf16 or f16 param."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
     low = [triple for triple in triples if trees.wide_dtype(triple[0]) != triple[0].dtype]
-    parts = [finite.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
+    parts = [trees.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
     if not parts:
         return jnp.zeros((), jnp.float32)
     lost, all_of_them = axes.sum_over_shards(parts, (), jnp.float32)

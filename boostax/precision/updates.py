@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, finite, gate, replicas, said, trees
+from boostax._core import axes, checks, gate, replicas, said, trees
 from boostax._core.describe import Stepped, describe
 
 PyTree = Any
@@ -109,7 +109,7 @@ def check_updates(
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else optax.apply_updates(params, value)
         new = trees.cast_like(inner_state, old)
-        ok = finite.stays_finite((before, old), (after, new))
+        ok = trees.stays_finite((before, old), (after, new))
         ok = axes.agree(axes.to_varying(ok, names), names)
         computed = lambda: (value, new)  # noqa: E731
         value, inner_state = gate.run_or_hold(ok, computed, params, old, apply=apply, who=who)

@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import asked, variants_of
-from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
-from boostax._core.trees import Pruning
+from boostax._core.trees import Pruning, all_finite
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
