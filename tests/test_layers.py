@@ -13,7 +13,7 @@ LAYERS = (
     ("accumulate", "freeze"),
     ("chain",),
     ("train", "compat"),
-    ("states",),
+    ("states", "nnx"),
     ("inspect",),
     ("config",),
     ("testing",),
