@@ -193,7 +193,7 @@ class _Windows(NamedTuple):
     stochastic: bool
     names: tuple[str, ...]
 
-    def init(self, params: PyTree) -> AccumulateState:
+    def init(self, params: PyTree) -> PyTree:
         """Return the first state: no window is open."""
         inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)

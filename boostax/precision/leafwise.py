@@ -111,11 +111,9 @@ def _seen(values: list[jax.Array]) -> jax.Array:
 
 def _sends(eqn: jaxprs.JaxprEqn) -> bool:
     """Return whether devices communicate in ``eqn``; XLA can then combine it with others."""
-    islands = any(
-        x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in equations([eqn])
-    )
+    inside = {x.primitive.name for x, _ in equations([eqn])}
     sent = axes.of_program(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))
-    return islands or bool(sent)
+    return bool(sent) or not inside.isdisjoint({"shard_map", "custom_vmap_call"})
 
 
 def leaf_by_leaf(
