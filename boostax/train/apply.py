@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update and apply in one, and what the optimizer state has to report."""
+"""Update and apply in one call; the metrics of an optimizer state."""
 
 import itertools
 from typing import Any
@@ -21,26 +21,25 @@ def apply_gradients(
     params: PyTree,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
-    """``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
+    """Run ``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
 
     A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated
-    buffers the compilers for CPU, TPU v5e and H100 leave them where they are. A gate hidden inside
-    an Optax wrapper such as ``optax.chain`` cannot be seen from here; then this is the two calls it
-    replaces.
+    buffers the compilers for CPU, TPU v5e and H100 leave params where they are. A gate inside an
+    Optax wrapper such as ``optax.chain`` cannot be seen from here; then this makes those two calls.
 
     Args:
       tx: any Optax transformation; the gain is with boostax's gates outermost.
       grads: gradients as ``tx`` wants them (scaled and local for the scaling and reducing ones).
       opt_state: state of ``tx``.
-      params: the params; what has no gradient (``None``) stays, the functions in an Equinox module
-        among it.
+      params: the params; a leaf without a gradient (``None``), such as a function in an Equinox
+        module, is returned unchanged.
       **extra_args: handed to ``tx.update``: ``weight=``, ``value=``, ...
 
     Returns:
       ``(params, opt_state)``, params in their own dtypes.
 
     Raises:
-      ValueError: a ``weight`` for ``optax.MultiSteps``, whose mean is that of the micro-steps.
+      ValueError: a ``weight`` for ``optax.MultiSteps``, which weighs all micro-steps alike.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -53,9 +52,8 @@ def apply_gradients(
     peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
     if peers and "weight" in extra_args:
         raise ValueError(
-            "apply_gradients: weight must be left out around optax.MultiSteps, got one: its "
-            "windows are means over micro-steps, whatever each of them weighs. Use "
-            "boostax.accumulate(..., normalize='weight')."
+            "apply_gradients: weight must be left out around optax.MultiSteps, got one: it weighs "
+            "all micro-steps alike. Use boostax.accumulate(..., normalize='weight')."
         )
     like = grads
     if is_per_replica(grads) and not is_per_replica(params):
@@ -63,7 +61,7 @@ def apply_gradients(
     own = params
     holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
     if holes:
-        # What Equinox filters out has no gradient; in its modules there are functions besides.
+        # Equinox's filters leave None for the gradient of a function in a module.
         ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
         pick = lambda g, p: None if g is None else p  # noqa: E731
         own = jax.tree.map(pick, like, params, is_leaf=ends)
@@ -78,7 +76,7 @@ def apply_gradients(
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Named scalars of every boostax state found in an optimizer state, flat.
+    """Return the named scalars of every boostax state in an optimizer state, in one dictionary.
 
     Args:
       opt_state: any tree. A node takes part by a method ``metrics()`` that returns a dict.

@@ -39,16 +39,17 @@ Kind = Literal["step", "flush"]
 class TrainStep:
     """The compiled step that ``make_train_step`` returns: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated: use the returned one. Compiled once per structure of the state.
+    The state is donated: use the returned one. Compiled once for each structure of the state, and
+    for types and shardings of the params.
 
     Attributes:
       tx: the optimizer.
-      oracle: what ``boostax.value_and_grad`` made of the loss.
+      oracle: the gradient function, from ``boostax.value_and_grad``.
       mesh: device mesh, or ``None``.
       names: replica axes; empty without a mesh.
-      has_aux: whether it returns ``(loss, aux)``.
+      has_aux: whether the loss returns ``(loss, aux)``.
       microbatches: slices per replica and call.
-      policy: whose ``param_dtype`` the params are stored in, or ``None``.
+      policy: precision policy, or ``None``; params are stored in its ``param_dtype``.
       param_specs: see ``make_train_step``.
       freeze_driver: see ``make_train_step``.
       shard_optimizer: see ``make_train_step``.
@@ -70,7 +71,7 @@ class TrainStep:
 
     @functools.cached_property
     def placing(self) -> Placing | None:
-        """Where its arrays live; ``None`` without a mesh."""
+        """Return the placement of state and batches; ``None`` without a mesh."""
         if self.mesh is None:
             return None
         how = self.microbatches, self.param_specs, self.shard_optimizer
@@ -78,24 +79,24 @@ class TrainStep:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas; 1 without a mesh."""
+        """Return the number of replicas; 1 without a mesh."""
         return 1 if self.placing is None else self.placing.replicas
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of a ``scheduled_freeze``: the depths that a step was built for so far."""
+        """Return the depths of a ``scheduled_freeze`` for which a step was compiled so far."""
         keys = (key for programs in self._programs.values() for key in programs.compiled)
         return tuple(sorted({x for kind, x in keys if kind == "step" and x is not None}))
 
     def init(
         self, params: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
     ) -> TrainState:
-        """A state to start from, placed on the mesh.
+        """Make the first state, placed on the mesh.
 
         Args:
-          params: initial params; copied, so that donation never takes the caller's arrays. Of
-            ``jax.ShapeDtypeStruct`` it becomes a state of such, with shardings: to lower the step
-            for a mesh of devices that are not there (``boostax.inspect.target_devices``).
+          params: initial params; copied, so that donation never takes the caller's arrays. From
+            ``jax.ShapeDtypeStruct`` it makes a state of them, with shardings, to lower the step for
+            devices that are not attached (``boostax.inspect.target_devices``).
           key: PRNG key handed to the loss as ``key=``, different at each call, micro-batch and
             replica.
           model_state: handed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
@@ -105,7 +106,6 @@ class TrainStep:
         """
         given = params, key, model_state
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            # Nothing is computed and nothing placed.
             state = jax.eval_shape(self._unplaced, *given)
             typed = lambda x, p: x.update(sharding=p.sharding)  # noqa: E731
             state = state._replace(params=jax.tree.map(typed, state.params, params))
@@ -129,18 +129,18 @@ class TrainStep:
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
-        """Where each leaf of a state lives: what a checkpoint needs to restore it."""
+        """Return the sharding of each leaf of a state, with which a checkpoint restores it."""
         if self.placing is None:
             return jax.tree.map(lambda x: x.sharding, state)
         return self.placing.shardings(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One call: a whole step, or a micro-step of an ``accumulate`` window.
+        """Take a whole step, or a micro-step of an ``accumulate`` window.
 
         Args:
           state: from ``init`` or the last call; donated.
           batch: tree of arrays whose first dimension is the global batch; on a mesh of several
-            processes the part of it that belongs to this one (see ``rows``).
+            processes the rows that belong to this one (see ``rows``).
 
         Returns:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
@@ -167,7 +167,7 @@ class TrainStep:
     def jitted(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> tuple[Any, tuple[TrainState, PyTree]]:
-        """The ``jax.jit`` function of a call and its arguments; of the coming depth, or another."""
+        """Return the ``jax.jit`` function of a call, at the coming depth or another; its arguments."""
         depth = self._coming(state) if depth is None else depth
         programs = self._of(state)
         given = programs.part(depth).take(state), self.place(batch)
@@ -176,30 +176,30 @@ class TrainStep:
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> jax.stages.Lowered:
-        """The lowered program, for its text, memory and cost; of shapes alone, too."""
+        """Lower the program, also from shapes alone, for its text, memory and cost."""
         program, given = self.jitted(state, batch, depth=depth)
         return program.lower(*given)
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
-        """The traced program, for counting collectives and bytes."""
+        """Trace the program, for counts of collectives and bytes."""
         program, given = self.jitted(state, batch, depth=depth)
         return jax.make_jaxpr(program)(*given)
 
     def common_params(self, state: TrainState) -> PyTree:
-        """The params, to evaluate: where each replica has its own, their mean."""
+        """Return the params for an evaluation: the mean of per-replica params."""
         if not isinstance(state.params, PerReplica):
             return state.params
         return _mean_of_replicas(state.params)
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
-        """Which rows of a global batch of ``size`` this process hands to the step, ascending.
+        """Return the rows of a global batch of ``size`` that this process hands to the step.
 
-        All of them, unless the mesh spans several processes: each then reads only its own.
+        All rows, ascending, unless the mesh spans several processes.
         """
         return np.arange(size) if self.placing is None else self.placing.rows(size)
 
     def place(self, batch: PyTree) -> PyTree:
-        """A batch where the step wants it; it does so itself."""
+        """Place a batch on the mesh, as a call does."""
         return batch if self.placing is None else self.placing.batch(batch)
 
     def _varies_on_host(self, state: TrainState) -> bool:
@@ -209,7 +209,7 @@ class TrainStep:
         return not isinstance(state.opt_state.coming(), Tracer)
 
     def _of(self, state: TrainState, structure: Any = None) -> "Programs":
-        """Return those for states of this structure, and params of these types and places."""
+        """Return the programs for a structure of the state, and types and specs of the params."""
         structure = jax.tree.structure(state) if structure is None else structure
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
         specs = self.placing and self.placing.of_params(state.params)
@@ -220,10 +220,10 @@ class TrainStep:
         return self._programs[key]
 
     def _coming(self, state: TrainState) -> int | None:
-        """Groups to freeze, for a look at the state after which the run goes on as if undisturbed.
+        """Return the depth of the next call without advancing the schedule.
 
-        ``None`` if the program itself finds out. It raises nothing at the end of a schedule: there
-        may be a window left to flush.
+        ``None`` if the program reads it from the state. The end of a schedule raises nothing: a
+        window may be left to flush.
         """
         if not self._varies_on_host(state):
             return None
@@ -236,7 +236,7 @@ class TrainStep:
         return int(coming)
 
     def _checked(self, run: Any, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
-        """``run``, traced for a state that fits."""
+        """Run a function of a state, which is checked while it is traced."""
         require_replicas("make_train_step", state, self.replicas)
         if depth is None:
             self._require_fit(state)
@@ -267,7 +267,7 @@ class TrainStep:
         seen = self._gathered(placement, params, opt_state)
         value, grads = oracle(seen(params), opt_state, batch, active=active, **given)
         loss, aux = value if self.has_aux else (value, Aux())
-        # For line searches and the like; where nobody calls it, nothing of it is compiled.
+        # For line searches; where none calls it, it is not compiled.
         loss_at, wanted = oracle.loss_at(batch, **given), asked(self.tx)
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
@@ -277,8 +277,7 @@ class TrainStep:
         params, opt_state = apply_gradients(tx, grads, opt_state, params, **extra)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
-            # A skipped step never happened, and an overflow in the forward pass reaches the
-            # statistics before any gradient.
+            # An overflow in the forward pass reaches statistics of the model before any gradient.
             keep = outermost_passed(opt_state) & all_finite(aux.model_state)
             model_state = jax.tree.map(
                 lambda new, old: jnp.where(keep, new, old), aux.model_state, model_state
@@ -301,25 +300,25 @@ class TrainStep:
         return state._replace(params=closed[0], opt_state=closed[1])
 
     def _placed(self, placement: Placement | None) -> optax.GradientTransformation:
-        """The optimizer for one device, or for global arrays."""
+        """Return the optimizer for one device, or for global arrays."""
         return self.tx if placement is None else placed_on(self.tx, placement, self.shard_optimizer)
 
     def _gathered(
         self, placement: Placement | None, params: PyTree, opt_state: PyTree
     ) -> Callable[[PyTree], PyTree]:
-        """What makes of params those that the loss sees."""
+        """Return the function from params to those that the loss gets."""
         if self.gather is None or placement is None:
             return lambda params: params
-        # What is carried is no weight: its history stays as it is.
+        # A carried leaf is no weight: its history is not rounded.
         exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
         return gathering("make_train_step", self.gather, placement, exact)
 
 
 class Programs:
-    """The programs of a step for states of one structure, and what of a state each is given.
+    """The programs of a step for states of one structure, and the part of a state that each gets.
 
-    A call costs time for every array that it hands over, whether it is touched or not: moments of
-    what is frozen stay where they are.
+    A call costs host time for every array that it passes, used or not, so moments of frozen params
+    are left out.
 
     Attributes:
       compiled: the jitted functions, by kind and depth.
@@ -341,7 +340,7 @@ class Programs:
             self.coming = self._variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
-        """Where a state without what is left alone at a depth lies in the whole one."""
+        """Return the positions, in a state, of the leaves that a program of this depth gets."""
         if depth not in self._parts:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
@@ -352,7 +351,7 @@ class Programs:
         return self._parts[depth]
 
     def jitted(self, kind: Kind, depth: int | None) -> Any:
-        """The step or the flush at a depth; without one the program finds it out."""
+        """Return the step or the flush at a depth; ``None`` reads the depth from the state."""
         key = kind, depth
         if key not in self.compiled:
             step, of_step = self._step, kind == "step"
@@ -367,24 +366,24 @@ class Programs:
 
 
 def _mean_gradient(grads: PyTree) -> PyTree:
-    """The gradient of the mean loss, in the units of the local ones."""
+    """Return the gradient of the mean loss, in the units of the local gradients."""
     wide = trees.at_least_float32(grads)
     return jax.tree.map(lambda g: g.mean(0), wide.local) if is_per_replica(wide) else wide
 
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
-    # Equal ones give themselves, without a rounding.
+    # The mean of equal params is exact this way.
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
 
 
 def _own(x: Any) -> jax.Array:
-    """A copy of strong dtype: one that can be donated, and does not make the step trace twice."""
+    """Copy an array, so that it can be donated, in a strong dtype, so that a step traces once."""
     copy = jnp.array(x, copy=True)
     return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
 
 
 def _named(tree: PyTree) -> dict[str, jax.Array]:
-    """A tree of metrics, flat, by path."""
+    """Flatten a tree of metrics into a dictionary by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {trees.path_name(path) or "aux": leaf for path, leaf in leaves}

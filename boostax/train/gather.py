@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers of sharded params in fewer bits than their owners keep."""
+"""All-gathers of sharded params in fewer bits than their owners keep."""
 
 import functools
 import math
@@ -27,13 +27,13 @@ def gather_params(
 ) -> Callable[[PyTree], PyTree]:
     r"""All-gather sharded params (FSDP) in bf16 or int8; their owners keep them exact.
 
-    The loss and its gradient see :math:`Q(w)`, the optimizer updates :math:`w`: no rounding ever
-    adds up. With ``"int8"`` each block of at least 128 elements of a shard has its own scale,
-    :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127` of the block; what is
-    not finite makes its block NaN. Rounded to the nearest. Params that are not sharded over the
-    replica axes, and what is no floating array, stay as they are.
+    The loss and its gradient see :math:`Q(w)`, the optimizer updates :math:`w`, so roundings do not
+    add up. With ``"int8"`` each block of at least 128 elements of a shard has its own scale,
+    :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127` of the block, rounded to
+    the nearest; an element that is not finite makes its block NaN. Params that are not sharded over
+    the replica axes, and leaves that are no floating arrays, are returned unchanged.
 
-    For plain ``jit``, where params are global arrays; ``make_train_step(gather=)`` does it itself.
+    For plain ``jit``, where params are global arrays; ``make_train_step(gather=)`` calls it itself.
 
     Args:
       params: as in ``on_mesh``: only mesh and shardings are read.
@@ -42,12 +42,12 @@ def gather_params(
 
     Returns:
       A function from params to params that are whole over the replica axes, for
-      ``boostax.value_and_grad(mesh=)``. Cost: one all-gather per sharded leaf of 2 bytes for an
-      element, or of 1 and an f32 per block; the whole params, as any gather.
+      ``boostax.value_and_grad(mesh=)``. Cost: one all-gather per sharded leaf, of 2 bytes an
+      element, or of 1 byte an element and an f32 per block; a copy of the whole params.
 
     Raises:
-      ValueError, TypeError: an argument out of range; params of which none is sharded over the
-        replica axes: nothing of theirs is gathered.
+      ValueError, TypeError: an argument out of range; params none of which is sharded over the
+        replica axes.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -70,7 +70,7 @@ def gather_params(
 def gathering(
     who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
-    """``gather_params`` of a known placement, but for the leaves of these names."""
+    """Return ``gather_params`` of a known placement; leaves named in ``exact`` are left out."""
     checks.choice(who, "dtype", dtype, ("bfloat16", "int8"), "Leave it out for whole elements.")
     cut = {path: spec for path, spec in place.specs.items() if spec != _whole(place, spec)}
     if not cut:
@@ -108,7 +108,7 @@ def _whole(place: Placement, spec: PartitionSpec) -> PartitionSpec:
 
 
 def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather) -> jax.Array:
-    """Whole over the replica axes; what travels has no more bits than are asked for."""
+    """Return an array that is whole over the replica axes, sent in the bits of ``dtype``."""
     entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
     names = [each if isinstance(each, tuple) else (each,) if each else () for each in entries]
     shards = [math.prod(place.mesh.shape[name] for name in each) for each in names]
@@ -117,7 +117,7 @@ def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather
         return lax.with_sharding_constraint(x, NamedSharding(place.auto_mesh, spec))
 
     def travel(coded: jax.Array) -> jax.Array:
-        # First where it was computed, then whole, so that XLA gathers what was coded.
+        # The first constraint keeps the code sharded, so that XLA gathers the code.
         here = PartitionSpec(*entries)
         return at(at(coded, here), _whole(place, here))
 
@@ -130,16 +130,15 @@ def rounded(
     dtype: Gather,
     travel: Callable[[jax.Array], jax.Array] = lambda coded: coded,
 ) -> jax.Array:
-    """What arrives of an array in so many shards along each dimension.
+    """Return an array as it arrives from ``shards`` shards along each dimension.
 
-    ``travel`` is given what is sent: bf16 like ``x``, or codes and scales, which the numbers of
-    shards lead.
+    ``travel`` gets what is sent: ``x`` in bf16, or codes and scales of shape ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
-        # XLA may leave out the two conversions, where it gathers them wide.
+        # XLA may drop a pair of conversions and gather in the wide dtype; it keeps this rounding.
         low = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return travel(low.astype(jnp.bfloat16)).astype(x.dtype)
-    # Shards lead, ``[shards of each dimension, shard]``, so that no block is in two of them.
+    # Shape ``[*shards, *shard]``, so that no block spans two shards.
     sizes = [size for n, shard in zip(x.shape, shards, strict=True) for size in (shard, n // shard)]
     there = (*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
     back = tuple(there.index(dim) for dim in range(2 * x.ndim))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a train step's state and batches live on a mesh."""
+"""The placement of a train step's state and batches on a mesh."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placing:
-    """The mesh of a step, and what it does to arrays.
+    """The mesh of a step, and how it shards a state and a batch.
 
     Attributes:
-      mesh: over one process or several.
+      mesh: mesh of one process or of several.
       names: replica axes.
       microbatches: slices per replica and call.
       param_specs: see ``make_train_step``.
@@ -39,21 +39,21 @@ class Placing:
 
     @functools.cached_property
     def replicas(self) -> int:
-        """Their number."""
+        """Return the number of replicas."""
         return math.prod(self.mesh.shape[x] for x in self.names)
 
     @functools.cached_property
     def spans_processes(self) -> bool:
-        """Whether devices of other processes belong to the mesh."""
+        """Return whether devices of other processes belong to the mesh."""
         return len({x.process_index for x in self.mesh.devices.flat}) > 1
 
     @functools.cached_property
     def rows_sharding(self) -> NamedSharding:
-        """Of a batch."""
+        """Return the sharding of a batch."""
         return NamedSharding(self.mesh, PartitionSpec(self.names))
 
     def state(self, state: TrainState) -> TrainState:
-        """A state of one replica, as ``tx.init`` makes it, on all of them; of types the types."""
+        """Place the state of one replica, as ``tx.init`` makes it, on all; or type its types."""
         specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
         given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
@@ -67,27 +67,27 @@ class Placing:
             state = jax.eval_shape(stack, state)
             typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
             return jax.tree.map(typed, state, here.shardings(state))
-        # On the host the replicas of a state are views of one.
+        # On the host stacked replicas are views of one array.
         state = stack(on_host(state) if self.spans_processes else state)
         return place(state, here.shardings(state))
 
     def shardings(self, state: TrainState) -> TrainState:
-        """Of each leaf of a placed state."""
+        """Return the sharding of each leaf of a placed state."""
 
         def of_part(spec: PartitionSpec, part: PyTree) -> PyTree:
             return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
 
-        # The specs are a prefix: one of them may stand for a whole tree of params.
+        # The specs are a prefix: one spec may stand for a whole tree of params.
         return jax.tree.map(of_part, self.specs(state), state)
 
     def specs(self, state: TrainState) -> TrainState:
-        """Of a placed state."""
+        """Return the specs of a placed state."""
         whole, place = PartitionSpec(), self.placement(state.params)
         specs = specs_of(place, self.shard_optimizer, state.params, state.opt_state)
         return TrainState(whole, *specs, model_state=whole, key=whole)
 
     def of_params(self, params: PyTree) -> PyTree:
-        """The spec of each param: as it was asked for, or else as they come."""
+        """Return the spec of each param: from ``param_specs``, or else from its sharding."""
         own = isinstance(params, PerReplica)
         params = params.local if own else params
         if self.param_specs is not None:
@@ -111,17 +111,17 @@ class Placing:
         checks.require("make_train_step", "params", spec, allowed, set(used) <= set(known), hint)
 
     def placement(self, params: PyTree) -> Placement:
-        """Return where params lie, for a step on global arrays."""
+        """Return the placement of params."""
         specs = jax.tree_util.tree_leaves_with_path(self.of_params(params))
         at = {trees.plain_path(path): spec for path, spec in specs}
         return Placement(self.mesh, self.names, at)
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
-        """Which rows of a batch belong to this process, ascending."""
+        """Return the rows of a batch that belong to this process, ascending."""
         return own_rows(self.rows_sharding, size)
 
     def batch(self, batch: PyTree) -> PyTree:
-        """A batch, or this process's rows of it, on the devices; of types, where it would be."""
+        """Place a batch, or this process's rows of it; or type its types."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
             self._require_even(path, leaf)
@@ -150,7 +150,7 @@ class Placing:
 
 
 def local_shapes(state: TrainState) -> PyTree:
-    """The types of one replica's params."""
+    """Return the types of one replica's params."""
     if not isinstance(state.params, PerReplica):
         return state.params
     return jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), state.params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A saved state on another number of replicas: how it is read, and what becomes of it."""
+"""Read a saved state for another number of replicas, and reshard it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ PyTree = Any
 
 
 def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
-    """The types of ``target``, its per-replica leaves with as many replicas as were saved.
+    """Return the types of ``target``, with as many replicas in per-replica leaves as were saved.
 
     Args:
       target: arrays, or their types with shardings.
-      saved: of each leaf, by the name of its path, at least its ``shape``.
+      saved: for each leaf, by the name of its path, at least its ``shape``.
 
     Returns:
       A tree of ``jax.ShapeDtypeStruct``. Where the old replicas do not divide evenly among the
@@ -41,7 +41,7 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
 
 
 def typed(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The type of a leaf and where it lives; by default on the first device."""
+    """Return the type of a leaf with its sharding; by default that of the first device."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -49,7 +49,7 @@ def typed(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
-    """``state`` by the rule of ``reshard_state``, with the replicas and places of ``target``."""
+    """Reshard ``state`` as ``reshard_state`` does, to the replicas and shardings of ``target``."""
 
     summed = shares(state)
 
@@ -60,7 +60,7 @@ def resharded(state: PyTree, target: PyTree) -> PyTree:
         shapes = [x.shape for x in jax.tree.leaves(old)]
         if shapes == [x.shape for x in leaves]:
             return old
-        # The rule reads replica after replica; compiled, only what a device keeps is made on it.
+        # Compiled, the rule makes on each device only the part that the device keeps.
         rule = jax.jit(
             lambda x: spread_anew(x, leaves[0].shape[0], any(old is part for part in summed)),
             out_shardings=jax.tree.map(lambda x: typed(x).sharding, new),

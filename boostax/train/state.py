@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run carries from step to step."""
+"""The state of a run, from step to step."""
 
 from typing import Any, NamedTuple
+
+import jax
+import optax
 
 PyTree = Any
 
 
 class TrainState(NamedTuple):
-    """All that a run must carry from step to step, and a checkpoint must hold.
+    """State of a run: what a step takes and returns, and what a checkpoint saves.
 
     Attributes:
       step: i32 scalar, calls so far (micro-steps, with ``accumulate``).
       params: the params.
       opt_state: state of the transformation; its ``PerReplica`` parts lead with the replicas.
-      model_state: what the loss threads through ``Aux.model_state``, or ``None``.
-      key: PRNG key, constant; each call folds ``step`` (and the replica) into it. Or ``None``.
+      model_state: state of the model, which the loss returns in ``Aux.model_state``; or ``None``.
+      key: PRNG key, constant; each call folds ``step`` (and the replica) into it; or ``None``.
     """
 
-    step: Any
+    step: jax.Array
     params: PyTree
-    opt_state: PyTree
+    opt_state: optax.OptState
     model_state: PyTree
-    key: Any
+    key: jax.Array | None
