@@ -167,7 +167,7 @@ class TrainStep:
     def jitted(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> tuple[Any, tuple[TrainState, PyTree]]:
-        """Return the ``jax.jit`` function of a call, at the coming depth or another; its arguments."""
+        """Return the ``jax.jit`` function of a call, at a depth, and its arguments."""
         depth = self._coming(state) if depth is None else depth
         programs = self._of(state)
         given = programs.part(depth).take(state), self.place(batch)

@@ -31,10 +31,10 @@ def on_mesh(
     axis_name: axes.AxisName | None = None,
     shard_optimizer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """``tx`` in plain ``jit``, on params that XLA shards over the mesh in any way.
+    """Run ``tx`` in plain ``jit``, on params that XLA shards over the mesh in any way.
 
-    For a loop of one's own in which params are global arrays: replicated, sharded over the axis of
-    the batch (FSDP), over another one (HSDP), over a model axis (tensor parallel), or all of these.
+    For a loop of your own in which params are global arrays: replicated, sharded over the axis of
+    the batch (FSDP), over another axis (HSDP), over a model axis (tensor parallel), or several.
     ``boostax.value_and_grad(mesh=, axis_name=)`` gives gradients that are local to each replica,
     ``PerReplica`` of stacked arrays; ``tx`` takes them as it does inside ``shard_map``. Its parts
     need no ``axis_name``: those that reduce, and gates around them, have the one that is given
@@ -45,24 +45,24 @@ def on_mesh(
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
       params: where they live: arrays, or ``jax.ShapeDtypeStruct`` with shardings, placed on one
-        mesh by ``NamedSharding``. Only mesh and shardings are read. What is no array among them has
-        no state, and no update.
+        mesh by ``NamedSharding``. Only mesh and shardings are read. A leaf that is no array has no
+        state, and no update.
       axis_name: the replica axis, or axes, over which the batch is split; the mesh's only one where
         it has one.
       shard_optimizer: shard all of the optimizer's state that is the same on all replicas over
         them, each leaf along its first dimension that they divide and that is whole (ZeRO).
 
     Returns:
-      A gate like any of boostax's. ``init`` makes the state where it belongs: what is shaped like a
-      param is sharded like it, what differs per replica leads with the replicas. ``update`` takes
-      ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh, those
-      of the mean loss that JAX has left unreduced over the replica axes. Cost: that of ``tx``; with
-      ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new params
-      whenever they change.
+      A gate like any of boostax's. ``init`` makes a placed state: an array shaped like a param is
+      sharded like it, and per-replica state leads with the replicas. ``update`` takes
+      ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh,
+      gradients of the mean loss that JAX has left unreduced over the replica axes. Cost: that of
+      ``tx``; with ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new
+      params whenever they change.
 
     Raises:
       ValueError, TypeError: params that are not on one mesh, an axis that it lacks; at trace time,
-        gradients that are reduced already, updates that never were.
+        gradients that are reduced already, updates that are not reduced.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -91,7 +91,7 @@ def on_mesh(
 def placed_on(
     tx: optax.GradientTransformation, place: Placement, shard_optimizer: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """``on_mesh`` of a known placement."""
+    """Return ``on_mesh`` of a known placement."""
     inner = optax.with_extra_args_support(tx)
 
     specs = functools.partial(specs_of, place, shard_optimizer)
@@ -132,7 +132,7 @@ def placed_on(
 
         arrays = {k: x for k, x in extra.items() if _of_arrays(x)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
-        # In the shards of the params, which XLA then makes where gradients are computed.
+        # Pinned to the shards of the params, gradients are cut where they are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
         new, state = run(change, params, state, grads._replace(raw=raw), arrays)
         return (trees.put_back(new, whole) if apply else new), state
@@ -201,10 +201,10 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
 
 
 def _stacked(grads: PyTree, place: Placement) -> PyTree:
-    """Gradients that JAX left unreduced as stacked ones, by their types; others as they are.
+    """Stack gradients that JAX left unreduced, by their types; return others unchanged.
 
-    What a device holds is its part of the sum over the replicas, and so ``1/n`` of the gradient of
-    its own mean loss.
+    A device holds its part of the sum over the replicas, which is ``1/n`` of the gradient of its
+    own mean loss.
     """
 
     def stacked(x: jax.Array) -> jax.Array:
@@ -215,14 +215,14 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
             allowed = f"unreduced over all of {place.names}, or over none"
             hint = "jax.reshard over the others first."
             raise ValueError(checks.message(_WHO, "gradients", allowed, spec, hint))
-        # JAX 0.10.0 lets them be iterated instead.
+        # In JAX 0.10.0 a spec is iterated instead.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
         lead = jax.shard_map(
             lambda part: place.replicas * part[None],
             mesh=place.mesh,
             in_specs=spec,
             out_specs=PartitionSpec(place.names, *parts),
-            check_vma=False,  # There an unreduced value cannot be said to vary.
+            check_vma=False,  # A checked map has no type for an unreduced value.
         )
         return lead(x)
 
@@ -246,7 +246,7 @@ def _require_stacked(grads: PerReplica, params: PyTree, place: Placement) -> Non
 
 
 def _of_one(tree: PyTree) -> PyTree:
-    """The types of what one replica has."""
+    """Return the types of one replica's part of a tree."""
     cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
     return jax.tree.map(
         lambda x: PerReplica(jax.tree.map(cut, x.local)) if is_per_replica(x) else x,

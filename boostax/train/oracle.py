@@ -47,22 +47,23 @@ def value_and_grad(
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
 ) -> "Oracle":
-    r"""Like ``jax.value_and_grad``, for training: gradients as boostax transformations want them.
+    r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax's.
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
     *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean
-    of the local gradients is the gradient of the mean of what ``loss_fn`` returns on each, also
-    where it averages or sums over the replicas itself (``lax.pmean``: batch statistics, the whole
-    loss), with JAX's checking on or off. Where the loss returns ``Aux(weight=...)``, replica
+    of the local gradients is the gradient of the mean of what ``loss_fn`` returns on each replica,
+    also where the loss averages or sums over the replicas itself (``lax.pmean`` of batch
+    statistics, or of the whole loss). Where the loss returns ``Aux(weight=...)``, replica
     :math:`r`'s gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is
-    the mean over all tokens. Leaves that ``boostax.carry`` names are as the loss hands them out;
-    micro-batches are combined by its rules.
+    the mean over all tokens. Leaves that ``boostax.carry`` names are returned as the loss makes
+    them, and micro-batches are combined by its rules.
 
     Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the result is
-    called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, the
-    other axes stay XLA's (or, on an Explicit mesh, the loss's), and gradients are ``PerReplica`` of
-    stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but loss and ``Aux``.
+    called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, without
+    types, so that any loss runs; the other axes stay XLA's (or, on an Explicit mesh, the loss's).
+    Gradients are ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but
+    loss and ``Aux``.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
@@ -73,9 +74,9 @@ def value_and_grad(
       mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
       microbatches: split the batch and scan: see ``boostax.train.microbatch``; ``"stacked"`` for a
-        batch ``[k, rows, ...]`` as ``lax.scan`` takes it, of which replicas share the rows.
+        batch ``[k, rows, ...]`` as ``lax.scan`` takes it, whose rows the replicas share.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined over micro-batches and
-        replicas. Any other aux passes through: micro-batches stack its leaves, which then lead with
+        replicas. Any other aux is returned: micro-batches stack its leaves, which then lead with
         ``[microbatches]``; inside ``shard_map`` or ``pmap`` it is the replica's own; with ``mesh``
         it is a ``PerReplica`` of stacked arrays, as the gradients are.
       accumulator_dtype: of the sum over micro-batches.
@@ -83,19 +84,19 @@ def value_and_grad(
     Returns:
       ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
-      like the params, or a prefix of one: what is not active is not differentiated, and in the
-      gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
-      ``scheduled_freeze``, by which it is found out in the program. What is no array in the params
-      (a function in an Equinox module, a bool; beside traced arrays any Python number) goes to the
-      loss as it is, and its gradient is ``None``. Cost: with ``axis_name`` one scalar
-      collective for the loss and one per leaf of ``Aux``; see ``boostax.train.microbatch``.
-      ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone: the
-      same loss, without a gradient and with the model's state left as it is, for line searches.
+      like the params, or a prefix of one: an inactive leaf is not differentiated, and its gradient
+      is an ``optax.MaskedNode``; or ``tx.choice(params, opt_state)`` of a ``scheduled_freeze``,
+      which the program reads. A leaf of the params that is no array (a function in an Equinox
+      module, a bool; beside traced arrays any Python number) reaches the loss unchanged, and its
+      gradient is ``None``. Cost: with ``axis_name`` one scalar collective for the loss and one per
+      leaf of ``Aux``; see ``boostax.train.microbatch``.
+      ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone, for
+      line searches: the same loss, without a gradient and without a new state of the model.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
-        scalar, a batch that does not divide, an unbound axis, a weight for a loss that is
-        differentiated through a collective over the replicas.
+        scalar, a batch that does not divide, an unbound axis, a weight for a loss whose gradient
+        crosses replicas, with ``mesh`` a loss that differentiates a sum over the replicas itself.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -151,7 +152,7 @@ class Oracle:
         active: PyTree = True,
         **kwargs: Any,
     ) -> tuple[Any, PyTree]:
-        """``(loss, grads)``, or ``((loss, aux), grads)``; of one batch."""
+        """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         allowed, fits = "(params, opt_state, batch)", len(batch) == 1
         got = ("params", "opt_state", *["batch"] * len(batch))
         hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
@@ -204,7 +205,7 @@ class Oracle:
         return ((loss, aux) if self.has_aux else loss), grads
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
-        """The loss of a batch as a function of the params."""
+        """Return the loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
             return lambda params: self._loss(trees.aside(params), *args)
@@ -229,7 +230,7 @@ class Oracle:
         evaluate = functools.partial(self._evaluated, active, rules)
         how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
         sliced = microbatch(evaluate, self.count, has_aux=True, **how)
-        # What a model records of cotangents is to be that of the whole batch, however it is cut.
+        # Carried records of cotangents must be those of the whole batch, however it is cut.
         parts = 1
         if rules:
             slices = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
@@ -258,9 +259,8 @@ class Oracle:
 
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             loss, aux = self._loss_and_aux(trained, params, batch, kwargs)
-            # One that the replicas have averaged themselves is equal on all by type. Its gradient
-            # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
-            # typed: each replica has a copy, and their mean is what is differentiated.
+            # In a typed map a loss that is averaged inside has the type of a value that is equal
+            # on all replicas, and its gradient would be 1/n of the gradient in an untyped map.
             loss = axes.to_varying(loss, self.names)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
@@ -268,7 +268,7 @@ class Oracle:
         weight = as_aux(aux).weight
         if weight is not None:
             _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, self.names)
-            # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
+            # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
             new = carried.unless_empty(grads, params, rules, weight)
             loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
             grads = carried.put(grads, new)
@@ -306,7 +306,7 @@ class Oracle:
         return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads))
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """``fn(params, batch, given, ...)`` on global arrays: params as a replica has them."""
+        """Map ``fn(params, batch, given, ...)`` over the replicas of global arrays."""
         names, lead, whole = self.names, PartitionSpec(self.names), PartitionSpec()
 
         def run(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
@@ -333,9 +333,9 @@ class Oracle:
 
 
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """``fn``, called outside the mapping of the replica axes in which a line search calls it.
+    """Return ``fn``, which runs outside the mapped region in which a line search calls it.
 
-    Its params are the same on all replicas.
+    Its params must be equal on all replicas.
     """
     called = custom_vmap(fn)
 
@@ -351,7 +351,7 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
-    """A function of params whose gradient is given.
+    """Return a function of params that has the given gradient.
 
     JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
     ``psum`` once more.
@@ -373,9 +373,9 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
 
 
 def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
-    """Params that are whole on every replica.
+    """Return params that are whole on every replica.
 
-    XLA gathers those that are sharded over the replica axes; on an Explicit mesh that is said.
+    XLA gathers params that are sharded over the replica axes; an Explicit mesh wants a ``reshard``.
     """
     if is_per_replica(params) or AxisType.Explicit not in mesh.axis_types:
         return params
@@ -408,7 +408,7 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: Any) -> tuple[PyTree, Any]:
-    """The gradient in the active params, and what else ``fn`` returns."""
+    """Return the gradient in the active params, and the auxiliary result of ``fn``."""
     if not isinstance(active, Choice):
         (_, more), grads = jax.value_and_grad(fn, has_aux=True)(trees.masked(params, active))
         return grads, more
@@ -421,9 +421,9 @@ def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: Any) -> tuple[PyT
 def _require_uncrossed(
     fn: Callable[[PyTree], jax.Array], params: PyTree, active: Any, names: tuple[str, ...]
 ) -> None:
-    """Refuse weights of replicas for gradients in which those of several are mixed.
+    """Refuse weights of replicas for a loss whose gradient crosses replicas.
 
-    Part of such a gradient belongs to another replica's loss, and would be given this one's weight.
+    A part of such a gradient belongs to another replica's loss, whose weight differs.
     """
     if not names:
         return
@@ -445,7 +445,7 @@ def _require_uncrossed(
 
 
 def _active(active: PyTree, params: PyTree) -> PyTree:
-    """A bool for each leaf of the params."""
+    """Return a bool for each leaf of the params."""
     if isinstance(active, Choice):
         return active
     given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
@@ -454,7 +454,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
     checks.require(_WHO, "active", active, allowed, bools, hint, TypeError)
 
     def of_part(keep: Any, part: PyTree) -> Any:
-        # Of a model that is filtered for its arrays there is nothing to say of the rest.
+        # A None for a part without arrays is no answer, and none is needed.
         trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
@@ -467,7 +467,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
 
 def _require_trainable(params: PyTree, active: Any) -> None:
-    """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
+    """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
     trees.require_dense(trained, "value_and_grad", "params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
@@ -483,12 +483,12 @@ def _require_trainable(params: PyTree, active: Any) -> None:
 
 
 def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that has no use for what it is handed."""
+    """Refuse a loss that does not take the arguments that it is called with."""
     try:
-        # A wrapper may take what the function in it does not.
+        # A wrapper may take arguments that the wrapped function does not.
         takes = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):
-        # Of some callables Python knows none.
+        # Python knows no signature of some callables.
         return
     try:
         takes.bind_partial(None, None)
@@ -536,7 +536,7 @@ def _over_replicas(
 
 
 def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Statistics averaged; counters, which are alike, made so in type too; keys left alone."""
+    """Average statistics; type counters, which are equal, as equal; leave keys unchanged."""
 
     def mean(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

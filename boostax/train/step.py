@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step from its parts: what is asked of them, and how they are put together."""
+"""The train step: gradient function and optimizer in one jitted function."""
 
 import functools
 import warnings
@@ -38,17 +38,17 @@ def make_train_step(
     shard_optimizer: bool = False,
     gather: Gather | None = None,
 ) -> TrainStep:
-    """A jitted, donating train step over one device or a mesh axis.
+    """Make a jitted, donating train step over one device or the axes of a mesh.
 
     It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``: the batch is split
-    over ``axis_name``, per-replica state kept apart. Put a reduction, ``all_reduce()`` or
+    over ``axis_name``, and state per replica is kept apart. Put a reduction, ``all_reduce()`` or
     ``adasum()``, first in the innermost chain: it runs over the step's axis, and gates around it
     agree over it, where they name none.
 
-    Params live where ``param_specs`` says, or where they come: whole on every device, or sharded
-    over any axes of the mesh, that of the batch included (FSDP, HSDP, tensor parallel). The step is
-    ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh``, jitted: ``loss_fn`` sees the rows of
-    one replica, and whole params.
+    Params are placed as ``param_specs`` says, or stay as they come: whole on every device, or
+    sharded over any axes of the mesh, the batch's included (FSDP, HSDP, tensor parallel). The step
+    is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh``, jitted: ``loss_fn`` gets the rows
+    of one replica, and whole params.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
@@ -58,19 +58,19 @@ def make_train_step(
       policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
       microbatches: slices per replica and call: see ``boostax.train.microbatch``.
       has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
-        are reported as its ``metrics`` are.
+        the step reports like ``Aux.metrics``.
       accumulator_dtype: of the sum over micro-batches.
       param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
         ``None`` leaves them as ``step.init`` gets them.
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
-        first drawn and chooses among them; ``"switch"`` compiles one program that serves all, and
-        that is what runs inside ``jax.jit`` or ``jax.lax.scan`` in any case. That program holds the
+        first drawn and chooses among them; ``"switch"`` compiles one program that serves all
+        depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``. That program holds the
         optimizer once for each depth, of which a step runs one: at 2, 4 and 10 depths 1.5, 2.5 and
         5.5 times the optimizer's operations to compile; and temporaries of one more copy of the
         params on CPU and H100, of two on TPU v5e.
-      shard_optimizer: shard the optimizer's state over the replicas besides (ZeRO, stage 1), each
-        leaf along its first dimension that they divide and that is whole. Any optimizer: it sees
-        global arrays.
+      shard_optimizer: also shard the optimizer's state over the replicas (ZeRO, stage 1), each
+        leaf along its first whole dimension that they divide. Any optimizer works: it gets global
+        arrays.
       gather: ``"bfloat16"`` or ``"int8"``: how params that are sharded over ``axis_name`` are sent
         to the replicas, while their owners keep them exact: see ``boostax.train.gather_params``.
 
@@ -81,11 +81,10 @@ def make_train_step(
       optimizer's state takes ``1/n`` of its memory, and new params are gathered when they change.
 
     Raises:
-      ValueError, TypeError: an argument out of range, an axis that the mesh lacks; a chain of which
-        no run can be right: nothing that reduces over an axis, a gate without the axis of what is
-        inside it, a scaler for a part of the params, ...: see ``boostax.explain``. What else
-        ``explain`` finds in it is a warning. At trace time, an array in an aux that is no
-        ``boostax.Aux``.
+      ValueError, TypeError: an argument out of range, an axis that the mesh lacks; a chain that
+        cannot be right: nothing that reduces over an axis, a scaler for a part of the params, ...:
+        see ``boostax.explain``, whose other findings are warnings. At trace time, an array in an
+        aux that is no ``boostax.Aux``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -152,7 +151,7 @@ def _judge(step: TrainStep) -> None:
 
 
 def _reporting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss with an aux of which a step can report: what a step returns is the same on all."""
+    """Return the loss with an aux that a step can report, equal on all replicas."""
 
     @functools.wraps(loss_fn)
     def reported(*args: Any, **kwargs: Any) -> Any:
