@@ -54,7 +54,7 @@ def test_two_axes_average_within_and_combine_across():
     hierarchical = optax.chain(boostax.adasum("dcn", within="ici"), optimizer)
     state = train(hierarchical, mesh, both)[1]
     apart = optax.chain(boostax.all_reduce("ici"), boostax.adasum("dcn"), optimizer)
-    with pytest.raises(ValueError, match="must be all replica axes .*within= for two levels"):
+    with pytest.raises(ValueError, match=r"must be all replica axes .*within= for two levels"):
         train(apart, mesh, both)
     step, cut, _ = train(hierarchical, mesh, both, shard_optimizer=True)
     assert_params_close(state, cut)
