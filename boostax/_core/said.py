@@ -36,7 +36,7 @@ def reduction(factory: Factory) -> Factory:
         who, given = factory.__name__, signature.bind(*args, **kwargs)
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
-            return _delayed(tx, functools.partial(_reducing, tx, who))
+            return tx._replace(init=lambda params: _reducing(tx, who).init(params))
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
         known: dict[tuple[str, ...], Made] = {}
@@ -118,12 +118,9 @@ def _description(tx: Made) -> Description:
     return tx.update.description  # type: ignore[attr-defined]
 
 
-def _reducing(tx: Made, who: str, params: PyTree = None) -> Made:
+def _reducing(tx: Made, who: str) -> Made:
     """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
-    del params
-    bound, heard = axes.said(), _HEARD.get()
-    description: Any = tx.update.description  # type: ignore[attr-defined]
-    over = description.axes
+    bound, heard, over = axes.said(), _HEARD.get(), _description(tx).axes
     if bound not in ((), axes.LATER) and not set(over) <= set(bound):
         allowed = f"among the axes of the step around it, {bound}"
         hint = "Leave it out: the step names its own."

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The law of a loss: on every road to a mesh it trains as it does on one device."""
 
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,15 +62,26 @@ def check_loss(
             assert worst <= rtol * scale, f"{name}: params differ by {worst}, of up to {scale}"
 
 
+def _followed(step: Callable[..., Any], carry: tuple[Any, ...], batch: PyTree) -> Trained:
+    """Return the params, first in the carry, after some calls of ``(carry, batch)``; the losses."""
+    losses = list[float]()
+    for _ in range(_STEPS):
+        *carry, loss = step(*carry, batch)
+        losses.append(float(loss))
+    return jax.device_get(carry[0]), losses
+
+
 def _in_steps(
     loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, how: Mapping[str, Any]
 ) -> Trained:
-    step, losses = make_train_step(loss_fn, tx, **how), list[float]()
-    state = step.init(params)
-    for _ in range(_STEPS):
+    step = make_train_step(loss_fn, tx, **how)
+
+    def call(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
         state, reported = step(state, batch)
-        losses.append(float(reported["loss"]))
-    return jax.device_get(state.params), losses
+        return state, reported["loss"]
+
+    state, losses = _followed(call, (step.init(params),), batch)
+    return state.params, losses
 
 
 def _reduced() -> optax.GradientTransformation:
@@ -77,27 +89,22 @@ def _reduced() -> optax.GradientTransformation:
 
 
 def _mesh(**sizes: int) -> Mesh:
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices()[:4]
-    )
+    how: Any = {"axis_types": (AxisType.Auto,) * len(sizes), "devices": jax.devices()[:4]}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), **how)
 
 
-def _sharded(params: PyTree, axis: str, size: int) -> PyTree:
-    """Return specs of the params, each cut along its first dimension that the axis divides."""
-
-    def spec(x: jax.Array) -> PartitionSpec:
-        fits = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
-        return PartitionSpec(*[None] * fits[0], axis) if fits else PartitionSpec()
-
-    return jax.tree.map(spec, params)
+def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
+    """Return the spec of a param that is cut along its first dimension that the axis divides."""
+    fits = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
+    return PartitionSpec(*[None] * fits[0], axis) if fits else PartitionSpec()
 
 
 def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..., Trained]:
     def road(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
         how = {"mesh": _mesh(**sizes), "axis_name": "data", **more}
         if shard:
-            how["param_specs"] = _sharded(params, shard, sizes[shard])
+            spec = functools.partial(_spec, shard, sizes[shard])
+            how["param_specs"] = jax.tree.map(spec, params)
         return _in_steps(loss_fn, params, batch, _reduced(), how)
 
     return road
@@ -106,19 +113,14 @@ def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..
 def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
     mesh = _mesh(data=4)
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    tx = on_mesh(_reduced(), params, axis_name="data")
-    oracle = value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+    tx, gradient = on_mesh(_reduced(), params), value_and_grad(loss_fn, mesh=mesh)
 
     @jax.jit
     def step(params: PyTree, state: PyTree, batch: PyTree) -> Any:
-        loss, grads = oracle(params, state, batch)
+        loss, grads = gradient(params, state, batch)
         return *apply_gradients(tx, grads, state, params), loss
 
-    state, losses = tx.init(params), list[float]()
-    for _ in range(_STEPS):
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
-    return jax.device_get(params), losses
+    return _followed(step, (params, tx.init(params)), batch)
 
 
 def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
@@ -129,40 +131,32 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
     from boostax.nnx import Optimizer
 
     whole, tree = NamedSharding(_mesh(data=4), PartitionSpec()), jax.tree.structure(params)
-
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            placed = jax.device_put(jax.tree.leaves(params), whole)
-            self.leaves = nnx.List([nnx.Param(x) for x in placed])
-
-    def of_model(model: Model, batch: PyTree) -> jax.Array:
-        return loss_fn(tree.unflatten([x[...] for x in model.leaves]), batch)
-
-    model, losses = Model(), list[float]()
+    placed = jax.device_put(jax.tree.leaves(params), whole)
+    model = nnx.List([nnx.Param(x) for x in placed])
     optimizer = Optimizer(model, _reduced(), wrt=nnx.Param, axis_name="data")
+    values = lambda model: tree.unflatten([x[...] for x in model])  # noqa: E731
 
     @nnx.jit
-    def step(model: Model, optimizer: Any, batch: PyTree) -> jax.Array:
+    def step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
+        of_model = lambda model, batch: loss_fn(values(model), batch)  # noqa: E731
         loss, grads = optimizer.value_and_grad(of_model)(model, batch)
         optimizer.update(model, grads)
         return loss
 
-    for _ in range(_STEPS):
-        losses.append(float(step(model, optimizer, batch)))
-    return tree.unflatten([np.asarray(x[...]) for x in model.leaves]), losses
+    losses = [float(step(model, optimizer, batch)) for _ in range(_STEPS)]
+    return jax.device_get(values(model)), losses
 
 
 def _read(loss_fn: Loss, params: PyTree, batch: PyTree, *, compiled: bool) -> None:
     """Explain, or audit, a step; there is nothing to compare."""
     from boostax.inspect import audit, explain
 
-    step = make_train_step(loss_fn, _reduced(), mesh=_mesh(data=4), axis_name="data")
-    state = step.init(params)
+    step = make_train_step(loss_fn, _reduced(), mesh=_mesh(data=4))
+    given = step, step.init(params), batch
     if compiled:
-        assert audit(step, state, batch).collectives, "audit: nothing is reduced"
+        assert audit(*given).collectives, "audit: nothing is reduced"
     else:
-        found = explain(step, state, batch)
-        assert not found.problem, f"explain: {found.problem}"
+        assert not explain(*given).problem, f"explain: {explain(*given).problem}"
 
 
 ROADS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {

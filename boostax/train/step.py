@@ -100,10 +100,13 @@ def make_train_step(
     names = axes.of_mesh(who, axis_name, mesh)
     if mesh is None:
         hint = "Pass mesh=, or leave it out on one device."
-        checks.absent(who, "axis_name", axis_name, "None without a mesh", hint)
-        checks.absent(who, "param_specs", param_specs, "None without a mesh", hint)
+        for name, value in {
+            "axis_name": axis_name,
+            "param_specs": param_specs,
+            "gather": gather,
+        }.items():
+            checks.absent(who, name, value, "None without a mesh", hint)
         checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
-        checks.absent(who, "gather", gather, "None without a mesh", hint)
     if gather is not None:
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
