@@ -18,30 +18,28 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 566,
-    "boostax/_core": 2300,
-    "boostax/accumulate": 545,
+    "boostax/_core": 2433,
+    "boostax/accumulate": 541,
     "boostax/chain": 324,
-    "boostax/config": 992,
-    "boostax/freeze": 510,
+    "boostax/config": 991,
+    "boostax/freeze": 501,
     "boostax/inspect": 1262,
     "boostax/model": 560,
-    "boostax/precision": 1356,
-    "boostax/reduce": 1751,
+    "boostax/precision": 1302,
+    "boostax/reduce": 1746,
     "boostax/subspace": 715,
-    "boostax/testing": 743,
-    "boostax/train": 1143,
+    "boostax/testing": 842,
+    "boostax/train": 1165,
     "examples": 1500,
-    "tests": 19939,
+    "tests": 19393,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12940
+LIBRARY = 12948
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
-LONG = {
-    "boostax/train/oracle.py: value_and_grad",
-}
+LONG: set[str] = set()
 # Records, and pages that a program writes.
 GENERATED = (
     "CHANGELOG.md", "benchmarks/results/", "docs/api.md", "docs/coming_from/every_item.md"

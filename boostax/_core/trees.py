@@ -42,7 +42,7 @@ def at_least_float32(tree: PyTree) -> PyTree:
 
 def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
     """Return ``x`` in a strong dtype; an array that has that dtype is returned itself."""
-    if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
+    if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x).astype(dtype)
 
