@@ -267,7 +267,9 @@ def exchange(
     buckets: list[Bucket] = []
     for chunk, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
-        received = axes.exchange(cut(_half(x, wire), count, chunk.dim), names)
+        # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
+        whole = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
+        received = axes.exchange(cut(whole, count, chunk.dim), names)
         rows = [received[i].astype(x.dtype) for i in range(count)]
         buckets.append(Bucket(rows, chunk.owners))
     return Rows(buckets, gathered, near_one)
