@@ -66,5 +66,5 @@ _LATE = {
     "less_bn": "boostax.model.less_bn",
     "migrate_state": "boostax.config.migrate",
 }
-if not TYPE_CHECKING:  # A type checker would take any name for one of these.
+if not TYPE_CHECKING:  # Without this guard a type checker would accept any name of the package.
     __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))

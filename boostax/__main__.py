@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``boostax``: it audits a program, and says what became of removed commands."""
+"""The command ``boostax``: it audits a program, and names the replacements of removed commands."""
 
 import sys
 from collections.abc import Sequence

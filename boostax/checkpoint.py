@@ -22,7 +22,7 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
 
 PyTree = Any
 _WHO = "Checkpointer"
-# The type as which a checksum reads the words of a leaf, by their bytes.
+# The type in which a checksum reads the words of a leaf, by their size in bytes.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # NamedTuples around or inside states that are no part of a chain.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
@@ -66,9 +66,10 @@ class Checkpointer:
         checks.positive_int(_WHO, "keep", keep, "It is how many steps stay on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax can do this too, but in the background, which may be too late.
+            # orbax can also create the directory, but in the background, which may be too late.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
-                # The target of a link is not boostax's to remove.
+                # If the directory is a link, its target does not belong to boostax and is not
+                # removed.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         state = ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays())
@@ -236,10 +237,10 @@ class Checkpointer:
 class _Manager(ocp.CheckpointManager):
     """A manager that leaves JAX's counter of calls alone.
 
-    orbax's own one asks JAX at every save, and again when the save ends in the background, whether
-    a SIGTERM has arrived. Each question sets the counter by which all processes agree on the call
-    after which to stop: set back to an old value, they would stop after different calls. A loop
-    asks once per call.
+    orbax's own manager asks JAX at every save, and again when the save ends in the background,
+    whether a SIGTERM has arrived. Each question sets the counter by which all processes agree on
+    the call after which to stop: set back to an old value, they would stop after different calls. A
+    loop asks once per call.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -249,7 +250,7 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _arrays() -> Any:
-    """Return a handler of arrays that ends all reads before it raises.
+    """Return a handler of arrays that waits for all reads before it raises.
 
     orbax closes its event loop after the first failed read; the other reads then warn of coroutines
     never awaited and raise in TensorStore's threads.
@@ -287,7 +288,7 @@ def _parts(state: PyTree) -> list[str]:
 
 
 def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
-    """Return how parts and leaves of a target differ from those of a record; "" if they fit."""
+    """Return how parts and leaves of a target differ from a saved record; "" if they match."""
     was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
     named = {field for name in was.keys() - now.keys() for field in name.split("/")}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named mesh axes: over which of them values vary, and programs communicate.
+"""Named mesh axes: the axes over which values vary, and over which programs communicate.
 
 Inside ``jax.shard_map`` with ``check_vma=True`` the type of a value has the mesh axes over which it
 *varies*. Autodiff sums the gradient of a parameter that does not vary over the devices; a parameter
-that is cast to varying gives each replica a gradient of its own. To cast, then differentiate, then
-reduce is the only recipe that means the same with checking on, off and in ``pmap``, so boostax
-follows it everywhere.
+that is cast to varying gives each replica a gradient of its own. Only one recipe gives the same
+result with checking on, off and in ``pmap``: cast, then differentiate, then reduce. boostax follows
+it everywhere.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
     "all_to_all": lambda x, name: lax.all_to_all(x, name, 0, 0),
     "ppermute": lambda x, name: lax.ppermute(x, name, [(0, 1), (1, 0)]),
 }
-# The second ending is that of collectives whose result is typed as equal on all replicas.
+# The second ending marks collectives whose result is typed as equal on all replicas.
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
-# In the place of an axis that the step around a part will say.
+# A placeholder for the axis that the step around a part binds later.
 LATER = ("the axis of the step",)
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
 _SAID = jax.make_user_context(())
@@ -47,8 +47,8 @@ _SAID = jax.make_user_context(())
 class Groups(tuple[str, ...]):
     """Axis names, and the groups of replicas that communicate among themselves.
 
-    They stand for an axis of servers, or an axis of the devices of a server, on a mesh that has one
-    axis for both. JAX has no sum or gather over groups whose result is typed as equal
+    They replace an axis of servers, or an axis of the devices of a server, on a mesh that has a
+    single axis for both. JAX has no sum or gather over groups whose result is typed as equal
     (``check_vma``), so the results of groups are typed as varying.
 
     Attributes:
@@ -71,7 +71,7 @@ class Groups(tuple[str, ...]):
 def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Groups]:
     """Group the replicas by servers of neighbours: across the servers, and inside each.
 
-    If there are no more replicas than a server has devices, they are one server.
+    If a server has at least as many devices as there are replicas, all replicas form one server.
 
     Raises:
       ValueError: the number of replicas is not a multiple of ``devices``.
@@ -110,7 +110,7 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
 
 
 def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
-    """Return the replica axes of a mesh: those that are named, or its only one."""
+    """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
         return canonical(who, axis_name)
     if axis_name is None and len(mesh.axis_names) == 1:
@@ -158,7 +158,7 @@ def size(names: tuple[str, ...]) -> int:
 
 
 def varying(x: object) -> frozenset[str]:
-    """Return the axes over which ``x`` is typed as varying; none where JAX does not track them.
+    """Return the axes over which ``x`` is typed as varying; empty where JAX does not track them.
 
     Raises:
       RuntimeError: this JAX tracks them in a way that cannot be read here.
@@ -201,7 +201,8 @@ def require_readable() -> None:
     sends = [
         sent_over(eqn) for program in programs for eqn, _ in interpret.equations(program.jaxpr)
     ]
-    # Both programs have each kind and a gather that is typed as equal; the first has a sum besides.
+    # Both programs have one collective of each kind and a gather that is typed as equal; only the
+    # first has a sum.
     seen = sends.count((jaxprs.AXIS,)) == 2 * (len(COLLECTIVES) + 1) + 1
     found["sent"] = names if seen else frozenset()
     wrong = [name for name, axes in found.items() if axes != names]
@@ -214,7 +215,7 @@ def require_readable() -> None:
 
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
-    """Return the axes of a collective, also positions that ``vmap`` gave; none for all else."""
+    """Return the axes of a collective, positions from ``vmap`` included; else an empty tuple."""
     if eqn.primitive.name not in _SENDING:
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -222,7 +223,7 @@ def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
 
 
 def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the named axes, bound around a program or in it, over which it communicates."""
+    """Return the named axes over which a program communicates, bound around it or inside it."""
     require_readable()
     return _named(eqn for eqn, _ in interpret.equations(program.jaxpr))
 
@@ -236,15 +237,15 @@ def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
 def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the axes over which a tangent program communicates what depends on its arguments.
 
-    Its constants are what was computed before or, under a checkpoint, is computed again; gradients
-    go over these axes.
+    Its constants are values from the forward pass, or recomputed ones under a checkpoint. Gradients
+    travel over these axes.
     """
     require_readable()
     found: set[str] = set()
 
     def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
         if any(fed):
-            # An unknown body may do anything to its operands.
+            # An unknown body could do anything to its operands, so the worst is assumed.
             found.update(_named(inner for inner, _ in interpret.equations([eqn])))
         return [any(fed)] * len(eqn.outvars)
 
@@ -253,7 +254,7 @@ def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
 
 def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a program sums in a backward pass of its own."""
+    """Return the axes over which a program sums in a backward pass that it runs itself."""
     require_readable()
 
     def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
@@ -296,7 +297,7 @@ def _manual() -> frozenset[str]:
 
 
 def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Make a copy for each replica of leaves that may be equal on some, also under ``jax.vmap``."""
+    """Give each replica a copy of leaves that replicas may share, also under ``jax.vmap``."""
     if not vmapped(names):
         return to_varying(tree, names)
     return jax.tree.map(lambda x: jnp.where(index(names) >= 0, x, x), tree)
@@ -346,7 +347,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         return lax.all_to_all(x, tuple(names), 0, 0, tiled=True, axis_index_groups=_lists(names))
     if isinstance(names, Groups):
         return lax.dynamic_index_in_dim(in_group(x, names), names.place(), 1, keepdims=False)
-    # vmap has no rule for several axes at once; the same permutation is one axis after the other.
+    # vmap has no rule for several axes at once, so the permutation goes one axis after the other.
     blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
     for dim, name in enumerate(names):
         blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
@@ -354,7 +355,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Exchange rows of two replicas: an all-to-all of two TPU slices also sends the own row."""
+    """Exchange the rows of two replicas; an all-to-all of TPU slices would send both rows."""
     other = 1 - index(names)
     row = lax.dynamic_slice_in_dim(x, other, 1)
     pairs = _lists(names) or [[0, 1]]
@@ -365,7 +366,7 @@ def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     """Stack the values of all replicas on a new dimension; the result is typed as equal.
 
-    All groups must hold the same: those of the first are stacked.
+    All groups must hold the same values, so the values of the first group are stacked.
     """
     if isinstance(names, Groups):
         return jnp.take(gather(x, tuple(names), dim), names.members[0], dim)
@@ -380,7 +381,7 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
 def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Join the slices of all replicas along a dimension; the result is typed as equal.
 
-    In groups the slices of a group are joined, and the result is typed as varying.
+    With groups, the slices of each group are joined, and the result is typed as varying.
     """
     grouped = isinstance(names, Groups)
     if not vmapped(names):
@@ -432,8 +433,8 @@ def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: DType
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
     """Sum the parts of single leaves, some of which are sharded over ``names``.
 
-    A leaf that is whole on all devices counts once; only varying types tell it apart. There is one
-    collective for each set of axes over which leaves are sharded.
+    A leaf that is whole on all devices counts once; only varying types can tell that it is whole.
+    There is one collective for each set of axes over which leaves are sharded.
     """
     if names and not varying(to_varying(jnp.zeros(()), names)):
         require_bound(names, who, "shard_axes")
@@ -519,7 +520,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
 
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
-    """Refuse leaves whose types say that they are sharded over other axes than the replicas'."""
+    """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         others = sorted(varying(leaf) - frozenset(names))
         if others:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Argument checks: each error names the argument, what is allowed, what came, and the mend."""
+"""Argument checks: each error names the argument, the allowed values, the given value and a fix."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ Choice = TypeVar("Choice", bound=str)
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
-    """Return a sentence that names the argument, what is allowed, what came, and the mend."""
+    """Return a sentence that names the argument, the allowed values, the given value and a fix."""
     return f"{who}: {argument} must be {allowed}, got {got!r}. {hint}"
 
 
@@ -93,7 +93,7 @@ def number(
 def choice(
     who: str, argument: str, value: Choice, allowed: tuple[Choice, ...], hint: str
 ) -> Choice:
-    """Require one of a few words."""
+    """Require one of the allowed words."""
     words = " or ".join(repr(word) for word in allowed) or "left out"
     require(who, argument, value, words, value in allowed, hint)
     return value
@@ -108,18 +108,18 @@ def require(
     hint: str,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless ``holds``, for rules that no other check has."""
+    """Raise unless ``holds``, for rules that no other check covers."""
     if not holds:
         raise error(message(who, argument, allowed, value, hint))
 
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
-    """Require ``None`` where no value would have a meaning."""
+    """Require ``None`` for an argument that has no effect here."""
     require(who, argument, value, allowed, value is None, hint)
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
-    """Require a real floating dtype, by its name or itself."""
+    """Require a real floating dtype, or the name of one."""
     hint = "Try 'float32', 'bfloat16' or 'float16'."
     try:
         dtype = jnp.dtype(value)

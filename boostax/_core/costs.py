@@ -45,14 +45,14 @@ class Collective:
       replicas: number of devices over those axes.
       bytes: operand bytes per device and execution, in the declared dtype.
       count: executions per call of the program (the lengths of the surrounding scans).
-      branches: pairs of numbers ``(cond, branch)``, outermost first. They tell alternatives of one
-        cond from conds that follow each other. Conds that compare one index with 0, 1, ... in turn
-        are alternatives as well.
+      branches: pairs of numbers ``(cond, branch)``, outermost first. They distinguish the
+        alternatives of one cond from conds that follow each other. Conds that compare one index
+        with 0, 1, ... in turn are alternatives as well.
       scopes: names of the transformations of boostax around it, outermost first.
       dtypes: the dtypes of its operands.
-      share: how often it runs, as a mean over the calls that send. Of the branches of a cond one
-        runs; those with a collective share it evenly. A branch without a collective holds, such as
-        that of a skipped step, and is no call that sends.
+      share: how often it runs, as a mean over the calls that send. One branch of a cond runs; the
+        branches with a collective are assumed to be equally frequent. A call that takes a branch
+        without a collective, such as a skipped step, does not count as a call that sends.
     """
 
     primitive: str
@@ -129,7 +129,7 @@ class _Place:
       branches: as in ``Collective``.
       stack: the name stack around them.
       made: the equation that computes each variable.
-      asked: the number of the first cond that a variable decides.
+      asked: for each variable, the number of the first cond that it decides.
     """
 
     sizes: dict[str, int]
@@ -159,7 +159,7 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
             taken = cond, branch
             if question is not None:
                 index, value = question
-                # If this comparison fails, that of a later cond may hold.
+                # If this comparison fails, the comparison of a later cond may succeed.
                 taken = place.asked.setdefault(index, cond), value if branch else -1
             yield _Place(sizes, count, (*place.branches, taken), stack)
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions of the parts of a chain: name, role, axes, parts inside, and extra arguments.
 
-To Optax a transformation is two functions. Their names and closures do not tell in which field of
-the state an inner transformation keeps its state, over which axes a part reduces, or what it does
-to a gradient. ``boostax.chain`` reads descriptions, so ``explain``, the rules of order,
+To Optax a transformation is two functions. Their names and closures do not say which field of the
+state holds the state of an inner transformation, which axes a part reduces over, or what it does to
+a gradient. ``boostax.chain`` reads descriptions, so ``explain``, the rules of order,
 ``make_train_step`` and ``migrate_state`` know a part without a list of names.
 
 Extra arguments of ``update`` travel inwards. ``value`` is the loss: unscaled, the mean over the
 replicas. ``value_fn`` and ``obj_fn`` are that loss as a function of the params; a part that trains
 some params, or coordinates, hands on a function of these. ``grad`` is the gradient of the loss, the
 mean over the replicas, in the units of the gradients beside it: a part that multiplies, masks or
-projects gradients treats it likewise. A window over several calls has none of the last three.
+projects the gradients must do the same to ``grad``. A window over several calls passes none of
+``value_fn``, ``obj_fn`` and ``grad``.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ SCOPE = "boostax."
 # The roles: what a part does to a gradient, as far as its position in a chain depends on it.
 Gate = Literal["scaler", "window", "check"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
-# The first three reduce gradients; the others updates or params that each replica has made.
+# The first three reduce gradients; the others reduce updates or params of each replica.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 # Parts that change reduced gradients.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
@@ -49,14 +50,14 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Holds(NamedTuple):
-    """The meaning of a state's fields, as far as a move to another chain depends on it.
+    """The meaning of a state's fields, as far as ``migrate_state`` needs it.
 
-    A state class has it as ``holds``. A class without it keeps what the optimizers of Optax keep:
-    counts, and moments that each belong to a param.
+    A state class has it as the attribute ``holds``. A class without ``holds`` is treated like the
+    optimizers of Optax, which keep counts, and moments that each belong to a param.
 
     Attributes:
-      bound: fields that have a meaning only together: all of them are kept, or none; ``()`` if each
-        field stands for itself, ``None`` for moments and counts.
+      bound: fields that have a meaning only together, so either all of them are kept or none;
+        ``()`` if each field has a meaning alone, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
       sums: prefixes of paths to arrays that are proportional to the gradients.
       scale: the field of the loss scale, or of the table of loss scales.
@@ -168,7 +169,7 @@ def closure(fn: Callable[..., Any]) -> dict[str, Any]:
     for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # A variable that is not yet assigned.
+        except ValueError:  # The variable is not assigned yet.
             continue
     return found
 
@@ -184,7 +185,7 @@ def _as_array(x: object) -> object:
 
 
 def variants_of(tx: optax.GradientTransformation) -> Any:
-    """Return the variants of a transformation; ``None`` if a step of it is compiled once.
+    """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
     A step is compiled once for each variant, a static choice of what it does. ``scheduled_freeze``
     has variants: a depth, the number of frozen groups, is a Python integer that ``update`` gets by
@@ -200,7 +201,7 @@ def elsewhere(
     place: Callable[[PyTree], PyTree],
     result: Callable[[Any], Any] = lambda value: value,
 ) -> dict[str, Any]:
-    """Return extra arguments for other params; ``place`` makes the params of the functions."""
+    """Return extra arguments whose functions take other params; ``place`` converts the params."""
 
     def moved(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
         return lambda trial: result(fn(place(trial)))
@@ -212,8 +213,8 @@ def elsewhere(
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     """Return the named arguments of ``update`` and of its parts, and whether each is required.
 
-    They are read from signatures and closures. An argument that these do not show is left out, and
-    Optax raises when it is called without it.
+    They are read from signatures and closures. An argument that these do not show is not passed; if
+    it is required, Optax raises.
     """
     found: dict[str, bool] = {}
     seen: set[int] = set()
@@ -238,7 +239,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         elif not inspect.isclass(thing) and (
             callable(thing) or isinstance(thing, optax.MultiSteps)
         ):
-            # Such as a gate, a bound method or a jitted function.
+            # It is a gate, a bound method or a jitted function, for example.
             stack.extend(getattr(thing, "__dict__", {}).values())
             stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__"))
     return found

@@ -76,7 +76,7 @@ class Pending(NamedTuple):
         return jax.tree.map(product, trees.at_least_float32(self.raw))
 
     def usable(self) -> jax.Array:
-        """Return whether gradients are finite, and the sum of their squares as well.
+        """Return whether both the gradients and the sum of their squares are finite.
 
         Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
         the second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
@@ -267,7 +267,7 @@ def run_or_hold(
         depend on gradients.
     """
     axes.require_invariant(predicate, who)
-    # The holding branch must return the types of the result, which only a trace tells.
+    # The holding branch must return the types of the result, which are known only after a trace.
     replay, types = trees.trace_once(heavy)
     if names is not None:
         _require_agreed(replay, names, who)
@@ -286,7 +286,7 @@ def run_or_hold(
 
 
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
-    """Refuse axes that do not fit the collectives in a branch, where no type tells.
+    """Refuse axes that do not fit the collectives in a branch, if types cannot show it.
 
     With checking on, the types of the predicate and of the results have been checked already.
     """
@@ -369,5 +369,5 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
 
 
 def told_by(field: str) -> Callable[[Any], jax.Array]:
-    """Make the methods ``passed`` and ``taken`` of a state that has one bool for both."""
+    """Make the methods ``passed`` and ``taken`` of a state that keeps one bool for both."""
     return lambda state: getattr(state, field)

@@ -39,8 +39,8 @@ def prefix_groups(
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: groups, at most as many as there are layers.
       order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, such
-        as ``forward_order`` finds. The position of a layer is that of the first entry that matches
-        one of its leaves. ``None`` takes the order of the tree, lists by index and dicts by key
+        as ``forward_order`` finds. The first entry that matches one of a layer's leaves gives the
+        position of the layer. ``None`` takes the order of the tree, lists by index and dicts by key
         with numbers as numbers (``block_2`` before ``block_10``), which is the order of the forward
         pass only if the names say so.
       level: number of leading path components that make a layer. With 1 all of ``block_0`` is one
@@ -134,8 +134,8 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
 def group_count(labels: PyTree, groups: Any = None) -> int:
     """Return the number of groups in a tree that ``as_groups`` made of ``groups``.
 
-    Without params, as ``optax.tree.map_params`` calls ``init``, it is read from ``groups``. If that
-    is a function, the number is one that every schedule accepts.
+    Without params (``optax.tree.map_params`` calls ``init`` so) the number is read from ``groups``.
+    If ``groups`` is a function, the result is a number that every schedule accepts.
     """
     if isinstance(groups, Labels):
         return groups.count
@@ -149,7 +149,7 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labels:
-    """Labels of groups, of which some may be empty.
+    """Labels of groups; some groups may be empty.
 
     Attributes:
       tree: a tree of ints like the params.
@@ -166,9 +166,9 @@ def mindspore_groups(
     """Return groups with which depth ``i`` trains the same params as ``GradientFreeze`` at index i.
 
     Params go into buckets in their order, the vectors of a module last. A vector goes into the last
-    bucket; any other param, also a scalar, opens a new one if the last has three or more. Depth
-    ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than ``n`` all
-    leaves are in the last group, so every depth trains all of them, as in the original.
+    bucket. Any other param, also a scalar, opens a new bucket if the last one has three params or
+    more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than
+    ``n`` all leaves are in the last group, so every depth trains all of them, as in the original.
     ``prefix_groups`` refuses that case, and its groups are even in layers.
 
     Args:
@@ -194,7 +194,7 @@ def mindspore_groups(
       ([0, 0, 1, 1], 2)
 
     References:
-      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``. It tells
+      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``. It recognises
       vectors by ``bn`` and ``bias`` in their names.
     """
     who = "mindspore_groups"
@@ -253,7 +253,7 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
                 got = f"{known} as one array" if known else f"an array that is none, in group {i}"
                 hint = "Give the arrays of these params, each once; or patterns of their names."
                 raise ValueError(f"{who}: groups must be {allowed}, got {got}. {hint}")
-            # A pattern's wildcard may be a letter of the name.
+            # A character that is a wildcard in a pattern may be an ordinary part of a name.
             found[-1].append(glob.escape(known[0]))
     if names:
         left = few([name for known in names.values() for name in known])
@@ -267,7 +267,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
         # JAX prints the leaves in its error, and cannot print donated ones.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
-        # An optimizer of NNX has bare arrays where a state has boxes, but the paths are the same.
+        # An optimizer of NNX has bare arrays where a state has boxes; the paths are equal.
         labels = {trees.plain_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(groups)}
         paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if labels.keys() == set(paths):
@@ -329,7 +329,7 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
 
 
 def _natural(key: Any) -> list[str | int]:
-    """Return a sort key for a dict's keys, with numbers as numbers; the same for other children."""
+    """Return a sort key with the numbers in a dict key as numbers; empty for other keys."""
     parts = re.split(r"(\d+)", str(key.key)) if isinstance(key, DictKey) else []
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
@@ -367,7 +367,7 @@ def _reordered(
 
 
 def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
-    """Join layers of only vectors to the layer before, or after; keep them if there is no other."""
+    """Join layers that have only vectors to the layer before, or else to the layer after."""
     kept: dict[Any, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
@@ -379,12 +379,12 @@ def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, li
 
 
 def _is_function(groups: object) -> bool:
-    # An Equinox module may be called too.
+    # An Equinox module is also callable, but it is a tree and not a single leaf.
     return callable(groups) and jax.tree_util.all_leaves([groups])
 
 
 def _are_patterns(groups: object) -> bool:
-    # [0, 1] is a tree, of params that are a list.
+    # [0, 1] is not a list of patterns but a tree of labels, for params in a list.
     found = jax.tree.leaves(groups)
     return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
 

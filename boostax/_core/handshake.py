@@ -3,8 +3,8 @@
 
 A scaler would also divide the gradients of a loss that was not multiplied, by 65536: training would
 stand still, and every metric would look healthy. So code that multiplies a loss marks the scale
-that it has read, and a scaler that is traced checks that *its* scale has a mark. A mark belongs to
-the identity of a tracer. It ends with the trace, and adds nothing to the program.
+that it has read, and a scaler that is traced checks that *its* scale has a mark. A mark is attached
+to the identity of a tracer. It ends with the trace, and adds nothing to the program.
 
 Gradients of another ``jax.jit`` arrive without a mark; ``assume_scaled`` vouches for them. Outside
 a trace nothing is checked, because gradients of a compiled function have no mark.
@@ -47,16 +47,16 @@ _INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("insid
 def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     """Vouch that gradients are those of a loss multiplied by the loss scale of a state.
 
-    Inside ``jax.jit`` a scaler refuses gradients of a loss that was not scaled. It cannot see that
-    gradients from another ``jax.jit``, from a checkpointed function that was given the state, or
-    from a product written by hand are scaled. This function says so.
+    Inside ``jax.jit`` a scaler refuses gradients of a loss that was not scaled. It cannot see the
+    scaling if the gradients come from another ``jax.jit``, from a checkpointed function that was
+    given the state, or from a product written by hand. This function says so.
 
     Args:
       grads: scaled gradients.
       opt_state: the state that holds the scale; it may have no scaler.
 
     Returns:
-      ``grads``. Cost: nothing in the program.
+      ``grads``. Cost: none; nothing is added to the program.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -109,9 +109,9 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
-    """Give a new array the mark of an old one, which they then share.
+    """Let a new array share the mark of an old one.
 
-    A scale outside all traces is not checked, and neither is the new one.
+    A scale outside all traces has no mark and is not checked, so the new one is not checked either.
     """
     if not isinstance(new, Tracer):
         return
@@ -129,7 +129,7 @@ def hand_on_state(old: PyTree, new: PyTree) -> None:
 
 @contextlib.contextmanager
 def scaling(opt_state: PyTree) -> Generator[None]:
-    """Mark the scales in a state, for a loss that is traced within and multiplied outside."""
+    """Mark the scales in a state, for a loss that is traced within and scaled outside."""
     scales = _scales(opt_state)
     for scale in scales:
         _mark(scale).loss = True
@@ -179,7 +179,8 @@ def _keep(scale: object, mark: Mark) -> Mark:
 def _enclosing(scale: object) -> list[Mark]:
     """Return the marks of the traces around that of a scale.
 
-    If JAX no longer tells the traces around one, more is refused and no more accepted.
+    If a new JAX no longer shows the surrounding traces, more gradients are refused, and none is
+    wrongly accepted.
     """
     around: set[int] = set()
     trace = getattr(getattr(scale, "_trace", None), "parent_trace", None)

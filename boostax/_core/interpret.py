@@ -79,7 +79,7 @@ def scan_operands(
 
 
 def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
-    """Return the programs inside each equation: a called one, branches, the parts of a loop."""
+    """Return the programs inside each equation: a called program, branches, the parts of a loop."""
     kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
     held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
     found = [[x for x in leaves if isinstance(x, kinds)] for leaves in held]
@@ -91,12 +91,12 @@ def equations(
     context: Any = None,
     enter: Enter | None = None,
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """Yield all equations of a program in its order, an equation before those of its bodies.
+    """Yield all equations of a program in order, each before the equations of its bodies.
 
     Args:
       program: a program, or some equations.
       context: the context that is yielded with each of its equations.
-      enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps it.
+      enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
     """
     eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
     for eqn, programs in zip(eqns, bodies(eqns), strict=True):
@@ -142,7 +142,7 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation by JAX's own evaluation, with its names and contexts."""
+    """Return the results of an equation as JAX evaluates it, with its names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs too, because the caller may pass another value.
     given: Any = [name(atom.aval) for atom in eqn.invars]
@@ -232,13 +232,14 @@ def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, 
     """Carry levels of the results of a program back to the operands of its equations.
 
     Bodies are not entered: ``transfer`` judges an equation with a body as a whole. The level of a
-    value with several consumers is the highest of theirs.
+    value with several consumers is the highest level of its consumers.
 
     Args:
       jaxpr: a program.
       wanted: a level for each of its results; ``NEVER`` if it is not used.
       transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
-        highest level of its results. It is called once for each equation, the last one first.
+        highest level of its results. It is called once for each equation, beginning with the last
+        one.
     """
     known: dict[Any, int] = {}
 
@@ -289,7 +290,7 @@ def of_data(
     """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
 
     Its inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of ``args`` and
-    ``kwargs``. Leaves that are no arrays are passed unchanged. Data without an array are refused.
+    ``kwargs``. Leaves that are not arrays are passed unchanged. Data without an array are refused.
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
@@ -313,7 +314,7 @@ def require_readable() -> None:
     unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
     noted = lambda eqn, found: [unite([*found, [eqn.primitive.name]])] * len(eqn.outvars)  # noqa: E731
     found = flow(traced, [frozenset()], noted, unite, frozenset())
-    # The rule gets an equation that is not in the table as a whole, and sees no sine.
+    # The rule gets an equation that is not in the table without its body, and so sees no sine.
     for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
         if "sin" not in met:
             danger = "What it computes would be missed."

@@ -52,10 +52,10 @@ def unreadable(subject: str, allowed: str, got: object, danger: str) -> RuntimeE
     """Return the error for types or programs of JAX that cannot be read.
 
     Args:
-      subject: the thing that is read.
-      allowed: what it must be.
+      subject: the types or programs that are read.
+      allowed: the form that they must have.
       got: what was read.
-      danger: what would go wrong unnoticed.
+      danger: the error that would go unnoticed.
     """
     return RuntimeError(
         f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "

@@ -15,7 +15,8 @@ def late(
     Args:
       package: the package's name.
       names: the module of each name; ``""`` for a package inside.
-      apart: packages inside that need others installed: they are loaded, but not listed.
+      apart: packages inside that need other packages installed; they are loaded on demand, but not
+          listed.
     """
     names = names or {}
 
@@ -38,7 +39,7 @@ def late(
 def missing(package: str, name: str) -> str:
     """Return the error's text for a name that a package does not have.
 
-    ``names.toml`` has a sentence for each name that is gone, has moved, or belongs elsewhere.
+    ``names.toml`` has a sentence for each name that was removed, has moved, or is found elsewhere.
     """
     text = f"module {package!r} has no attribute {name!r}"
     if name.startswith("__"):  # Python itself asks modules for such names.

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     Attributes:
       outputs: the dimension of a kernel's output units, the first or the last.
-      transposed: the same in modules named after transposed convolutions.
+      transposed: the same dimension in modules named after transposed convolutions.
       kernels: a part of every kernel's name.
       vectors: names of leaves without inputs, besides those that end with ``bias`` or ``scale``.
       tables: parts of the names of modules whose matrix is a table of rows to look up.
@@ -71,16 +71,16 @@ class Kernels:
         return LAYOUTS["equinox" if modules else self.name or "linen"]
 
     def is_vector(self, path: Path, ndim: int) -> bool:
-        """Return whether a leaf has no inputs, such as a bias, a scale, the leaf of a norm."""
+        """Return whether a leaf has no inputs: a bias, a scale, a leaf of a norm."""
         leaf, classes = _parts(path)[-1], _classes(self._module(path), "nn.")
         named = leaf.endswith(("bias", "scale")) or leaf in self.layout.vectors
         norm = bool(classes) and classes.isdisjoint({*_EQUINOX_KERNELS, "Embedding"})
         return ndim < 2 or named or norm
 
     def inputs(self, path: Path, ndim: int, lead: int = 0) -> tuple[int, ...]:
-        """Return the dimensions of the inputs, the channels last; none if a leaf is no kernel.
+        """Return the dimensions of the inputs, the channels last; empty if a leaf is not a kernel.
 
-        The first ``lead`` dimensions are of stacked layers.
+        The first ``lead`` dimensions count stacked layers.
         """
         *modules, leaf = _parts(path)
         row, holder = self.layout, self._module(path)

@@ -75,7 +75,7 @@ def observe(
     """Add the estimates of one step to the running means.
 
     Args:
-      state: the old means. They stay where ``n`` is 1 or a norm is not finite.
+      state: the old means. The means stay unchanged if ``n`` is 1 or a norm is not finite.
       small: squared norm of the gradient of a small batch, averaged over the small batches.
       large: squared norm of the mean of ``n`` such gradients.
       n: f32, the number of small batches.

@@ -126,7 +126,7 @@ class Placement:
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
         """Return ``fn`` on arrays that XLA shards, with results of these specs.
 
-        On an Explicit mesh JAX does not type code that knows nothing of shardings.
+        On an Explicit mesh JAX cannot type code that states no shardings.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
             # The specs are a prefix of the results.
@@ -159,7 +159,7 @@ def settled(params: PyTree) -> PyTree:
 
 
 def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
-    """Return gradients; refuse those that are equal on all replicas, where the mapping shows it.
+    """Return gradients; refuse them if the mapping shows that they are equal on all replicas.
 
     Some leaves may be equal, such as zeros for frozen params.
     """
@@ -181,8 +181,8 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
         return grads, batched[1]
 
     for name in names:
-        # The index differs per replica, so the rule is called: within the branch of a gate, which
-        # is traced first, when that trace is mapped.
+        # The index differs per replica, so the rule is called. Inside the branch of a gate, which
+        # is traced first, it is called when that trace is mapped.
         grads = look(lax.axis_index(name), grads)
     return grads
 
@@ -240,7 +240,7 @@ def on_shards(
             sizes = [here.mesh.shape[name] for name in here.names]
             return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared
 
-        # Each vmap hands its stacked arguments on only if one of them differs over its axis.
+        # Each vmap passes stacked arguments only if one of them differs over its axis.
         marks = [lax.axis_index(name) for name in here.names]
         run = _lifted(list(reversed(here.names)), named, stacked, who)
         means, own, shared = run((updates, own, marks), shared)
@@ -341,7 +341,7 @@ def _require_common(shared: list[PyTree]) -> None:
 
 
 def _differing(values: list[Any]) -> list[bool]:
-    """Return for each value whether ``jax.vmap`` maps it where it stands."""
+    """Return for each value whether the current ``jax.vmap`` maps it."""
     seen = [False] * len(values)
 
     @custom_vmap
@@ -379,7 +379,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Place a batch of which each process has its rows, in the order of its devices.
+    """Place a batch whose rows are spread over processes, in the order of each process's devices.
 
     Args:
       tree: arrays whose first dimension has this process's rows; or placed arrays.

@@ -73,7 +73,7 @@ def require_stacked(who: str, state: PyTree) -> None:
     """Refuse arrays that differ per replica under a sharding that says that they are equal.
 
     If devices hold different values of one array (``out_axes=None``, unchecked out_specs), JAX
-    reads the first, and the values of the others would be lost.
+    reads the first device's value, and the other values would be lost.
     """
     for name, x in _local_arrays(state):
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
@@ -187,8 +187,8 @@ def state_specs(
     same: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. It
     takes the parameter's spec, also with one more dimension in front (snapshots, components of a
     basis); all other leaves are replicated. Inside a ``PerReplica`` the replica axis comes first.
-    Paths work where a second tree of specs does not: through ``optax.masked``, ``partition`` and
-    ``inject_hyperparams``.
+    Matching by paths also works through ``optax.masked``, ``partition`` and ``inject_hyperparams``,
+    where a second tree of specs would not fit.
 
     Args:
       tx: the transformation whose ``init`` makes the state.
@@ -255,7 +255,8 @@ def specs_like(
             if shape == leaf.shape:
                 return spec
             if shape == leaf.shape[1:]:
-                # This is how a compiled step writes it; written otherwise it would compile again.
+                # A compiled step writes the spec in this form; another form would compile the step
+                # again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return None
 
@@ -276,7 +277,7 @@ def specs_like(
             led = lambda inner, x: PartitionSpec(lead, *of(inner, x))  # noqa: E731
             return jax.tree_util.tree_map_with_path(led, node)
         spec = owner_spec(path, node)
-        # Counts are integers; so are codes, which have the spec of a param.
+        # Integers are counts, or codes; codes have the spec of a param.
         arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
         spec = PartitionSpec() if spec is None else spec
         if shared_out is None or not arrays:
@@ -290,7 +291,7 @@ def specs_like(
 def _shared_out(
     spec: PartitionSpec, leaf: jax.Array, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
-    """Shard the first dimension that is whole and that the replicas divide over them."""
+    """Shard over the replicas the first dimension that is whole and that their number divides."""
     if spec != without(spec, names):
         return spec
     entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
@@ -317,8 +318,9 @@ def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
 def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     r"""Return a state for another number of replicas.
 
-    Old and new replicas each divide the unit interval, and a new one takes the mean of the old ones
-    weighted by how much of its part they cover. The mean over the replicas stays:
+    The old replicas divide the unit interval evenly, and so do the new ones. A new replica takes
+    the mean of the old ones, weighted by how much of its part they cover. The mean over the
+    replicas stays:
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
@@ -333,8 +335,9 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     before you change the number of replicas.
 
     Args:
-      state: an optimizer state or a whole ``TrainState``, as it is outside a mapped function. A
-        part of a state does not tell what is inside the window around it.
+      state: an optimizer state or a whole ``TrainState``, as it is outside a mapped function. Pass
+        the state as a whole, because a part of it does not show what stands inside the window
+        around it.
       replicas: the new number of replicas.
       within: for ``adasum_delta(within=...)``, whose state is equal on all devices of a server: the
         new number of devices of a server. Each server takes the mean over the part it covers.
@@ -385,7 +388,8 @@ def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
         high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
 
         def mean(cover: np.ndarray[Any, Any]) -> jax.Array:
-            # A tiny overlap is a rounding error, and would let in the NaN of a neighbour.
+            # A tiny overlap is a rounding error, and a NaN of that neighbour would spread through
+            # it.
             first, *others = np.flatnonzero(cover > 1e-9)
             parts = [x[i] * jnp.asarray(cover[i], x.real.dtype) for i in (first, *others)]
             return sum(parts[1:], parts[0]) if others else x[first]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate by a rule of one's own: which calls may pass, computed from the gradients."""
+"""A gate with a custom rule, which computes from the gradients whether a call may pass."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def gate(
     axis_name: axes.AxisName | None = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run ``inner`` in the calls that a rule of yours lets pass; skip the others as a whole.
+    """Run ``inner`` in the calls that your rule lets pass; skip all other calls as a whole.
 
     A skipped call keeps every bit of params, moments and schedules. The gate is compiled as
     boostax's other gates are: one branch around the update and its application, which writes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the axis of the replicas once, for all parts of a chain that were not given one.
+"""Name the replica axis once, for all parts of a chain that have no ``axis_name``.
 
 ``make_train_step`` and ``on_mesh`` bind their ``axis_name`` while they call a chain. A reduction
 without an ``axis_name`` runs over the bound one, and so does a gate inside which something reduces;
 a gate behind the reduction sees gradients that are equal on all replicas, and needs none. Each part
-asks when it is called, so that it does not matter which wrapper built it, or when.
+reads the bound axis when it is called, so it does not matter which wrapper built the part, or when.
 """
 
 import contextvars
@@ -131,7 +131,7 @@ def _reducing(tx: Made, who: str) -> Made:
 
 
 def _reduced_inside(tx: Made, params: PyTree) -> set[str]:
-    """Return the axes over which something inside a gate reduces, which it says in its ``init``."""
+    """Return the axes over which something inside a gate reduces, as its ``init`` reports them."""
     heard = set[str]()
     token = _HEARD.set(heard)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays: precision, finiteness, states in a tree, leaves that are no dense arrays.
+"""Trees of arrays: precision, finiteness, states in a tree, leaves that are not dense arrays.
 
 The constants of a model are activations, names and numbers that ``jit`` did not trace. A sparse
 gradient holds rows of an embedding, or single elements, as JAX's ``BCOO``. ``describe`` makes it
@@ -41,7 +41,7 @@ def at_least_float32(tree: PyTree) -> PyTree:
 
 
 def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
-    """Return ``x`` in a strong dtype; an array that has that dtype is returned itself."""
+    """Return ``x`` in a strong dtype; an array that already has it is returned unchanged."""
     if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x).astype(dtype)
@@ -49,7 +49,7 @@ def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
 
 def wide_dtype(x: Any) -> np.dtype[Any]:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Without x64 a NumPy array of f64 becomes f32, so its own dtype is not the one.
+    # Without x64 a NumPy array of f64 becomes f32, so its own dtype is not the right one.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
     if dtype == jnp.float32:
         return dtype
@@ -62,20 +62,21 @@ def is_inexact(dtype: DTypeLike) -> bool:
 
 
 def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a sum of gradients: ``narrow`` for f32 or less, else one as wide."""
+    """Return the dtype of a sum of gradients like ``x``: ``narrow``, or wider for f64 and
+    complex."""
     wide = wide_dtype(x)
-    # A leaf without a gradient may be frozen, and the dtype of a PRNG key promotes to no other.
+    # A frozen leaf may have no gradient, and the dtype of a PRNG key cannot be promoted.
     return (
         narrow if wide == jnp.float32 or not is_inexact(wide) else jnp.promote_types(wide, narrow)
     )
 
 
 def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
-    """Cast gradients to the dtype in which they are weighed and added up: f32, or a wider sum's.
+    """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
 
-    A sum in less than f32 then rounds once per addition. A gradient that was rounded first would
-    have that error multiplied by its weight, and would lose small values that the weight lifts into
-    the range of the sum.
+    A sum in less than f32 then rounds once per addition. If the gradient were rounded first, its
+    weight would multiply the rounding error, and small values would vanish that the weight lifts
+    into the range of the sum.
     """
 
     def addend(g: jax.Array) -> jax.Array:
@@ -109,10 +110,10 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 def _largest(x: jax.Array) -> jax.Array:
     """Return the maximum of magnitudes, in f32 or wider.
 
-    The minimum is computed with it. For a leaf that XLA shards, an all-reduce of maxima loses the
-    NaN of a shard on XLA:CPU, and is not defined elsewhere. A reduction with two results becomes no
-    all-reduce: the results of all shards are gathered and compared. The leaf is widened because
-    XLA:CPU takes twice as long over f16 on a processor without vectors of f16.
+    The minimum is computed with it. For a leaf that XLA shards, an all-reduce of maxima loses a
+    shard's NaN on XLA:CPU, and other backends do not define its result. A reduction with two
+    results becomes no all-reduce: the results of all shards are gathered and compared. The leaf is
+    widened because XLA:CPU takes twice as long over f16 on a processor without vectors of f16.
     """
     x = at_least_float32(x)
     zero = np.zeros((), x.dtype)
@@ -174,7 +175,7 @@ def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Arra
 
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
-    """Return whether no finite element became NaN or infinite, in trees of the same types."""
+    """Return whether every element that is finite in ``old`` is also finite in ``new``."""
 
     def news(before: jax.Array, after: jax.Array) -> jax.Array:
         if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
@@ -212,7 +213,7 @@ def masked(tree: PyTree, active: PyTree) -> PyTree:
 
 
 def unmasked(part: PyTree, whole: PyTree) -> PyTree:
-    """Replace each ``optax.MaskedNode`` in ``part`` by the leaf of ``whole`` there."""
+    """Replace each ``optax.MaskedNode`` in ``part`` by the leaf at its position in ``whole``."""
     leaves, treedef = jax.tree.flatten(whole)
     pairs = zip(treedef.flatten_up_to(part), leaves, strict=True)
     return treedef.unflatten([x if isinstance(y, optax.MaskedNode) else y for y, x in pairs])
@@ -262,7 +263,7 @@ def overwritten(path: tuple[Any, ...]) -> bool:
 
 
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
-    """Refuse leaves that are no gradients: integers, bools, float0, new values of leaves."""
+    """Refuse leaves that are not gradients: integers, bools, float0, new values of leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", jax.dtypes.float0)
         if not jnp.issubdtype(dtype, jnp.inexact) or (not carried and OVERWRITE in str(path)):
@@ -270,7 +271,7 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
 
 
 def _refuse(who: str, path: tuple[Any, ...], leaf: object, carried: bool) -> None:
-    """Raise the error for a leaf that is no gradient; return if it is one."""
+    """Raise an error if a leaf is not a gradient."""
     if overwritten(path) and not carried:
         raise ValueError(
             f"{who}: gradients must be gradients, got the new value of a leaf at "
@@ -329,7 +330,7 @@ def nodes(tree: PyTree) -> list[Any]:
 
 
 def arrays(tree: PyTree) -> PyTree:
-    """Replace the variables of NNX by their arrays; a tree without variables is returned itself."""
+    """Replace the variables of NNX by their arrays; return a tree without variables unchanged."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
     if not any(map(_is_variable, leaves)):
         return tree
@@ -344,8 +345,8 @@ def _is_variable(node: object) -> bool:
 class Pruning(NamedTuple):
     """The position of a state for some params within the state for all params.
 
-    ``init`` is called for some params: a state leaf that is missing then belongs to a param that is
-    missing. That holds through every wrapper, and for every shape of a state leaf.
+    ``init`` is called with some of the params; the state leaves that are then missing belong to the
+    missing params. This works through every wrapper, and for state leaves of any shape.
 
     Attributes:
       whole: structure of the larger state.
@@ -370,7 +371,7 @@ class Pruning(NamedTuple):
         return self.put_among(self.whole.flatten_up_to(state), part)
 
     def put_among(self, leaves: list[Any], part: PyTree) -> PyTree:
-        """Return the same from the leaves of the larger state; the list is changed."""
+        """Put the smaller state among ``leaves`` of the larger one, in place; return the larger."""
         for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
             leaves[place] = leaf
         return self.whole.unflatten(leaves)
@@ -440,7 +441,7 @@ _is_aside: Callable[[Any], bool] = _Aside.__instancecheck__
 
 
 def is_array(leaf: object) -> bool:
-    """Return whether a leaf is an array; a dtype such as ``jnp.float32`` is none."""
+    """Return whether a leaf is an array; a dtype such as ``jnp.float32`` is not."""
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -452,7 +453,7 @@ def is_none(node: object) -> bool:
 def aside(params: PyTree) -> PyTree:
     """Hide the constants among the params from JAX; ``restored`` brings them back.
 
-    A Python integer or bool is a constant beside arrays. A Python float is one beside traced arrays
+    A Python integer or bool is a constant. A Python float is one beside traced arrays
     only: where nothing is traced it is trained, as ``jax.grad`` does.
     """
     leaves = jax.tree.leaves(params)
@@ -494,7 +495,7 @@ def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
 
 
 def arrays_alone(params: PyTree) -> PyTree:
-    """Replace leaves that are no arrays by ``None``, as ``equinox.filter`` does."""
+    """Replace leaves that are not arrays by ``None``, as ``equinox.filter`` does."""
     return jax.tree.map(lambda x: x if is_array(x) else None, params)
 
 

@@ -115,7 +115,7 @@ class _Carry(NamedTuple):
         """Return the first state: no window is open."""
         found, every = resolve(self.rules, params), trees.names(params)
         idle = [words for words in self.rules if not resolve({words: "last"}, params)]
-        # scheduled_freeze asks for the state of some params only, in which others are masked.
+        # scheduled_freeze calls init with only some of the params; the others are masked.
         if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
             raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
@@ -240,7 +240,7 @@ def nothing(rule: Rule, like: jax.Array) -> jax.Array:
 
 
 def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
-    """Return the new values, or neutral ones for a batch without weight, whose loss is 0/0."""
+    """Return the new values; neutral values for a batch of zero weight, whose loss is 0/0."""
     found = resolve(rules, grads)
     new = values(grads, found)
     none = {name: nothing(found[name], x) for name, x in new.items()}
@@ -268,7 +268,7 @@ def _require_agreed(new: Carried, old: Carried) -> None:
 
 
 def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:
-    """Return the ``trained`` params, with the carried values of a window that is done."""
+    """Return the ``trained`` params, with the carried values of a window that has closed."""
     new = {name: x for tree in window.values() for name, x in trees.named(tree)}
     old = values(params, new)
     chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}

@@ -47,7 +47,7 @@ def microbatch(
     accumulator_dtype: jax.typing.DTypeLike = jnp.float32,
     rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    r"""Evaluate a ``value_and_grad`` function in slices of the batch and combine the results.
+    r"""Evaluate a ``value_and_grad`` function on slices of the batch and combine the results.
 
     .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
 
@@ -62,9 +62,10 @@ def microbatch(
       microbatches: number of slices; must divide the leading dimension of every batch leaf. With 1
         the function is returned unchanged. ``"stacked"`` for a batch that is already split, as for
         ``lax.scan``: ``[k, rows, ...]``.
-      has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined: see there. Any other aux
-        is stacked: its leaves get a leading dimension ``[microbatches]``. If a leaf has one element
-        per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores the order of the batch.
+      has_aux: as in ``jax.value_and_grad``. A ``boostax.Aux`` is combined, as its docstring
+        describes. Any other aux is stacked: its leaves get a leading dimension ``[microbatches]``.
+        If a leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])``
+        restores the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
       accumulator_dtype: dtype of the gradient sum; sums of f64 and complex gradients keep their
         kind. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The one law by which means are weighted: sums and weights are added up, and divided once.
+r"""The rule by which means are weighted: sums and weights are added up, and divided once.
 
 The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. A mean over
 slice :math:`i` is :math:`x_i`, and its weight :math:`w_i` is the number of tokens (say) that it was
@@ -7,8 +7,8 @@ taken over. The mean over all slices is
 
 .. math:: \bar x = \sum_i w_i x_i \big/ \sum_i w_i.
 
-The pair of the two sums is kept and divided once, at the end. A slice of weight zero is dropped,
-whatever its mean is: a mean over nothing is 0/0.
+Both sums are kept, and one is divided by the other once, at the end. A slice of weight zero is
+dropped, whatever its mean is: a mean over nothing is 0/0.
 
 ============================ ================================ ===================================
 slices                       a slice's weight                 divided
@@ -73,10 +73,10 @@ def total(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    r"""Return whether a window's weights can be divided by, and the factor that does so.
+    r"""Return whether a window's weights are a usable divisor, and the factor that divides by them.
 
-    Each replica multiplies its local sum by :math:`n / \sum_r w_r`. The product is left to the
-    caller, as XLA:CPU writes a copy of the sums where it has to divide.
+    Each replica multiplies its local sum by :math:`n / \sum_r w_r`. The caller multiplies by this
+    factor, because XLA:CPU writes a copy of the sums for a division.
     """
     summed = total(weight, names)
     return summed >= LEAST, (axes.size(names) if names else 1) / summed

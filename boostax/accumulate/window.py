@@ -70,7 +70,7 @@ class AccumulateState(NamedTuple):
         return self.applied
 
     def taken(self) -> jax.Array:
-        """Return whether the last gradient was used: added to the open window, or run on inside."""
+        """Return whether the last gradient was added to the open window or passed to ``inner``."""
         return jnp.logical_or(self.micro_step > 0, gate.outermost_passed(self.inner_state))
 
     def held(self) -> jax.Array:
@@ -78,7 +78,7 @@ class AccumulateState(NamedTuple):
         return self.micro_step > 0
 
     def shares(self) -> list[PerReplica]:
-        """Return the window if replicas add its sums, not average them: see ``reshard_state``."""
+        """Return the window if ``reshard_state`` must keep the sum of its sums, not their mean."""
         if not isinstance(self.window, PerReplica):
             return []
         weighted = self.window.local.weight is not None
@@ -242,7 +242,7 @@ class _Windows(NamedTuple):
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside has checked their scale when the gradients came.
+        # A scaler inside has already checked the scale of these gradients when they arrived.
         sums = handshake.assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
         params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
@@ -250,7 +250,7 @@ class _Windows(NamedTuple):
         return params, _next(state, jnp.zeros_like(count), (inner, applied), ends)
 
     def _added(self, grads: PyTree, weight: Any) -> Window:
-        """Return the sums of a window with this gradient alone."""
+        """Return the sums of a window that holds only this gradient."""
         if self.normalize != "weight":
             allowed = f"left out with normalize={self.normalize!r}"
             hint = "normalize='weight' averages by it: boostax.Aux(weight=...) asks for that."
@@ -300,7 +300,7 @@ class _Windows(NamedTuple):
 
 
 def _refused(params: PyTree) -> PyTree:
-    """Refuse a line search: the loss is that of the last micro-batch, the gradient the window's."""
+    """Refuse a line search: it would get the last micro-batch's loss and the window's gradient."""
     del params
     raise ValueError(
         "accumulate: every must be 1 around a line search, got a window of several calls, whose "

@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 _OWN, _WINDOWS = ("delta", "own params"), ("window", "peer window")
-# The roles behind each name for several of them in ``orders.toml``.
+# The roles behind each name that stands for several roles in ``orders.toml``.
 _SEVERAL: Mapping[str, tuple[str, ...]] = {
     "gates": GATES,
     "reductions": REDUCTIONS,

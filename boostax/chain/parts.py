@@ -45,7 +45,8 @@ class Part:
       description: its own description, if there is one.
       settings: the values in the closure of its ``update``.
       inner: the parts inside, each with the route to its state, or ``None`` if that is unknown.
-      apart: whether the parts inside work side by side, and not one on the result of the other.
+      apart: whether the parts inside work side by side, and not each on the result of the one
+          before.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Part:
     apart: bool = False
 
 
-# The part inside a combinator of Optax whose closure has changed: unknown, but not nothing.
+# A part inside a combinator of Optax whose closure has changed: something is there, but unknown.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
 
 
@@ -92,7 +93,8 @@ def _part(update: Callable[..., Any]) -> Part:
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
-    # The globals are the function's own; functools.wraps copies name and module of another.
+    # functools.wraps copies the name and module of another function, but the globals stay the
+    # function's own.
     module = space.get("__name__", getattr(update, "__module__", ""))
     package = str(module).partition(".")[0]
     made = space.get(name) if owner is None else kind
@@ -112,7 +114,7 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
         if name == "partition":
             found = values["transforms"].items()
             return tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
-    except KeyError:  # This version of Optax has another name for it.
+    except KeyError:  # This version of Optax uses another name for it.
         return ((None, _HIDDEN),)
     route = _WRAPPERS.get(name)
     if name == "inject_hyperparams":
@@ -135,7 +137,7 @@ def _injected(values: Mapping[str, Any]) -> Any:
         missing = [x for x in parameters if x.name not in given]
         numbers = {x.name: 1 if x.default is x.empty else x.default for x in missing}
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
-    except Exception:  # Any factory may fail here, and is then unknown.
+    except Exception:  # Any factory may fail here; the part is then unknown.
         return None
 
 

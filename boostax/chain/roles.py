@@ -25,7 +25,7 @@ from boostax._core.describe import closure
 from boostax.chain.parts import Part
 
 UNKNOWN = "unknown"
-# A part that holds others together and does nothing itself.
+# A part that only combines others and does nothing itself.
 COMBINATOR = "combinator"
 
 # Optax's factories, which have no descriptions, by role.
@@ -34,7 +34,8 @@ _OPTAX: Mapping[str, str] = {
     "peer window": "MultiSteps",
     "adder": "apply_every",
     "hold": "apply_if_finite",
-    # Both go by the number of the step; the first passes gradients, the second makes them zero.
+    # Both depend on the step number; in the other steps the first passes gradients on, the second
+    # returns zeros.
     "condition": "conditionally_transform",
     "mask": "conditionally_mask",
     # Wrappers of an optimizer that work in every call.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the parts of a transformation in the order of a gradient, with the parts around each."""
+"""List the parts of a chain in the order in which a gradient passes them."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ class Row:
       role: see ``roles``.
       holders: the rows around it, outermost first, without those that only combine.
       routes: the path to its state from that of the whole chain, wrapper by wrapper.
-      sides: for each partition around it, which one and which side of it.
+      sides: for each partition around it, the partition and the side on which the part stands.
       masks: the names of the wrappers that pass only some of the params to it, outermost first.
     """
 
@@ -51,7 +51,7 @@ def rows(part: Part) -> list[Row]:
 
     def visit(row: Row) -> None:
         part, holders, masks = row.part, row.holders, row.masks
-        # A combinator whose parts are hidden stands for them.
+        # A combinator whose parts are hidden gets a row in their place.
         if row.role != COMBINATOR or not part.inner:
             found.append(row)
             holders = (*holders, row)

@@ -46,7 +46,7 @@ def agreements(bound: bool, found: Sequence[Row]) -> Iterator[Finding]:
     A step binds its axis for a gate that names none (``bound``).
     """
     for row in found:
-        # The axes of a clip are those of shards, which a gate sees in their types.
+        # A clip's axes are axes of shards; a gate learns those from the types of the gradients.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, *LATER}
         named = bool(row.axes) or not bound
@@ -64,10 +64,10 @@ def reach(found: Sequence[Row]) -> Iterator[Finding]:
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield parts on the wrong side of the sign: params go down, and decay comes before."""
+    """Yield parts on the wrong side of the learning rate's sign, and chains with a wrong sign."""
     if any(row.sides for row in found):
         return
-    # The optimizer outside of a subspace has a sign of its own.
+    # The optimizer outside of a subspace flips the sign itself.
     line = [row for row in found if all(holder.role != "subspace" for holder in row.holders)]
     signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):
@@ -84,14 +84,14 @@ def directions(found: Sequence[Row]) -> Iterator[Finding]:
 
 
 def feedback(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield compressed reductions that do not keep what they do not send."""
+    """Yield compressed reductions that discard what they do not send."""
     for row in found:
         if row.part.description is not None and row.part.description.lossy:
             yield _finding("lossy", name=row.part.name)
 
 
 def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
-    """Yield what a chain lacks for the step around it."""
+    """Yield findings for settings that a step needs and its chain lacks."""
     scales = any(row.role == "scaler" for row in found)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield _finding("half_without_scaler")

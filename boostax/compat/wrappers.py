@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drop-in forms of Optax's ``MultiSteps`` and ``apply_if_finite``.
 
-Names, arguments and fields are Optax's. ``accumulate`` keeps the windows, and a ``gate`` skips.
+Names, arguments and fields are Optax's. Windows are kept by ``accumulate``, and a ``gate`` skips.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from boostax.accumulate.window import AccumulateState, accumulate
 
 PyTree: TypeAlias = Any
 # It takes updates, the number of optimizer steps and the params, and returns whether to skip and
-# what to keep.
+# the new ``skip_state``.
 ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
@@ -73,7 +73,7 @@ def _opened(state: AccumulateState, share: float | jax.Array) -> PyTree:
     window = window.local if isinstance(window, PerReplica) else window
     if window is None:
         return None
-    # A stale sum may hold NaN, which no product with zero removes.
+    # A stale sum may hold NaN, which a product with zero would not remove.
     read = lambda x: jnp.where(state.micro_step > 0, x * share, 0).astype(x.dtype)  # noqa: E731
     return jax.tree.map(read, window.grads)
 
@@ -174,7 +174,7 @@ class MultiSteps:
 def _skipping(
     tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Put a gate around the window, which keeps ``(gradient_step, skip_state)``."""
+    """Put a gate around the window; the gate keeps ``(gradient_step, skip_state)``."""
     who, argument = "MultiSteps", "should_skip_update_fn"
     names = axes.canonical(who, axis_name)
 
@@ -184,7 +184,7 @@ def _skipping(
         allowed = "a function that returns (skip, skip_state), skip a bool scalar"
         plain = jnp.shape(skip) == () and jnp.result_type(skip) == jnp.bool_
         checks.require(who, argument, skip, allowed, plain, "optax.skip_not_finite is one.")
-        if names:  # Adding 0 makes an integer of a bool, which has no maximum over replicas.
+        if names:  # A bool has no maximum over replicas; adding 0 converts it to an integer.
             kept = jax.tree.map(lambda x: axes.largest(x + 0, names), kept)
         return jnp.logical_not(skip), (step, kept)
 
