@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer for Flax NNX that works in place, and the gradients that its chain needs.
+"""An optimizer for Flax NNX that works in place, and a gradient function for its chain.
 
 ``nnx.Optimizer`` adds the updates of the chain to the params in every call, so a step that a gate
 holds would write all params, plus zero.
@@ -102,10 +102,11 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
-            # A program takes no counter that lies on one device beside params on a mesh.
+            # A program cannot take a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
-            # State with a leading dimension of replicas has the metadata of a param without it.
+            # State with a leading dimension of replicas keeps a param's metadata, which lacks that
+            # dimension.
             is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
             for variable in jax.tree.leaves(self.opt_state, is_leaf=is_variable):
                 if variable.has_metadata("out_sharding"):
@@ -124,8 +125,8 @@ class Optimizer(nnx.Optimizer[_M]):
         Args:
           loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. Variables that
             it changes in the model (BatchNorm statistics, counters of dropout) are averaged over
-            the replicas and stay changed, unless some of them are not finite. The loss changes
-            them, as in ``nnx.value_and_grad``, even if a scaler skips the gradient.
+            the replicas and stay changed, unless some of them are not finite. They change as in
+            ``nnx.value_and_grad``, even if a scaler skips the gradient.
           has_aux: as in ``boostax.value_and_grad``: a ``boostax.Aux`` is combined, any other aux
             passes through.
           **how: ``microbatches``, ``policy`` and ``accumulator_dtype`` of
@@ -156,7 +157,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
             def loss(params: Any, batch: Any, model_state: Any, held: Any, **scales: Any) -> Any:
                 keys, frozen = held
-                # Each replica draws other random numbers.
+                # Each replica draws different random numbers.
                 fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
                 apart = jax.tree.map(fold, keys) if names else keys
                 merged: Any = nnx.merge(graph, params, apart, frozen, model_state)
@@ -210,7 +211,7 @@ class Optimizer(nnx.Optimizer[_M]):
         return (graph, *nnx.as_pure(states))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
-        """Return which params are differentiated."""
+        """Return a tree of bools that are True for the differentiated params."""
         if self.freezing is None:
             return True
         first, *others = self.freezing.freezing.plan(params).drawn
@@ -219,7 +220,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
 
 def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
-    """Refuse a loss that adds or removes variables, or that sets params it does not train."""
+    """Refuse a loss that adds or removes variables, or that sets params that are not trained."""
     mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
     hint = "Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
     allowed = f"one that leaves the model the variables that it has, {theirs}"

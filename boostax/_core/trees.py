@@ -62,8 +62,7 @@ def is_inexact(dtype: DTypeLike) -> bool:
 
 
 def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a sum of gradients like ``x``: ``narrow``, or wider for f64 and
-    complex."""
+    """Return the dtype of a sum of gradients: ``narrow``, or a wider one for f64 and complex."""
     wide = wide_dtype(x)
     # A frozen leaf may have no gradient, and the dtype of a PRNG key cannot be promoted.
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations as data: what they build, and states that move to another chain."""
+"""Configurations as data, the chains built from them, and states carried to another chain."""
 
 from typing import TYPE_CHECKING
 

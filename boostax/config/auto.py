@@ -20,7 +20,7 @@ from boostax.model.less_bn import LessBNReport, changed
 PyTree = Any
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
-# Parts that a dim_reduce which begins at once allows beside it.
+# Parts that may stand beside a dim_reduce that begins at once.
 _WITH_FILES = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
 
 
@@ -30,10 +30,10 @@ class Boost:
 
     Attributes:
       config: plain data, the given arguments of each key; ``boostax.auto(config)`` reads it.
-      notes: which settings of a foreign dictionary have no effect or another one, and why.
-      own: the user's own factories by name, each with the key that it replaces or stands behind.
-      strict: whether everything that is on must be in what is built; MindSpore's own reading leaves
-        out a reduction where there are no replicas, and LessBN where it finds nothing to change.
+      notes: the settings of a foreign dictionary that have no effect, or a different effect, and
+      why. own: the user's factories by name, each with the key that it replaces or stands behind.
+      strict: whether the chain and the step must contain every part that is on; MindSpore itself
+        leaves out a reduction without replicas, and LessBN if there is nothing to change.
     """
 
     config: dict[str, Any]
@@ -84,7 +84,7 @@ class Boost:
         (``"adasum-delta"``, ``"partial"``, ``"local"``) is around centralization and clipping too.
 
         A ``dim_reduce`` from files is the whole chain, inside the loss scaler; ``inner`` then
-        trains outside of the span, unless ``residual_rate`` puts an SGD there.
+        trains the part outside of the span, unless ``residual_rate`` selects an SGD for it.
 
         Args:
           inner: any optimizer, without collectives.
@@ -95,7 +95,7 @@ class Boost:
 
         Returns:
           A transformation. Cost: that of its parts. The policy, micro-batches and LessBN
-          (``model``) are not in it.
+          (``model``) are not part of the chain.
 
         Raises:
           ValueError, TypeError: no params although groups are a number or files are read; fewer
@@ -121,7 +121,7 @@ class Boost:
             return self._finish(place | {"source": keys.FILES, "residual": residual})
         order = list(keys.ORDER)
         if self.config.get("accumulate", {}).get("drop") == "window":
-            # With the scaler inside it, the window drops as a whole.
+            # If the scaler is inside the window, an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
         return self._stacked(order, inner, place)
@@ -240,7 +240,7 @@ class Boost:
         replicas = axes.canonical("Boost.optimizer", place["axis_name"])
         for key in order if replicas else (key for key in order if key != "reduce"):
             found = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
-            # A reduction of the user's replaces that of boostax; other parts stand behind it.
+            # A user's reduction replaces the one of boostax; other parts of a user stand behind it.
             if key in config and not (found and key == "reduce"):
                 # A key with a single factory has the kind "".
                 factory = keys.PARTS[key][config[key]["kind"] if "" not in keys.PARTS[key] else ""]
@@ -269,9 +269,10 @@ def auto(
     Each public factory of a chain is a key with its own arguments, types and defaults:
     ``{"top_k_reduce": {"density": 0.01}}``. Shorter keys are ``"reduce"`` and ``"loss_scale"``,
     whose ``"kind"`` chooses a factory, and ``"clip"``, ``"centralize"``, ``"freeze"``; others are
-    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value alone is the kind, or the first
-    argument; ``True`` takes the defaults, ``False`` or ``None`` turns a part off. ``groups``
-    replaces a tree of labels, and the arguments of ``freeze_schedule`` replace a schedule.
+    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
+    kind, or the first argument; ``True`` takes the defaults, and ``False`` or ``None`` turns a part
+    off. ``groups`` replaces a tree of labels, and the arguments of ``freeze_schedule`` replace a
+    schedule.
 
     ===== ====================================================================================
     level switches on
@@ -282,12 +283,12 @@ def auto(
     ===== ====================================================================================
 
     These are levels of ``mindspore.boost``, not of precision, without its freezing at random, which
-    lost more than fewer steps did; settings of ``grad_freeze`` or ``strict=False`` add it. The
-    dictionary of MindSpore is read as written, and settings that MindSpore would ignore are errors;
-    with ``strict=False`` it runs as in MindSpore, and ``notes`` say what has no effect.
-    ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Keys of boostax,
-    ``level`` and ``strict`` may stand beside either: one file holds a whole job. Beside a part of
-    MindSpore's dictionary they add settings that it has no word for:
+    lost more than fewer steps did; settings of ``grad_freeze`` or ``strict=False`` add it. In
+    MindSpore's dictionary, settings that MindSpore would ignore are errors. With ``strict=False``
+    the dictionary has the same effect as in MindSpore, and ``notes`` list the settings without
+    effect. ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Keys of
+    boostax, ``level`` and ``strict`` may stand beside both, so that one file describes a whole job.
+    Beside a part of MindSpore's dictionary they add settings that it has no word for:
     ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
 
     Args:
@@ -297,7 +298,8 @@ def auto(
       strict: how a dictionary or level of MindSpore is read: by default as written, with ``False``
         as MindSpore does.
       factories: functions of your own that make transformations, whose names become keys. Describe
-        them (``boostax.describe``): the role says where each stands. A reduction replaces the mean.
+        them (``boostax.describe``): the role says where each stands. A reduction of yours replaces
+        the mean.
 
     Returns:
       A ``Boost``. Cost: none. Nothing is global, and nothing in the file is executed.
@@ -340,7 +342,7 @@ def _read(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
     theirs = {*mindspore.KEYS} if mindspore.is_mindspore(data) else set[str]()
-    if not strict:  # MindSpore ignores the keys that nobody knows.
+    if not strict:  # MindSpore ignores unknown keys.
         theirs |= data.keys() - {*keys.KEYS, *own, "singa"}
     taken = {key: data.pop(key) for key in tuple(data) if key in theirs}
     config, notes = mindspore.from_mindspore(taken, level, strict=strict)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The factories that a configuration names, in their one order, and their arguments as data.
 
-The signature of a factory says what a configuration can give it; the chain supplies the optimizer
-inside, the replica axes and the params. Arguments that are no data (a schedule, a tree of labels)
-are made here by a function, from data that replace them.
+A configuration can give a factory the arguments in its signature, except those that the chain
+supplies: the optimizer inside, the replica axes and the params. Some arguments are not data (a
+schedule, a tree of labels); here functions make them from data that a configuration can hold.
 """
 
 import contextlib
@@ -51,16 +51,16 @@ PLACES: dict[str, str] = {role: key for key, roles in _DATA["places"].items() fo
 # The key and the kind of each factory, whose own name is a key too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that are no data: the chain supplies those of a place, where ``tree`` is the params.
+# Arguments that the chain supplies because they are not data; ``tree`` stands for the params.
 _PLACE = ("axis_name", "tree", "less_bn")
 _SUPPLIED = (*_PLACE, "module", "args", "kwargs", "inner", "outer", "reduction")
-# With one of these dim_reduce begins at once.
+# With one of these arguments dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
 # Arguments of the functions that make arguments, by the names that a configuration has for them.
 _RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Replaces the params while a configuration is checked.
 _LATER = object()
-# Arguments that the functions below get where the chain does not supply them.
+# Values for the functions below if the chain does not supply these arguments.
 _ABSENT: dict[str, Any] = dict.fromkeys((*_PLACE, "source", "residual"))
 _GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
 _STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
@@ -69,7 +69,7 @@ _UNSET = dict.fromkeys((*FILES, "residual_rate", "shrink", "slope"))
 
 
 def _window(options: types.SimpleNamespace) -> dict[str, Any]:
-    """Check ``drop``: an overflow drops its micro-batch, or all of its window."""
+    """Check ``drop``: an overflow drops its micro-batch or its whole window."""
     hint = "'window' puts the scaler inside."
     checks.choice("", "drop", options.drop, ("micro-batch", "window"), hint)
     return {}
@@ -177,11 +177,11 @@ _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
 
 @functools.cache
 def takes(factory: Factory) -> dict[str, Any]:
-    """Return the arguments of a factory that data can say, with their defaults."""
+    """Return the arguments of a factory that data can express, with their defaults."""
     _, made, instead = _MADE.get(factory.__name__, (None, "", {}))
     parameters = inspect.signature(factory).parameters.items()
     plain = {x: p.default for x, p in parameters if x not in _SUPPLIED and x not in made.split()}
-    return instead | plain | instead  # The first one takes a value that stands alone.
+    return instead | plain | instead  # A value without a name goes to the first argument.
 
 
 def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any) -> Chain:
@@ -197,7 +197,7 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     """
     who, options = factory.__name__, place | {x: sequences(y, tuple) for x, y in given.items()}
     if options.get("dense") == "vectors":
-        # Sparse norms and biases cost more than they save.
+        # Sending norms and biases sparsely costs more than it saves.
         options["dense"] = lambda _, leaf: leaf.ndim < 2
     if isinstance(within := options.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
@@ -209,7 +209,7 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
         options = instead | options
         with speaking_of(who, _RENAMED):
             options |= make(types.SimpleNamespace(**_ABSENT | options))
-    if factory is boostax.dim_reduce and "source" not in place:  # It records during the run.
+    if factory is boostax.dim_reduce and "source" not in place:  # Without a source it only records.
         return [*filter(None, [options["basis"]]), *parts]
     names = inspect.signature(factory).parameters
     options = {name: x for name, x in options.items() if name in names}
@@ -231,7 +231,7 @@ def _after_decay(
     parts, position = opened(inner), 0
     for i, tx in enumerate(parts):
         found = read(tx)
-        while found.name == "masked":  # A decay that spares norms.
+        while found.name == "masked":  # The mask excludes norms from the decay.
             ((_, found),) = found.inner
         kind = role(found)
         if kind == "decay":
@@ -249,7 +249,7 @@ def part(
     Args:
       name: a key, or the name of a factory.
       value: a dictionary of arguments, ``True`` for none, or the first argument alone.
-      before: arguments that hold where ``value`` says nothing, if the kind is the same.
+      before: arguments that apply unless ``value`` sets them, if the kind is the same.
       user: the factory, if it is a user's.
       build: whether to call the factory, so that it refuses values out of range.
 

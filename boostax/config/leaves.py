@@ -23,7 +23,7 @@ from boostax.precision.store import StoreState
 PyTree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
 WHO = "migrate_state"
-# What states of Optax hold, and what arrays outside of any state are.
+# The meaning of the fields of Optax's states, and of arrays outside of any state.
 HOLDS: Mapping[type, Holds] = {
     optax.MultiStepsState: Holds(("mini_step", "acc_grads"), "mini_step", ("acc_grads",)),
     optax.TraceState: Holds(sums=("trace",)),
@@ -33,7 +33,7 @@ HOLDS: Mapping[type, Holds] = {
 
 
 def holds(cls: type) -> Holds:
-    """Return what the fields of a state class are: the ``holds`` of the class, or a known one."""
+    """Return the meaning of a state class's fields: its ``holds``, or a known one for Optax's."""
     return getattr(cls, "holds", HOLDS.get(cls, Holds()))
 
 
@@ -125,7 +125,8 @@ def _require_known(x: object) -> None:
 def _owner(path: Path, shape: tuple[int, ...], owners: Mapping[Path, Any]) -> Path | None:
     """Return the path of the param to which an array belongs: the longest one that ends its own.
 
-    A lone param has an empty path, which ends every other one: there the shape decides.
+    If the params are a single array, its path is empty and matches the end of every path; then the
+    shape decides.
     """
     found = next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
     return None if found == () and owners[()] not in (shape, shape[1:]) else found
@@ -142,7 +143,7 @@ def spot(path: Path) -> str:
 
 
 def _from_multi_steps(x: Any) -> dict[str, Any]:
-    """Return the fields of ``accumulate``, whose window is a sum; that of MultiSteps is a mean."""
+    """Return the fields of ``accumulate``, whose window is a sum; MultiSteps keeps a mean."""
     sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
     closed = (x.gradient_step > 0) & (x.mini_step == 0)
     counts = {"micro_step": x.mini_step, "optimizer_steps": x.gradient_step, "applied": closed}
@@ -167,7 +168,7 @@ def _scale(scale: float | jax.Array, clean_steps: int | jax.Array | None = None)
     return found | ({} if clean_steps is None else {"clean_steps": jnp.int32(clean_steps)})
 
 
-# States of other libraries by class: the class of boostax that does their work, and its fields.
+# States of other libraries by class: the equivalent class of boostax, and its fields.
 # Flax's and jmp's are found by name, so neither is imported.
 TRANSLATIONS: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
     "MultiStepsState": (AccumulateState, _from_multi_steps),
@@ -180,7 +181,7 @@ TRANSLATIONS: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
 
 
 def translated(tree: PyTree, wanted: set[type], notes: list[str]) -> PyTree:
-    """Replace states of other libraries by the wanted states that do their work."""
+    """Replace states of other libraries by the equivalent states in ``wanted``."""
 
     def foreign(x: object) -> bool:
         return type(x) not in wanted and TRANSLATIONS.get(type(x).__name__, "?")[0] in wanted

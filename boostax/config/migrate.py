@@ -39,9 +39,9 @@ class MigrationReport:
     """A report on each part of a migrated state. ``print`` gives it in words.
 
     Attributes:
-      kept: what was carried over: a state, its fields, and the old and the new path.
-      anew: what stays as ``new_tx.init`` made it.
-      dropped: what the old state held and the new one has no place for.
+      kept: the states that were carried over: each state, its fields, and the old and the new path.
+      anew: the states that stay as ``new_tx.init`` made them.
+      dropped: the parts of the old state that have no counterpart in the new one.
       notes: choices that were made, and saved values that replace new arguments.
     """
 
@@ -133,7 +133,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         params = jax.tree.map(lambda x: x[0], params.local)
     with axes.saying(axes.LATER):
         first, notes = new_tx.init(params), list[str]()
-    # Moments are carried over in f32, whatever they are stored in.
+    # Moments are carried over in f32, whatever dtype stores them.
     fresh, old_state = widened(first), widened(old_state)
     news = read(fresh, params)
     wanted = dict.fromkeys(type(y.state) for y in news)
@@ -161,7 +161,8 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
     kept = {(x.owner, x.shape) for x in olds}
     for leaf in news:
         old = before.get((type(leaf.state), leaf.rel), leaf)
-        # An optimizer puts an array of one element where it needs none.
+        # An optimizer keeps an array of one element as a placeholder for a state that it does not
+        # need.
         odd = leaf.shape == leaf.like and old.shape not in (leaf.shape, (1,))
         got = f"{trees.path_name(leaf.owner or ()) or 'a leaf'} of {leaf.shape}"
         allowed = f"as old_state has them, {old.shape} at {spot(old.path)!r}"
@@ -199,9 +200,9 @@ def _fits(old: Leaf, new: Leaf) -> bool:
 def _matched(olds: States, news: States, notes: list[str]) -> Sources:
     """Find the sources of the states of a class: the best fit first, then in order.
 
-    One old state may become several, and several may become one, if each gives the moments of other
-    params. Several translated states may also feed one: a scale comes from here, skipped steps from
-    there.
+    One old state may become several, and several may become one if each holds the moments of
+    different params. Several translated states may also become one, which takes its scale from one
+    of them and its skipped steps from another.
     """
     found, primary, pairs = Sources(), dict[Path, Path](), list(itertools.product(olds, news))
     fitting: dict[tuple[Path, Path], Sources] = {}
@@ -240,13 +241,13 @@ def _matched(olds: States, news: States, notes: list[str]) -> Sources:
 
 
 def _incomplete(old: dict[Path, Leaf], new: dict[Path, Leaf], found: Sources) -> list[Path]:
-    """Return the arrays of a state that would be wrong, because others of it are missing."""
+    """Return the arrays of a state that would be wrong without other, missing arrays."""
     lacks = {rel for rel, y in new.items() if y.path not in found}
     if next(iter(new.values())).holds.bound is not None:
         bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         return [new[rel].path for rel in bound if bound != before or lacks & bound]
     owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
-    # A second moment of zero beside an old first one would make a huge step.
+    # An old first moment divided by the root of a new, zero second moment would make a huge step.
     broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
     wrong = {rel for rel, owner in owned.items() if owner in broken}
     # Counts without their moments would make the bias correction wrong.
@@ -258,7 +259,7 @@ def _units(leaves: list[Leaf], found: Sources) -> dict[Path, Unit]:
 
     Args:
       leaves: the arrays of all states of the tree.
-      found: the sources of those that have one.
+      found: the old arrays that these arrays are copied from, if any.
 
     Returns:
       A unit for each state. ``""`` is the product of the scales that apply to all of its gradients,
@@ -267,7 +268,7 @@ def _units(leaves: list[Leaf], found: Sources) -> dict[Path, Unit]:
     """
     seen: dict[Path, Unit] = {x.at: {} for x in leaves}
     scalers = [x for x in leaves if x.holds.scale == x.field != ""]
-    # A scaler that was kept beside the optimizer divides nothing.
+    # A scaler that was kept beside the optimizer does not divide these gradients.
     scalers = [x for x in scalers if getattr(x.state, "inner_state", ()) is not None]
     for (at, unit), x in itertools.product(seen.items(), scalers):
         scale = np.asarray(found.get(x.path, x).value, np.float64)
@@ -281,9 +282,9 @@ def _units(leaves: list[Leaf], found: Sources) -> dict[Path, Unit]:
 
 
 def _path_to_scaler(at: Path, scaler: Path) -> str | None:
-    """Return the path on which gradients of a state reach a scaler: ``""`` if all of them do.
+    """Return the path on which gradients of a state reach a scaler; ``""`` if all gradients do.
 
-    ``None`` if none of them do.
+    The result is ``None`` if no gradient does.
     """
     shared = max(i for i in range(len(at) + 1) if at[:i] == scaler[:i])
     here: Any = next(iter(at[shared:]), None)
@@ -375,7 +376,7 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, i
     """Return a new buffer for an array of the new state."""
     x, leads = (old or leaf).value, old and old.replicas
     if leaf.replicas is not None and leads is not None:
-        # Only the old array is placed on the replicas.
+        # The new state's array is not placed on the replicas yet; only the old one is.
         return _copy(x, x)
     value = _copy(x[0] if leads else x, leaf.value)
     if leaf.replicas is None:
@@ -400,7 +401,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
-    """Set the next depth to that of the new schedule after the steps that were taken."""
+    """Set the next depth to the new schedule's depth after the steps taken so far."""
     variants = variants_of(tx)
     new = state if variants is None else variants.resumed(params, state)
     if new is state or int(new.coming()) == int(state.coming()):
@@ -413,7 +414,7 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTr
 def _report(
     olds: list[Leaf], news: list[Leaf], found: Sources, notes: list[str]
 ) -> MigrationReport:
-    """Say what became of each state."""
+    """Report for each state whether it was kept, made anew or dropped."""
     used = {old.path for old in found.values()}
     rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]
     rows += [("dropped", x.at, x) for x in olds if x.path not in used]

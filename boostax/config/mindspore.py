@@ -2,9 +2,9 @@
 """Read the dictionary of ``mindspore.boost``: its levels, modes, switches and settings.
 
 The strict reading refuses what MindSpore 2.10 ignores without a word: an unknown level or key, and
-a switch that contradicts the level in a mode that does not look at switches; and every technique
-that is on is used. Otherwise the dictionary is read as MindSpore reads it, and each setting without
-effect is noted. Nothing is global.
+a switch that contradicts the level in a mode that ignores switches. Every technique that is on must
+be used. Otherwise the dictionary is read as MindSpore reads it, and each setting without effect is
+noted. Nothing is global.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ class _Reader:
     def ignored(
         self, name: str, value: object, allowed: str, hint: str, why: str, who: str = _WHO
     ) -> None:
-        """Refuse a setting that MindSpore ignores, or note that it has no effect."""
+        """Refuse a setting that MindSpore ignores, or record a note that it has no effect."""
         checks.require(who, name, value, allowed, not self.strict, hint)
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
@@ -168,7 +168,7 @@ class _Reader:
         return on
 
     def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
-        """Return the switches that hold: in MindSpore's step one technique can replace others."""
+        """Return the switches that take effect; in MindSpore one technique can replace others."""
         taken = ((x, [y for y in others if on[y]]) for x, others in _DATA["instead"].items())
         winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
         if self.strict:

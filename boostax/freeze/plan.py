@@ -39,7 +39,7 @@ class Plan:
         self._changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
 
     def active(self, depth: int) -> PyTree:
-        """Return a tree of bools: which leaves are trained at this depth."""
+        """Return a tree of bools that are True for the leaves trained at this depth."""
         return jax.tree.map(lambda group: group >= depth, self._labels)
 
     def index(self, depth: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ class HostDepth:
 
 
 def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
-    """Return the schedule that a user gave in any form, and whether it starts anew at its end."""
+    """Return a user's schedule, given in any form, and whether it starts anew at its end."""
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):

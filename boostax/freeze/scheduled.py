@@ -76,7 +76,7 @@ class Freezing:
         return Plan(labels, group_count(labels, self.groups), self.schedule, self.repeat)
 
     def active(self, params: PyTree, depth: int) -> PyTree:
-        """Return a tree of bools: which leaves are trained at this depth."""
+        """Return a tree of bools that are True for the leaves trained at this depth."""
         return self.plan(params).active(depth)
 
     def cut(self, params: PyTree, depth: int) -> Pruning:
@@ -107,7 +107,7 @@ class Freezing:
         return state._replace(inner_state=self.cut(params, depth).take(state.inner_state))
 
     def on_host(self, params: PyTree) -> HostDepth:
-        """Return the schedule as the host follows it from call to call."""
+        """Return an object that follows the schedule on the host, from call to call."""
         return HostDepth(self.plan(params))
 
 
@@ -134,7 +134,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
-        """Return a tree of bools: which leaves are trained at this depth."""
+        """Return a tree of bools that are True for the leaves trained at this depth."""
         return self.freezing.active(params, depth)
 
     def choice(self, params: PyTree, opt_state: ScheduledFreezeState) -> Choice:
@@ -173,7 +173,7 @@ def _changed(
     """Return params and state after a change at ``depth``, or at the schedule's depth if ``None``.
 
     Each depth has a branch of its own, which receives the active leaves and writes them in place.
-    One switch over all depths would not do: XLA:CPU and XLA:GPU copy its results.
+    A single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
     """
     plan = freezing.plan(params)
     index = plan.index(whole[1].next_depth)
@@ -202,7 +202,8 @@ def _changed(
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of schedules in the state of one depth to a step of the run."""
-    # States of optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams.
+    # These are states of optax.scale_by_schedule, optax.add_decayed_weights and
+    # optax.inject_hyperparams.
     counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
     schedule = lambda node: type(node).__name__ in counts  # noqa: E731
     move = lambda node: node._replace(count=step) if schedule(node) else node  # noqa: E731
@@ -299,8 +300,8 @@ def scheduled_freeze(
         them.
       moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does. Its
         counters and moments change only in steps of that depth, but schedules of the optimizer
-        count all steps of the run, as MindSpore's lists of rates do. Not for optimizers that keep a
-        copy of the params (schedule-free ones), which would be outdated.
+        count all steps of the run, as MindSpore's lists of rates do. Do not use it with optimizers
+        that keep a copy of the params (schedule-free ones): the copy would be outdated.
       repeat: whether the schedule starts anew at its end.
 
     Returns:
@@ -376,7 +377,8 @@ def scheduled_freeze(
         def close(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
             before = gate.held_open(state.inner_state)
             found, new = gate.flush_inner(tx, state.inner_state, value, extra)
-            # A window that was open and closed now was applied, unless a scaler inside skipped it.
+            # If a window was open and is now closed, it was applied, unless a scaler inside skipped
+            # it.
             ok = before & gate.passed(new)
             return found, _following(freezing.plan(params), state, depth, ok, new)
 
@@ -387,7 +389,7 @@ def scheduled_freeze(
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:
-    """Return which groups the next call will train.
+    """Return bools that are True for the groups that the next call trains.
 
     Args:
       opt_state: any state that holds one of ``scheduled_freeze``.

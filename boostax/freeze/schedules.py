@@ -108,7 +108,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
     hint = "A cycle has a step that trains all; 'interval' freezes more often."
     checks.require(_WHO, "frozen_fraction", fraction, allowed, (fraction or 0.0) <= most, hint)
-    # In floating point 1 - 0.9 < 0.1, so ``whole`` would be 0 for ten groups.
+    # In floating point 1 - 0.9 < 0.1, so for ten groups ``whole`` is rounded down to 0.
     return _continuous(groups, max(1, whole), length)
 
 

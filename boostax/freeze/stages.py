@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End a backward pass at a depth that the program chooses, with each operation compiled once.
+"""End a backward pass at a depth that the program chooses, and compile each operation once.
 
 The operations that compute the gradients of later groups are among those that compute the gradients
 of earlier groups. So the operations of the backward pass fall into stages: a stage is needed at all
@@ -84,8 +84,9 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
     operations: dict[int, list[Any]] = {}
 
     def needed(eqn: Any, level: int) -> int:
-        # Operations with effects always run, and so do those on PRNG keys, which have no zero. The
-        # axis name of a collective is an effect in JAX, but an invisible one.
+        # Operations with effects always run. Operations on PRNG keys run too, because keys have no
+        # zero. JAX counts the axis name of a collective as an effect, but it is not one that a user
+        # could see.
         visible = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
         if visible or (special and level > NEVER):
@@ -95,7 +96,7 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         return level
 
     demand(jaxpr, levels, needed)
-    # Results that are never wanted are no outputs of a stage.
+    # Results that are never wanted are not outputs of a stage.
     pairs = zip(jaxpr.outvars, levels, strict=True)
     wanted = {x for x, level in pairs if level > NEVER and not isinstance(x, jaxprs.Literal)}
     stages: list[tuple[int, _Stage]] = []

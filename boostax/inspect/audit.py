@@ -65,15 +65,16 @@ class Audit:
       crossing_bytes: the ``wire_bytes`` sent to another slice; on a single slice, to another host.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: the estimate of a TPU's compiler, without the network; ``None`` for other machines.
-      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: buffers as XLA plans them.
-      overlap: the share of ``wire_bytes`` with work between the start and the end of a collective;
+      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers in XLA's
+      plan. overlap: the share of ``wire_bytes`` with work between the start and the end of a
+      collective;
         ``None`` without collectives.
       flops: floating-point operations by XLA's count, the body of a loop once; NaN without a count.
       unknown_loops: loops whose number of turns is unknown: their bodies count once.
       compile_seconds: the time of compilation; NaN if the program was compiled before.
-      findings: waste, with the mend.
-      window: the state of a window among the arguments while ``calls`` is 1, so that counts are of
-        a call and not of an optimizer step; else empty.
+      findings: waste, each with a fix.
+      window: the path of a window's state among the arguments if ``calls`` is 1, because counts are
+        then per call and not per optimizer step; else empty.
       text: the program.
     """
 
@@ -85,7 +86,7 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # The words of a row of the table, and the field in whose multiples it is printed.
+    # The label of each row of the table, and the field that holds the same count as a multiple.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
     wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
@@ -252,7 +253,7 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
     kept = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in donated if x.path not in kept]
-    # The results in new buffers, by type: an argument of the type could have been donated.
+    # Results in new buffers, by type: an argument of the same type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []

@@ -54,8 +54,8 @@ class CompiledCollective:
         same fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
       does: the kind, except for the permutes of a windowed matrix product, by which a TPU's
         compiler gathers weights and scatters their gradients: the collective that they do together.
-      dtypes: dtypes of the elements in the compiled program; elements packed in u32 by their own.
-      elements: elements of one execution on one device: its operands, or the result of an
+      dtypes: dtypes of the elements in the compiled program; for elements packed in u32, their own
+      dtype. elements: elements of one execution on one device: its operands, or the result of an
         all-gather.
       operands: the elements of each array.
       bytes: bytes of the operands of one execution on one device.
@@ -112,14 +112,14 @@ def compiled_collectives(
         if transfer not in found:
             found[transfer] = _collective(program, site, kind, mesh, carried)
     listed = found.values()
-    # Kinds and bits that JAX asked for, and that no collective of the kind has now.
+    # Kinds and bits in the jaxpr for which the compiled program has no collective.
     kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
     lost = set(_asked(jaxpr)) - kept
     return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
 
 
 def _asked(jaxpr: Any) -> Iterator[tuple[str, int]]:
-    """Yield the kind of each collective that JAX asked for, and the bits of its elements."""
+    """Yield the kind of each collective in the jaxpr, and the bits of its elements."""
     for eqn in () if jaxpr is None else jaxpr.eqns:
         kind = _KINDS.get(eqn.primitive.name.removesuffix("_invariant"))
         if kind and (eqn.params.get("axes") or eqn.params.get("axis_name")):
@@ -130,7 +130,7 @@ def _asked(jaxpr: Any) -> Iterator[tuple[str, int]]:
 
 
 def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
-    """Return whether a collective of JAX has a wider dtype than one that was lost."""
+    """Return whether the compiler widened a collective: a narrower one of the jaxpr is missing."""
     asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
     widest = max(map(bits, c.dtypes), default=0)
     return asked and any(kind == c.kind and narrow < widest for kind, narrow in lost)
@@ -156,7 +156,7 @@ def _collective(
     axes, crosses = _place(groups, mesh)
     if kind == "send":
         axes, crosses = slice_axes(mesh), "slice"
-    # The compiler may keep name and source of a fusion only, and not of its parts.
+    # The compiler may keep the name and source of a fusion but not of its parts.
     said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     names = (x.attribute(r'op_name="([^"]*)"') for x in said)
     return CompiledCollective(

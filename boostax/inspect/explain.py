@@ -68,7 +68,7 @@ class Explanation:
 
     Attributes:
       parts: the parts, in the order in which a gradient passes them.
-      findings: parts in a wrong order or with a wrong setting, with the reason and the mend.
+      findings: parts in a wrong order or with a wrong setting, with the reason and a fix.
       params_bytes: bytes of the params on each device.
       problem: why the bytes that are sent could not be counted: no batch for a step over a mesh, no
         sizes of the axes for a chain that reduces, sharded params, or a wrong order that cannot be
@@ -91,7 +91,7 @@ class Explanation:
         return sum(part.wire_bytes or 0.0 for part in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data for JSON."""
+        """Return the explanation as plain data for JSON."""
         parts, found = ([x._asdict() for x in listed] for listed in (self.parts, self.findings))
         summed = {"state_bytes": self.state_bytes, "wire_bytes": self.wire_bytes}
         return vars(self) | {"parts": parts, "findings": found} | summed
@@ -121,8 +121,8 @@ def explain(
     Parts are listed in the order in which a gradient passes them, each with the bytes that it keeps
     and sends on one device. Bytes are counted from types and from the traced program, so nothing
     runs. Orders known to be wrong (a clip outside the scaler, a mean before AdaSum, decay behind a
-    gate, ...) are named with the reason and the mend. A part of another package is called unknown,
-    and its position is not judged.
+    gate, ...) are named with the reason and a fix. A part of another package is called unknown, and
+    its position is not judged.
 
     With a train step and a batch the bytes are those of the whole step, including the loss;
     ``boostax.audit`` has the costs of its compiled program (FLOPs, memory, bytes, at each freeze
@@ -208,7 +208,7 @@ def _explained(
     missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain; count what it and its loss send, unless something for it is missing."""
+    """Explain a chain; count the bytes that it and its loss send, if nothing needed is missing."""
     found, sent = rows(read(tx)), list[costs.Collective]()
     wrong, problem = tuple(findings(found, step)), missing
     try:
@@ -217,7 +217,7 @@ def _explained(
                 chain = costs.collectives(_traced(tx, params, place))
             sent = [*of_loss(), *chain]
     except (ValueError, TypeError) as error:
-        # A wrong order often cannot be traced, and then the order is what to report.
+        # A chain in a wrong order often cannot be traced; then the order is the error to report.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
@@ -280,10 +280,10 @@ class _Kept:
 def _part_costs(
     found: Sequence[Row], kept: PyTree, params_bytes: float, sent: Sequence[costs.Collective]
 ) -> tuple[PartCost, ...]:
-    """Return the costs of each row, and of the collectives that belong to no row."""
+    """Return the costs of each row, and the costs of collectives that belong to no row."""
     # The state of each row within that of the chain; ``None`` if it cannot be found.
     states = [functools.reduce(follow, row.routes, kept) for row in found]
-    # The innermost of nested parts keeps an array.
+    # If parts are nested, the array counts for the innermost one.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
     # Collectives by the innermost row around them.
@@ -343,7 +343,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 
 
 def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
-    """Return the shapes of the state of all replicas, and the specs by which a step shards it."""
+    """Return the shapes of the state on all replicas, and the specs by which a step shards it."""
     count, specs = place.replicas, None
     with axes.saying(place.names or axes.LATER):
         state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
@@ -355,7 +355,7 @@ def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> t
 
 
 def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> PyTree:
-    """Replace each array by its bytes on a device; without specs it is whole on each."""
+    """Replace each array by its bytes on a device; without specs every device holds all of it."""
     specs = jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs
 
     def kept(own: bool, x: Any, spec: PartitionSpec) -> _Kept:

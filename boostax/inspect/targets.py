@@ -38,7 +38,7 @@ _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
 )
 _MACHINES = tomllib.loads(files("boostax.inspect").joinpath("machines.toml").read_text("utf8"))
-# Without these the compiler for TPU looks for a host with TPUs, and locks it.
+# Without these variables the compiler for TPU looks for a host with TPUs, and locks it.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -187,7 +187,7 @@ def compile_program(
     stage: Any = program.trace(*args) if hasattr(program, "trace") else None
     traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
-        # A wrapper decides itself which arguments are arrays.
+        # The wrapper itself decides which arguments are arrays.
         made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find waste in a compiled program, and say what to write instead."""
+"""Find waste in a compiled program, and suggest a fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Waste:
-    """A cost of a program that has no use.
+    """An avoidable cost of a program.
 
     Attributes:
       what: the waste and its size.

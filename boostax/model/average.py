@@ -5,7 +5,8 @@ If a path is noise around a valley, the mean of several points lies lower than t
 learning rate removes the same noise. An average moves with the *applied* steps: around a scaler or
 a window it reads their states; inside them it stands in their branch.
 
-Exponential and uniform averages have one formula, for the :math:`n`-th params taken in,
+Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th params taken
+in:
 
 .. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1
 
@@ -42,7 +43,7 @@ class AverageParamsState(NamedTuple):
 
     Attributes:
       steps: i32, applied steps so far.
-      averaged: i32, how often params were taken in; the next snapshot goes to the slot
+      averaged: i32, the number of params taken in so far; the next snapshot goes to the slot
         ``averaged % size``.
       averages: the average, a tree like the params, in f32 or wider; or the snapshots, a tree of
         ``(size, *leaf.shape)`` in the storage dtype.
@@ -56,7 +57,7 @@ class AverageParamsState(NamedTuple):
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
     def whole_params(self) -> bool:
-        """Mark that averages are of all params: no transformation around it may mask some."""
+        """Mark that all params are averaged, so no transformation around this one may mask some."""
         return True
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -81,7 +82,7 @@ def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
 
 
 def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Array:
-    """Return whether the params are taken in, as ``moved`` itself if they are at every step.
+    """Return whether the params are taken in; ``moved`` itself if they are taken in at every step.
 
     A branch on ``moved`` shares the optimizer's loop.
     """
@@ -125,17 +126,18 @@ def average_params(
         ``every / (1 - decay)`` steps.
       size: number of snapshots of ``"lawa"``; 5 by default.
       every: applied steps from one average to the next.
-      start: applied steps before the first.
+      start: applied steps before the first average.
       dtype: dtype of the snapshots; the other kinds, which move by little, must be f32. f64 and
         complex leaves keep their kind.
 
     Returns:
       A gate that holds nothing back, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
-      the params in f32, or ``size`` copies in ``dtype``, sharded like them. A step that takes them
-      in reads params and copy and writes the copy, or reads params and writes one snapshot. A step
-      that ``every`` or ``start`` leaves out, or that a gate inside holds back, moves nothing. The
-      write is in place on CPU, TPU v5e and H100; but on CPU between a scaler and a window it takes
-      a copy. A pure ``update`` around a gate takes one copy more than the gate's.
+      the params in f32, or ``size`` copies in ``dtype``, sharded like them. A step that takes
+      params in reads the params and the copy and writes the copy; with snapshots it reads the
+      params and writes one snapshot. A step that ``every`` or ``start`` leaves out, or that a gate
+      inside holds back, costs nothing. The write is in place on CPU, TPU v5e and H100, except on
+      CPU between a scaler and a window, where it needs a copy of the params. Around a gate the pure
+      ``update`` needs one more copy of the params than the gate alone.
 
     Raises:
       ValueError, TypeError: an argument out of range or of another kind; at ``init``, params that
@@ -215,8 +217,8 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       opt_state: any state that holds one of ``average_params``.
-      params: the current params, which give the dtypes. They are returned before any are taken in,
-        and for leaves that are not averaged (``boostax.carry``).
+      params: the current params, which give the dtypes. They are returned unchanged before any
+        params are taken in, and for leaves that are not averaged (``boostax.carry``).
 
     Returns:
       A tree like ``params``. Cost: a copy of the params, and a read of the average or snapshots.

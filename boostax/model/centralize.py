@@ -55,7 +55,7 @@ def _dims(rules: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...
 
 
 def _known(rule: Any) -> Any:
-    """Return a rule, which must be one of two if it is a word."""
+    """Return a rule; a string must be one of the two known ones."""
     words = ("auto", "stacked")
     return checks.choice(_WHO, "axes", rule, words, _HINT) if isinstance(rule, str) else rule
 
@@ -74,15 +74,15 @@ def centralize_gradients(
     ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` centralizes the decay too, as
     MindSpore does; the other order, and decoupled decay, leave the decay unchanged.
 
-    ``"auto"`` follows a layout. In Flax's all axes but the last are inputs: ``(in, out)``, ``HWIO``
-    and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes named
-    ``query``, ``key`` and ``value`` only the first is. In Haiku's a module whose name contains
-    ``transpose`` has ``(H, W, out, in)``. In Equinox's and PyTorch's kernels are called ``weight``,
-    and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's transposed
+    ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
+    ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes
+    named ``query``, ``key`` and ``value`` only the first is. In Haiku's layout a module whose name
+    contains ``transpose`` has ``(H, W, out, in)``. In Equinox's and PyTorch's kernels are called
+    ``weight``, and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's transposed
     convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn`` are known by their classes,
     stacked ones too. Vectors, scalars, tables of embeddings, and leaves whose names are or end with
-    ``bias`` or ``scale`` stay unchanged. So does every leaf with a single input, under any rule: it
-    would never move again.
+    ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays unchanged under any
+    rule, because it would never move again.
 
     Args:
       multiple_of: centralize only kernels whose last averaged axis, the input channels, is a
@@ -93,17 +93,17 @@ def centralize_gradients(
       axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function of a
         leaf's path name and the leaf that returns a rule. A pattern is an ``fnmatch`` on path names
         (the name of a module matches all leaves in it). The first pattern that matches decides, and
-        other leaves follow ``"auto"``; biases, scales and vectors stay under all patterns. A rule
-        is an axis or a tuple of axes, ``None`` for none, ``"auto"``, or ``"stacked"``, which is
-        ``"auto"`` behind one leading axis of layers (``flax.linen.scan``).
+        leaves without a match follow ``"auto"``. No pattern changes biases, scales and vectors. A
+        rule is an axis or a tuple of axes, ``None`` for none, ``"auto"``, or ``"stacked"``, which
+        is ``"auto"`` behind one leading axis of layers (``flax.linen.scan``).
 
     Returns:
       A stateless transformation; ``optax.masked`` applies it to some of the params. Means are taken
-      in f32 or wider, and the result has the gradient's dtype, saturating there. They are means of
-      whole arrays, in plain ``jit`` for any sharding; inside a ``jax.shard_map`` of your own they
-      are means of its shards. Cost: no state; the gradients are read once more, and written once
-      before Adam by XLA:CPU, not by XLA for TPU v5e and H100. For a leaf that is sharded along its
-      inputs one mean, f32 or wider, travels for each output unit; else nothing.
+      in f32 or wider, and the result has the gradient's dtype, saturating there. In plain ``jit``
+      they are means of whole arrays, for any sharding; inside a ``jax.shard_map`` of your own they
+      are means of shards. Cost: no state; the gradients are read once more, and written once before
+      Adam by XLA:CPU, not by XLA for TPU v5e and H100. A leaf that is sharded along its inputs
+      sends one mean, f32 or wider, for each output unit; other leaves send nothing.
 
     Raises:
       ValueError, TypeError: an argument out of range. At ``init``, a pattern that matches nothing,
@@ -149,7 +149,7 @@ def centralize_gradients(
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
-        # A pattern may name params that are masked.
+        # A pattern may match only params that are masked here.
         masked = trees.find(params, lambda node: isinstance(node, optax.MaskedNode))
         for pattern in patterns if names and not masked else ():
             fits = any(matches(name, pattern) for name in names)

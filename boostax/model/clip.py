@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by norms: the global one, right on shards, or the running norm of each leaf."""
+"""Clipping by norms: by the global norm, correct on shards, or by the running norm of each leaf."""
 
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ def clip_by_global_norm(
     Inside ``jax.shard_map`` Optax sees one shard of a leaf, so its norm is that of the shards of
     one device, and every device would clip by another factor. Here squares are summed over the
     axes that a leaf is sharded over, and whole leaves count once. It stands behind the reduction,
-    whose result is equal on all replicas. In plain ``jit`` Optax's own is right for any sharding.
+    whose result is equal on all replicas. In plain ``jit`` Optax's own clip is right for any
+    sharding.
 
     Args:
       max_norm: the largest norm that is not clipped.
@@ -94,9 +95,9 @@ def adagc(
     :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped.
 
     Put it behind the reduction, and inside a gate that skips gradients that are not finite: by
-    itself it passes them on and leaves its state unchanged. Norms are those of whole arrays, in
-    plain ``jit`` for any sharding. On record it clipped nine steps in ten of a short run and lost
-    by it, because its bounds are the least norms of the warm-up.
+    itself it passes them on and leaves its state unchanged. In plain ``jit`` the norms are norms of
+    whole arrays, for any sharding. In a recorded short run it clipped nine steps in ten and the
+    loss was worse, because its bounds are the least norms of the warm-up.
 
     Args:
       factor: :math:`\lambda`, >= 1.

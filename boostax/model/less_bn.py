@@ -2,13 +2,13 @@
 """Keep only the last BatchNorm of each residual branch, and compute cosines in the head.
 
 A BatchNorm reads its input twice forward and twice backward, and keeps it for the backward pass.
-One per branch still fixes the variance of the sum; the others cost as much without that. The
-result is another architecture, to be trained from scratch: kernels are not rescaled.
+One norm per branch still fixes the variance of the sum; the other norms cost as much without that
+benefit. The result is another architecture, to be trained from scratch: kernels are not rescaled.
 
 The model is traced with a mark instead of every BatchNorm. In the traced program a value has its
 *nodes*: the inputs, products (convolution, matrix product) and norms that it is computed from.
-Where values are added or concatenated, the nodes common to all operands lie before the fork, and
-the other nodes of an operand are its branch. Names, classes and the order of operands play no part.
+If values are added or concatenated, nodes that all operands share lie before the fork, and the
+other nodes of an operand form its branch. Names, classes and the order of operands play no part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDS = {"add": "a sum", "concatenate": "a concatenation"}
 
 
 class Norm(NamedTuple):
-    """The path of a norm, whether it is removed, and the reason."""
+    """A norm's path, whether it is removed, and the reason."""
 
     path: str
     removed: bool
@@ -104,7 +104,7 @@ class Flow(NamedTuple):
     sites: Nodes = frozenset()
 
     def through(self, node: Node) -> Flow:
-        """Return the flow of the value that ``node`` computes from this one."""
+        """Return the flow of the value that ``node`` computes from this value."""
         if not self.nodes:
             return self
         one = frozenset([node])
@@ -126,7 +126,8 @@ def examine(
     """Judge every norm of a marked model by the flow of the data in its traced program.
 
     An addition ends a residual branch if one operand is a shortcut: at most one product beyond the
-    fork, and fewer than the other. A concatenation does if one operand has none beyond it. Then
+    fork, and fewer than the other. A concatenation ends a branch if one operand has no product
+    beyond the fork. Then
 
     - in the branch, the norms stay that reach the end without passing another;
     - a norm on the shortcut goes if a sum ends the branch and the branch has a norm. It stays at a
@@ -251,11 +252,11 @@ def less_bn(
     """Return a Flax model with fewer BatchNorms and a normalised head, and a report.
 
     By default the flow of the data decides. If a residual branch ends in a sum or a concatenation,
-    the norm that ends it stays; the others in it go, and so do those on the shortcut of a sum.
-    Norms outside such branches stay: in stems, plain stacks, transitions. This holds for basic and
-    bottleneck blocks with and without downsampling, inverted residuals, dense blocks and
-    pre-activation alike. The params and statistics of removed norms are not in the tree. The
-    decision holds for every later call, in training and evaluation.
+    the last norm of the branch stays. The other norms of the branch are removed, and so are norms
+    on the shortcut of a sum. Norms outside such branches stay: in stems, plain stacks, transitions.
+    This holds for basic and bottleneck blocks with and without downsampling, inverted residuals,
+    dense blocks and pre-activation alike. The params and statistics of removed norms are not in the
+    tree. The decision holds for every later call, in training and evaluation.
 
     With ``normalized_head`` the Dense whose result leaves the model becomes
     ``y = m (x / |x|) (W / |W_column|)`` with a trained scalar m and no bias: a

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute cosines in the head: inputs and weight columns of length one, times a trained scalar.
 
-y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. Logits lie in -m..m for any scale
-of the last activations, which a network with few normalisations does not fix.
+y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. A network with few normalisations
+does not fix the scale of its last activations; logits lie in -m..m for any scale.
 """
 
 from typing import Any

@@ -22,7 +22,7 @@ from boostax._core.interpret import CUSTOM, require_readable, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
-# These have derivative rules of their own, which would not fit a rewritten body.
+# These have their own derivative rules, which would not fit a rewritten body.
 _OPAQUE = (*CUSTOM, "pallas_call")
 
 

@@ -36,13 +36,13 @@ def _cross_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, jax.Array]:
     (x, ratio), tangent = primals, tangents[0]
-    # In f32, because the ratio itself can exceed the range of f16.
+    # The product is in f32, because the ratio itself can exceed the range of f16.
     wide = trees.at_least_float32(tangent)
     return x, (wide * ratio.astype(wide.real.dtype)).astype(tangent.dtype)
 
 
 def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: Group) -> PyTree:
-    r"""Return ``x`` unchanged where it goes from group ``outer`` to group ``inner``.
+    r"""Return ``x`` unchanged, and change the scale of its cotangent between two groups.
 
     In the backward pass the cotangent, which arrives multiplied by :math:`s_\text{inner}`, leaves
     multiplied by :math:`s_\text{outer}`:
@@ -113,8 +113,8 @@ def check_boundaries(
 
     A power of two is drawn for every group; the gradients at these scales are unscaled and compared
     with those at scale 1. An edge with a missing or reversed boundary multiplies the gradients
-    behind it by a ratio of scales, and the error names the leaves. A gradient that is zero proves
-    nothing. Check in f32: in f16 the scales decide which gradients underflow.
+    behind it by a ratio of scales, and the error names the leaves. A zero gradient cannot show an
+    error. Check in f32: in f16 the scales decide which gradients underflow.
 
     Args:
       loss_fn: ``loss_fn(params, batch, *, scales, **kwargs)``.
@@ -173,7 +173,7 @@ def check_boundaries(
 
 
 def _drawn(seed: int, count: int) -> jax.Array:
-    """Draw powers of two, distinct for up to 25 groups: equal scales prove nothing."""
+    """Draw powers of two, distinct for up to 25 groups: equal scales would hide an error."""
     powers = np.random.default_rng(seed).permutation(count) % 25
     return jnp.asarray(np.exp2(powers - min(count, 25) // 2), jnp.float32)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A precision policy on a Flax model, by the dtype of every layer.
+"""Apply a precision policy to a Flax model through the dtype of every layer.
 
 Flax layers cast their inputs and params to their ``dtype``, and Flax norms compute in f32 and cast
 only their result. So O2 means "every layer in the low dtype, params in f32": no param needs a cast
-outside its layer, and no norm hands f32 on to the next layer. O1 sets no dtype of a layer: the
-matrix products of the traced model are rewritten, as in any other function.
+outside its layer, and no norm hands f32 on to the next layer. O1 does not set the dtype of layers.
+Instead, the matrix products of the traced model are rewritten, as in any other function.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
 
 
 def layer_dtype(rules: Policy, class_name: str) -> Any:
-    """Return the dtype in which a layer of this class computes, or that of a norm's result."""
+    """Return the dtype in which a layer of this class computes, or a norm returns its result."""
     # A norm computes in f32 whatever its dtype is, and must not hand f32 on to the next layer.
     kept = rules.keeps(class_name) and "Norm" not in class_name
     return jnp.dtype(jnp.float32) if kept else rules.compute_dtype
@@ -126,7 +126,8 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = rules.cast_inputs(args)
         if rules.only_matmuls:
-            # The call is traced to be rewritten, so changes of the model must be results of it.
+            # Rewriting needs a trace of the call, so the call must return changes of the model as
+            # results.
             graph, state = nnx.split(self)
             on_state = functools.partial(pure, graph)
             result, state = autocast(on_state, rules.compute_dtype)(state, args, kwargs)

@@ -94,7 +94,7 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the bits of f32 ``x`` minus those of a neighbouring bf16, i16; 0 if it is too far."""
+    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if they are too far apart."""
     whole = lax.bitcast_convert_type(x, jnp.int32)
     distance = whole - lax.bitcast_convert_type(high.astype(jnp.float32), jnp.int32)
     near = (distance >= -_HALF) & (distance < _HALF)
@@ -169,7 +169,7 @@ def _int8(x: jax.Array, seed: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     blocks = Blocks.of(x.shape)
     parts = x.reshape(blocks.sizes)
     most, least = _extremes(parts, blocks.inside)
-    # Changes nothing, but XLA would remove an unused result from the reduction.
+    # This changes nothing, but XLA would remove an unused result from the reduction.
     most = jnp.maximum(most, -least)
     steps = (parts * blocks.spread(127 / jnp.where(most > 0, most, 1))).reshape(x.shape)
     drawn = jnp.clip(jnp.floor(steps + _uniform(x.shape, seed)), -127, 127)
@@ -186,19 +186,20 @@ def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Encode each block in levels ``2**((k - top) / 6)`` of its largest magnitude, or zero.
 
     A block with signs stores the sign in the code, and has the levels k = 1 ... 127. A block
-    without signs, as of second moments, has 255 levels, and its scale is negative. In such a block
-    a value below the lowest level is rounded up to it, never to zero, because optimizers divide by
-    second moments.
+    without signs, such as one of second moments, has 255 levels and a negative scale. In such a
+    block a value below the lowest level is rounded up to it, never to zero, because optimizers
+    divide by second moments.
 
     The levels are found by integer operations, because XLA:CPU writes the results of exp and log to
-    memory. They depend on one number per block, because XLA:TPU writes every such number to memory,
-    once for each element.
+    memory. They depend on a single number per block, because XLA:TPU writes each such number to
+    memory once for every element.
     """
     blocks = Blocks.of(x.shape)
     parts = x.reshape(blocks.sizes)
     most, least = _extremes(parts, blocks.inside)
     scales = jnp.where(least < 0, most, -most)
-    # The share times four, because the inverse of the largest f32 numbers would be subnormal.
+    # The share is multiplied by four, because the inverse of the largest f32 numbers would be
+    # subnormal.
     shares = parts * blocks.spread(jnp.clip(4 / jnp.where(most > 0, scales, 1), -_MOST, _MOST))
     # A negative scale has flipped each element's sign, so a second number per block is not needed.
     before, after = (lax.bitcast_convert_type(y, jnp.int32) for y in (parts, shares))
@@ -219,7 +220,7 @@ def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     up = chance > _uniform(x.shape, seed).reshape(blocks.sizes)
     level = jnp.maximum(level, 0) + up.astype(jnp.int32)
     level = jnp.where(parts != 0, jnp.maximum(level, jnp.where(signed, 0, 1)), 0)
-    # Zero has no sign: code 128 is a level of blocks without signs.
+    # Zero must not have a sign, because code 128 is a level of blocks without signs.
     codes = level | jnp.where((parts < 0) & (level > 0), 128, 0)
     return codes.astype(jnp.uint8).reshape(x.shape), scales
 

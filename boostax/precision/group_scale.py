@@ -6,9 +6,9 @@ per group, the gradients of every group lie in the range of f16. Where the backw
 one group to the next, the cotangent changes its scale (``boundary.py``).
 
 References:
-  MindSpore 2.10, ``mindspore.boost.GroupLossScaleManager``: the factors, and the ratio of scales
-  at a boundary. It unscales by the scale *after* the update, and has no floors or ceilings.
-  Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
+  The factors, and the ratio of scales at a boundary, are those of MindSpore 2.10,
+  ``mindspore.boost.GroupLossScaleManager``. It unscales by the scale *after* the update, and has no
+  floors or ceilings. Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
   https://arxiv.org/abs/1910.12385, 2019: scales per layer.
 """
 
@@ -27,7 +27,7 @@ from boostax.precision.loss_scale import decided, metrics_of, scales
 
 PyTree = Any
 _WHO = "group_loss_scale"
-# The end of f16's range, and half its smallest subnormal: gradients below that round to zero.
+# The end of f16's range, and half of f16's smallest subnormal, below which gradients round to zero.
 _TOP, _VANISHED = 2.0**16, 2.0**-25
 # The ratio of two scales, and the reciprocal of each, must be normal f32.
 _LOW, _HIGH = 2.0**-60, 2.0**60
@@ -61,7 +61,7 @@ class GroupLossScaleState(NamedTuple):
     @property
     def scales(self) -> jax.Array:
         """Return the scale of each group, f32 ``[G]``: the power of two at or below its entry."""
-        # Clears the bits of the fraction; log2 and exp2 are not exact on every device.
+        # This clears the bits of the fraction, because log2 and exp2 are not exact on every device.
         bits = lax.bitcast_convert_type(self.table, jnp.int32)
         return lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
@@ -130,7 +130,7 @@ def _adjusted(
 def _look(
     grads: Pending, numbers: list[int], inverse: jax.Array, names: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``present``, ``bad`` and ``largest`` of each group, agreed on all replicas."""
+    """Return ``present``, ``bad`` and ``largest`` of each group, equal on all replicas."""
     pairs = list(zip(jax.tree.leaves(grads.raw), numbers, strict=True))
 
     def of_group(group: int) -> tuple[jax.Array, jax.Array]:
@@ -276,7 +276,7 @@ def group_loss_scale(
         axes.require_local(grads.raw, names, _WHO)
         numbers, _ = group_numbers(_WHO, labels, grads.raw)
         handshake.require(_WHO, state.table, len(set(numbers)))
-        # Exact, and so are the products, because the scales are powers of two.
+        # The reciprocals and the products are exact, because the scales are powers of two.
         inverse = 1.0 / state.scales
         present, bad, largest = _look(grads, numbers, inverse, names)
         ok = ~bad.any()

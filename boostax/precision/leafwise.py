@@ -126,8 +126,9 @@ def leaf_by_leaf(
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
     A value that several leaves share and that comes from several leaves, such as a global norm, is
-    computed first. A value that comes from one leaf is computed anew wherever it is used. XLA keeps
-    a copy of an array that is read after it was written, so turns should be ordered accordingly.
+    computed first. A value that comes from one leaf is computed again wherever it is used. XLA
+    keeps a copy of an array that is read after it was written, so turns should be ordered
+    accordingly.
 
     Args:
       fn: returns a tree of the types of ``old``.

@@ -303,7 +303,7 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
 
 
 def one_scaler(who: str, opt_state: PyTree) -> Any:
-    """Return the state of the one scaler, or ``None``; refuse several, and one for a part.
+    """Return the state of the only scaler, or ``None``; refuse several scalers, or a partial one.
 
     The scale multiplies the whole loss, so a gradient that bypasses the scaler stays multiplied.
     """
@@ -322,7 +322,7 @@ def one_scaler(who: str, opt_state: PyTree) -> Any:
 
 
 def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
-    """Return a scaler's state after a step that ran (``ok``) or was skipped."""
+    """Return a scaler's state after a step, which ran if ``ok`` is True and else was skipped."""
     return state._replace(
         last_finite=ok,
         skipped_steps=gate.counted(state.skipped_steps, ~ok),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the updates that params of low precision round away.
+"""Count the updates that are lost by rounding, in params of low precision.
 
 A bf16 number has 8 significant bits. An update of less than half a unit in the last place leaves
 the number unchanged. Late in training, or at a small learning rate, most of a bf16 tensor may stop
@@ -42,7 +42,7 @@ class LostUpdatesState(NamedTuple):
 def count_lost_updates(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Count the updates that bf16 and f16 params round away.
+    r"""Count the updates that are lost by rounding, in bf16 and f16 params.
 
     The share is taken over all elements that are stored in less than 32 bits,
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precision policies: the dtypes of stored params, of the model's arithmetic, and of its results.
 
-The levels are those of MindSpore's AMP. They differ only in what each keeps in f32.
+The levels are those of MindSpore's AMP. They differ only in the parts that they keep in f32.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Policy:
       param_dtype: floating dtype of the stored params.
       compute_dtype: floating dtype of the model's arithmetic.
       output_dtype: floating dtype of the results of the wrapped function.
-      keep_f32: patterns (``re.search``) of what computes in f32 instead, matched against the path
-        of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module; or
-        ``"all but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
+      keep_f32: patterns (``re.search``) of the parts that compute in f32 instead, matched against
+        the path of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module;
+        or ``"all but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
 
     Raises:
       ValueError, TypeError: a dtype is not floating, or a pattern does not compile.
@@ -71,7 +71,7 @@ class Policy:
 
     @property
     def only_matmuls(self) -> bool:
-        """Return whether everything but matrix products and convolutions stays in f32."""
+        """Return whether only matrix products and convolutions compute in ``compute_dtype``."""
         return self.keep_f32 == "all but matmuls"
 
     def keeps(self, name: str) -> bool:
@@ -149,7 +149,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     Args:
       spec: ``"O0"`` ... ``"O3"``, or ``"params=float32,compute=float16,output=float32"`` with any
         of the three (the others stay f32).
-      dtype: the low dtype of the levels: ``float16`` or ``bfloat16``.
+      dtype: the dtype that the levels call low: ``float16`` or ``bfloat16``.
 
     Returns:
       A ``Policy``.

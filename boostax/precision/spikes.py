@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Skip steps whose gradient norm is far above the usual: a rule of ``boostax.gate``.
+r"""Skip steps whose gradient norm is far above recent norms: a rule for ``boostax.gate``.
 
 The norms accepted before determine a limit, and a norm above the limit is a spike. Refused norms do
 not enter the statistics. The skip steps of OLMo-core, Levanter and MaxText record all norms: every

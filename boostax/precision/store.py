@@ -119,10 +119,10 @@ def store(
 
     Args:
       inner: the optimizer, without gates; it receives f32 gradients, params and state.
-      params: how bf16 params are stored; others stay unchanged. Cast params to bf16 before
+      params: the format for bf16 params; other params stay unchanged. Cast params to bf16 before
         ``init``.
-      moments: how those f32 arrays of the state are stored that belong to a param and have its
-        shape. Either one format for all, or a format for each pattern of the state's field,
+      moments: the format for f32 arrays of the state that belong to a param and have its shape.
+        Either one format for all, or a format for each pattern of the state's field,
         ``{"*mu": "int8", "*nu": "log8"}``: the first match counts, and a field without a match
         stays f32.
       least: arrays with fewer elements, such as norms and biases, stay f32.
@@ -234,7 +234,7 @@ def _masters(params: PyTree, low: PyTree) -> PyTree:
 def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     """Return the turn in which each array is written: each param, then the fields of its state.
 
-    The param is found by the end of the array's path. All small params together are one leaf.
+    The end of an array's path names its param. All small params together are one leaf.
     Per-replica arrays are written with the collectives: a branch that waited for one of them would
     have a condition that differs by replica.
     """
@@ -345,7 +345,7 @@ def _first(
 
 
 def _is_placeholder(params: PyTree, node: PyTree) -> bool:
-    """Return whether ``node`` is a placeholder that ``optax.tree_map_params`` puts for params."""
+    """Return whether ``node`` is the placeholder that ``optax.tree_map_params`` uses for params."""
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 

@@ -48,7 +48,7 @@ class CheckUpdatesState(NamedTuple):
 def check_updates(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner``, and apply its result only if all that was finite stays finite.
+    r"""Run ``inner``, and apply its result only if every finite number stays finite.
 
     With params :math:`p` and inner state :math:`m`, element by element, and :math:`p + u` computed
     in the dtype of the params,
@@ -104,7 +104,7 @@ def check_updates(
     def judged(
         value: PyTree, inner_state: PyTree, state: CheckUpdatesState, params: PyTree, apply: bool
     ) -> Stepped:
-        """Return the new params (``apply``) or updates and the new inner state, or the old ones."""
+        """Return params (``apply``) or updates and the inner state, new ones or the old ones."""
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else optax.apply_updates(params, value)

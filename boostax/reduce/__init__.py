@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over the replicas: means, AdaSum, compressed ones, and params of each replica's own.
+"""Reductions over the replicas: means, AdaSum, compression, and replicas with separate params.
 
-A codec of your own is a ``Codec``, and ``compress`` makes a transformation of it.
+To add a codec, subclass ``Codec``; ``compress`` makes a transformation of it.
 """
 
 from typing import TYPE_CHECKING

@@ -28,7 +28,7 @@ Scope = Literal["leaf", "tree"]
 
 
 class AdasumState(NamedTuple):
-    """State of ``adasum``: how parallel the replicas' last gradients were.
+    """State of ``adasum``, which tells how parallel the replicas' last gradients were.
 
     Attributes:
       orthogonality: f32 scalar, ``|sum_r g_r|**2 / sum_r |g_r|**2`` over all leaves: 1 for
@@ -67,9 +67,10 @@ def adasum(
               + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b,
 
     leaf by leaf: orthogonal gradients add, parallel ones average, and equal ones give themselves
-    bit for bit. More than two are combined as a tree, neighbours first, ((0,1),(2,3)); an odd one
-    out passes up. So the learning rate of a single replica stays right for any number of replicas;
-    ``docs/cards/adasum.md`` says when that pays and when it does not.
+    bit for bit. More than two are combined as a tree, neighbours first, ((0,1),(2,3)); a gradient
+    without a partner moves up to the next level. So the learning rate of a single replica stays
+    right for any number of replicas; ``docs/cards/adasum.md`` says when that pays and when it does
+    not.
 
     It stands where a mean would, first in the inner chain: ``chain(adasum("data"), clip, adamw)``.
 
@@ -79,7 +80,7 @@ def adasum(
       within: axes whose replicas are averaged first: the fast links of a node or a pod. Only
         ``1 / size(within)`` of the bytes then cross ``axis_name``.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
-        summed over them. Leaves that are equal over them stay right.
+        summed over them. Results are also right for leaves that are equal over these axes.
       scope: ``"leaf"``, or ``"tree"`` for one pair of coefficients for all leaves together.
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
         every leaf travels with a power of two of its own, so nothing overflows.
@@ -194,7 +195,7 @@ class Levels(NamedTuple):
         return tuple(filter(None, (self.across, self.inside)))
 
     def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
-        """Return this device's part of its server's array, cut along a dimension."""
+        """Return this device's slice of its server's array, cut along a dimension."""
         across, inside = axes.size(self.across), axes.size(self.inside)
         slices = exchange.cut(x, across * inside, dim)
         # The order of the slices is that of the gather: over servers first, or over all at once.
@@ -206,7 +207,7 @@ class Levels(NamedTuple):
 
 
 def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
-    """Return the AdaSum of a tree, and a state that says how parallel the replicas' trees were."""
+    """Return the AdaSum of a tree, and a state that tells how parallel the replicas' trees were."""
     names, shards = levels.names, wanted.shards
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
@@ -342,9 +343,9 @@ def adasum_delta(
       bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce;
       if ``within`` is a number, a reduce-scatter and an all-gather), ``N/w (n-1)/n`` between
       servers, and then the gather of the result. If ``within`` names axes, that gather goes over
-      the servers first, ``N/w (n-1)/n``, then inside, ``N (w-1)/w``. If it is a number, it is one
-      gather over all, ``N (nw-1)/(nw)``, because JAX has no type for a gather over groups that is
-      equal on all.
+      the servers first, ``N/w (n-1)/n``, then inside, ``N (w-1)/w``. If ``within`` is a number, a
+      single gather goes over all devices, ``N (nw-1)/(nw)``, because JAX has no type for a gather
+      over groups whose result is equal on all devices.
 
     Raises:
       ValueError, TypeError: as ``adasum``; at trace time, a number of replicas that ``within`` does
@@ -398,7 +399,7 @@ def adasum_delta(
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
         kept, server = state.inner_state.local, levels().inside
-        # An inner state with one copy per server makes updates that are typed equal inside it.
+        # With one copy of the inner state per server, updates are typed as equal inside the server.
         varies = frozenset[str]().union(*axes.types(kept))
         over = (*replicas, *(name for name in inside if name in varies))
         # The inner optimizer computes in f32 or wider, as inside a gate.

@@ -38,10 +38,10 @@ class Message(NamedTuple):
 
     Attributes:
       means: for each leaf the mean over the replicas of what they sent, equal on all.
-      held: for each leaf the residual, which this replica has not sent: the mean over the replicas
-        of ``leaf - held`` is ``means``, up to rounding.
+      held: for each leaf the residual, which is the part that this replica has not sent. The mean
+        over the replicas of ``leaf - held`` is ``means``, up to rounding.
       state: the codec's new state, the same on all replicas.
-      late: for each leaf a correction of ``held``, or ``None``; empty if there are none at all.
+      late: for each leaf a correction of ``held``, or ``None``; empty if no leaf has one.
       capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on
         the wire; ``None`` if that is not chosen at each step.
     """
@@ -65,7 +65,7 @@ class PerLeaf(NamedTuple):
 
 
 def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
-    """Apply ``fn`` to the values of every ``PerLeaf``; take other nodes from the last tree."""
+    """Apply ``fn`` to the values of every ``PerLeaf``; copy all other nodes from the last tree."""
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
 
     def inside(*nodes: Any) -> Any:
@@ -82,10 +82,10 @@ class Codec:
     transformation of it.
 
     Attributes:
-      whole: it takes whole leaves, and XLA shards what it computes. Other codecs take the shards
-        of a device, each as a leaf by itself.
-      lossy: without error feedback it loses most of a gradient, the same part at every step.
-      chooses: its messages have a ``Message.capacity``.
+      whole: whether it takes whole leaves, and XLA shards the computation. Other codecs take the
+        shards of a device, each as a leaf by itself.
+      lossy: whether it loses most of a gradient without error feedback, the same part at every
+      step. chooses: whether its messages have a ``Message.capacity``.
     """
 
     whole: bool = False
@@ -93,7 +93,7 @@ class Codec:
     chooses: bool = False
 
     def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Return whether it can send such a leaf, as given; others take a plain mean."""
+        """Return whether the codec can send such a leaf; other leaves take a plain mean."""
         return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
@@ -135,7 +135,7 @@ class Staged(Codec):
         return jnp.zeros((), jnp.int32), self.widest.init(leaves)
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
-        """Send the leaves by the stage of this step."""
+        """Send the leaves with the codec of the current stage."""
         step, inner = state
         stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
         sends = [functools.partial(c.reduce, leaves, inner, names) for c in self.codecs]
@@ -164,7 +164,7 @@ def staged(
     make: Callable[[Any], Codec],
     check: Callable[[str, str, Any], None],
 ) -> Codec:
-    """Return the codec of a number, or of a mapping from the first step of each stage to one.
+    """Return the codec for a number, or for a mapping from each stage's first step to a number.
 
     Args:
       who: the factory, for errors.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of leaves: each replica receives its slice of all, combines, and gathers the rest.
+"""The exchange of leaves: each replica receives its slice of all leaves, combines, and gathers.
 
 An all-to-all and an all-gather together send the bytes of a ring all-reduce. Between the two each
 replica holds one slice of every replica's gradient, so it can compute any sum of them in f32 while
@@ -31,7 +31,8 @@ SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
 PADDING = 1.01
 # The longest block of columns of a pack.
 BLOCK = 256
-# The lanes of a TPU's vector register, and the least width of rows of elements in order.
+# The number of lanes of a TPU's vector register, which is also the least width of rows of elements
+# in order.
 LANES, WIDTH = 128, 256
 
 
@@ -52,7 +53,7 @@ class Alone(NamedTuple):
 
     @property
     def owners(self) -> Owners:
-        """Return the leaf of every block of columns: there is one block."""
+        """Return the leaf of every block of columns; this chunk has a single block."""
         return np.array([self.leaf])
 
     def array(self, leaves: Arrays) -> jax.Array:
@@ -65,7 +66,7 @@ class Alone(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Small leaves that travel together, as ``(slices, columns)``.
+    """A pack of small leaves that travel together, as an array ``(slices, columns)``.
 
     Every slice holds the same columns of every leaf. Leaves begin at whole blocks of columns, so a
     sum by leaf begins with sums by block: a few operations for any number of leaves.
@@ -173,7 +174,7 @@ def chunks(
     result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
-        # Cut along the first dimension that needs next to no padding.
+        # Cut along the first dimension that needs almost no padding.
         fits = [d for d, n in enumerate(x.shape) if n + -n % slices <= PADDING * n]
         if x.ndim > 1 and 4 * x.size >= small and fits:
             result.append(Alone(i, x.shape, fits[0], slices))
@@ -251,8 +252,8 @@ def exchange(
       arrays: their arrays, whole or the slices of an earlier exchange.
       names: axes of the replicas.
       wire: a half dtype, or ``None``. In f16 every leaf travels with a power of two of its own.
-      common: further axes over which a leaf is spread: its power of two is the same on all.
-      by_leaf: whether powers of two are wanted for any wire.
+      common: further axes over which a leaf is spread, so that its power of two must be equal over
+      them. by_leaf: whether to compute powers of two for every wire dtype.
     """
     near_one, count = _is_narrow(wire), axes.size(names)
     exponents, gathered = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
@@ -276,7 +277,7 @@ def exchange(
 
 
 def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
-    """Return the mean of the rows of every chunk, divided as ``divide`` says, or their sum."""
+    """Return the mean of the rows of every chunk, divided as ``divide`` says, or the sum."""
     count = len(rows.exponents)
     units = rows.exponents.max(0)
     result: list[jax.Array] = []
@@ -299,9 +300,8 @@ def delivered(
     Args:
       sent: the chunks.
       parts: this replica's slices.
-      levels: axes to gather over, one group after the other; the first varies fastest.
-      wire: a half dtype, or ``None``.
-      leaves: the leaves that were sent, for dtypes.
+      levels: groups of axes to gather over, one group after the other; the first group varies
+      fastest. wire: a half dtype, or ``None``. leaves: the leaves that were sent, for dtypes.
     """
 
     def along(x: jax.Array, dim: int) -> jax.Array:
@@ -352,7 +352,7 @@ def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
 
 
 def _is_narrow(wire: Wire) -> bool:
-    """Return whether a wire has a smaller range than f32, as f16 has and bf16 has not."""
+    """Return whether a wire dtype has a smaller range than f32, like f16 and unlike bf16."""
     return wire is not None and jnp.finfo(wire).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
@@ -367,11 +367,11 @@ def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
 
 
 class Grid(NamedTuple):
-    """The way in which slices of a leaf are cut into rows.
+    """The rule by which slices of a leaf are cut into rows.
 
     Attributes:
       shape: ``(slices, *shape of one)``.
-      own: whether rows are those of the leaf's last dimension, or elements in order.
+      own: whether rows run along the leaf's last dimension; if not, they are elements in order.
       parts: the number of parts of each row of the leaf.
       width: elements of a row.
       multiple: the number of rows is padded to a multiple of this.
@@ -385,7 +385,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
-        """Choose rows of up to ``block`` elements, and of up to 1024 if not the leaf's own."""
+        """Choose rows of up to ``block`` elements, and of up to 1024 if ``own`` is False."""
         size, last = math.prod(shape[1:]), shape[-1]
         parts = math.ceil(last / block)
         height = size // last * parts

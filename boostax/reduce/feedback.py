@@ -39,7 +39,7 @@ class CompressedState(NamedTuple):
         tree like the params, in f32 or wider, in the units of the gradients that ``update``
         receives (already unscaled inside a loss scaler), complex numbers as pairs; ``None`` for a
         leaf that travels dense, or without error feedback.
-      velocity: a ``PerReplica`` like it, of the corrected momentum; or ``None``.
+      velocity: a ``PerReplica`` like ``residual`` with the corrected momentum; or ``None``.
       codec: state of the codec, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
         share that was held back at the last step, 0 for an exact reduction. -1 before the first.
@@ -76,8 +76,8 @@ def compress(
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
     ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call it with a codec of
-    boostax. A codec of your own gets the same: error feedback, warm-ups
-    (``boostax.reduce.staged``), dense leaves, shards, agreement on what is finite, resharding.
+    boostax. Your own codec gets the same services: error feedback, warm-ups
+    (``boostax.reduce.staged``), dense leaves, shards, agreement on finite gradients, resharding.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
@@ -185,7 +185,7 @@ class _Feedback(NamedTuple):
         rest = [i for i in range(len(leaves)) if i not in chosen]
         spread = functools.partial(_spread, treedef, chosen)
         coded = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
-        # They are ``None`` without error feedback, and without momentum.
+        # Residuals are ``None`` without error feedback, and velocities without momentum.
         held, moving = coded(state.residual.local), coded(state.velocity.local)
         flow = [exchange.real(leaves[i]) for i in chosen]
         if self.error_feedback:
@@ -230,13 +230,13 @@ class _Feedback(NamedTuple):
 def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
     """Run the codec once for each group of leaves with the same varying axes.
 
-    Packed together, leaves of different types would all get the union of those axes. The state
-    that is not ``PerLeaf`` is computed from the same old state for each group, and that of the last
-    group is kept.
+    If leaves of different types were packed together, each would vary over the axes of all. The
+    state that is not ``PerLeaf`` is computed from the same old state for each group, and that of
+    the last group is kept.
     """
     rows: dict[int, tuple[Any, ...]] = {}
     kept = state
-    # The largest of all groups; 0 without leaves.
+    # This is the largest of all groups, and 0 without leaves.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)

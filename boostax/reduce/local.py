@@ -43,7 +43,7 @@ class _Own(NamedTuple):
 
     @classmethod
     def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
-        """Check the arguments of a factory."""
+        """Check the arguments that both factories share."""
         tx = checks.transformation(who, "inner", inner)
         _require_no_gate(who, gate_of(inner) is not None)
         return cls(who, axes.required(who, axis_name), tx)
@@ -78,7 +78,7 @@ class _Own(NamedTuple):
             inner = PerReplica(axes.unify(trees.cast_like(inner, old), old))
             value = axes.unify(updates, own)
             value = optax.apply_updates(own, value) if apply else value
-            # The inner state need not pass the branch that averages.
+            # The inner state does not pass through the branch that averages.
             value, new = average(state._replace(inner_state=None), own, value, apply)
             return trees.as_updates(value, own), new._replace(inner_state=inner)
 
@@ -100,7 +100,7 @@ def _require_no_gate(who: str, found: bool) -> None:
 def through(
     average: Callable[[PyTree], Stepped], own: PyTree, value: PyTree, apply: bool
 ) -> Stepped:
-    """Return ``value`` after an average of the params that it stands for, and its state.
+    """Average the params that ``value`` stands for; return the new value and the average's state.
 
     Args:
       average: takes params after a step; returns averaged ones and a state.
@@ -177,10 +177,10 @@ def local_updates(
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
-      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
-      updates`` is off by a rounding of the larger of old and new value; this error reaches the
-      anchor only as a part of the next :math:`\Delta`. Cost: one all-reduce of the params in f32
-      or wider per ``every`` steps and no other collective; a copy of the params and the outer
+      become bit-equal to the anchor. The pure ``update`` returns differences, so
+      ``params + updates`` is off by a rounding of the larger of old and new value; this error
+      enters the anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in
+      f32 or wider per ``every`` steps and no other collective; a copy of the params and the outer
       state.
 
     Raises:
@@ -278,13 +278,13 @@ def partial_average(
 ) -> Extended:
     r"""Train every replica on its own gradients; average one partition of the params per step.
 
-    With the leaves shared out among :math:`K` partitions, step :math:`t` is
+    With the leaves divided into :math:`K` partitions, step :math:`t` is
 
     .. math::
       p_r \leftarrow p_r + \text{inner}_r(g_r), \qquad
       p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
 
-    Every parameter is averaged once in :math:`K` steps; the state of ``inner`` never is.
+    Every parameter is averaged once in :math:`K` steps; the state of ``inner`` is never averaged.
 
     Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. It stands
     outermost, inside gates only: ``dynamic_loss_scale(partial_average(...), axis_name=...)``.
@@ -406,12 +406,12 @@ def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:
-    """Cut items into runs of neighbours, the largest run as small as can be; number each item's."""
+    """Cut items into runs, the largest as small as possible; return the run of each item."""
 
     def runs(limit: int) -> list[int]:
         labels, filled = [0], sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # Leave one leaf for each run to come.
+            # Leave at least one leaf for each later run.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)

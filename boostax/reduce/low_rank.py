@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-rank reduction: every matrix travels as thin factors, one of two at each step."""
+"""The low-rank reduction: a matrix has two thin factors, and one of them travels at each step."""
 
 import dataclasses
 import functools
@@ -95,9 +95,9 @@ class PowerSgd(Codec):
             return span(factors), span(local), new
 
         # All matrices send the same side, so one reduction of one shape suffices. The matrix that
-        # was sent in the fewest steps decides: it sends the side that it did not send last. Some
-        # matrices are left out of some steps, such as every second one; if the step's number
-        # decided, these would always send the same side.
+        # was sent in the fewest steps decides: it sends the side that it did not send last. A
+        # matrix may take part only in some steps, such as every second one. If the step number
+        # decided, it would always send the same side.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
         means, sent, state = branch(left, lambda: send(True), lambda: send(False))
@@ -123,7 +123,7 @@ def _cut(ndim: int, outputs: int) -> int:
 
 
 def _contracted(x: jax.Array, basis: jax.Array, cut: int, last: bool) -> jax.Array:
-    """Return the product over the dimensions from ``cut`` on, or over those before it."""
+    """Multiply ``x`` by ``basis``, summed over the dimensions from ``cut`` on, or before it."""
     dims = range(cut, x.ndim) if last else range(cut)
     return _product(x, basis, (tuple(dims), tuple(range(len(dims)))))
 
@@ -162,9 +162,9 @@ def power_sgd_reduce(
     leaves some matrices out, the matrix that was sent in the fewest steps decides: it sends the
     side that it did not send last.
 
-    A leaf of more than two dimensions is a matrix of its outputs, the last dimension in Flax's
-    layout, and all others. Vectors, and leaves whose two factors would be more than half of them,
-    take a plain mean.
+    A leaf of more than two dimensions is treated as a matrix: the output dimension (the last one in
+    Flax's layout) by all other dimensions together. Vectors, and leaves whose two factors would be
+    more than half of them, take a plain mean.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.

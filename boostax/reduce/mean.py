@@ -25,7 +25,7 @@ class SumState(NamedTuple):
     """State of ``all_reduce(op="sum")``: it has no arrays and marks that gradients are summed."""
 
     def sums(self) -> None:
-        """Mark that a window around it holds shares of a sum, not terms of a mean."""
+        """Mark that windows of replicas around this reduction are shares of a sum."""
 
 
 @said.reduction
@@ -56,8 +56,8 @@ def all_reduce(
       dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
       clip: bound on the magnitude of every element of a local gradient, applied first. Elements
         that are not finite stay so, for the loss scaler to see. ``None`` does not clip.
-      divide: a mean divides ``"after"`` the sum or ``"before"`` it. Before it nothing overflows,
-        where four gradients of 1e38 have a sum beyond f32.
+      divide: whether a mean divides ``"after"`` the sum or ``"before"`` it. Dividing before avoids
+        overflow: the sum of four gradients of 1e38 exceeds f32.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together:
         fewer collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions
         of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
@@ -125,7 +125,8 @@ def all_reduce(
             send = functools.partial(_packed, names, dividing, bucket_bytes)
             leaves = exchange.by_kind(leaves, send)
         else:
-            # Each in its own shape: a flat copy has another tiling on a TPU and is written anew.
+            # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and is
+            # written anew.
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
@@ -134,7 +135,7 @@ def all_reduce(
             return noise_scale.fresh()
         return SumState() if op == "sum" else optax.EmptyState()
 
-    # A mean of f32 is a sum, which XLA shards by itself.
+    # A mean in f32 is a plain sum, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
     if noise is not None:
         update = _measured(update, names, noise)
@@ -142,7 +143,7 @@ def all_reduce(
 
 
 def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Callable[..., Stepped]:
-    """Return a mean's ``update`` that also estimates the noise scale."""
+    """Wrap the ``update`` of a mean so that it also estimates the noise scale."""
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         means, _ = update(updates, (), params, **extra)

@@ -6,8 +6,8 @@ r"""The computation of AdaSum: the pairwise operator, and the tree of pairs over
           + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b
 
 Orthogonal gradients add, parallel ones average. The operator is not associative, so the order is
-part of the definition: neighbours first, ((0,1),(2,3)), then neighbours of those; an odd one out
-passes up unchanged. This file computes with arrays; ``exchange.py`` sends them.
+part of the definition: neighbours first, ((0,1),(2,3)), then neighbours of those; a row without a
+partner moves up unchanged. This file computes with arrays; ``exchange.py`` sends them.
 
 ``_read`` takes the dot products of all pairs. ``_weight`` computes the factors
 ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the
@@ -40,12 +40,13 @@ RUN = 256
 
 
 class Bucket(NamedTuple):
-    """The same columns of every replica.
+    """The same block of columns from every replica.
 
     Attributes:
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
       owners: the leaf of every block of columns, or of all columns together.
-      copies: how many of the devices that ``total`` adds over hold the same part of the rows.
+      copies: the number of devices with the same part of the rows, among those that ``total`` adds
+          over.
     """
 
     rows: list[jax.Array]
@@ -211,7 +212,7 @@ def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
 
 
 def _blocks(x: jax.Array, owners: Owners) -> jax.Array:
-    # A leaf alone keeps its shape, since another shape has another tiling on a TPU.
+    # A leaf that is not packed keeps its shape, since another shape has another tiling on a TPU.
     return x if len(owners) == 1 else x.reshape(*x.shape[:-1], len(owners), -1)
 
 
@@ -220,7 +221,7 @@ def _distinct(owners: Owners) -> Owners:
 
 
 def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
-    """Return the nodes of a level, summed as a tree: equal rows give themselves exactly.
+    """Return the nodes of a level, summed as a tree, so that equal rows give exactly that row.
 
     It goes row by row, so XLA:CPU reads rows where the exchange left them, without a copy.
     """
@@ -346,11 +347,12 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
 def _weight(
     dot: jax.Array, norm: jax.Array, own: jax.Array, cross: jax.Array, same: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the factor ``1 - a.b / 2|a|**2`` of ``a``, as a quotient.
+    """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
 
-    The factor of ``b`` is the same with a and b exchanged. In powers of two it is
+    The factor of ``b`` follows by exchanging a and b. In powers of two it is
     ``2**own - 2**cross * dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm`` for
-    ``|a|**2``. The factor of a zero row is ``2**own``, that of equal rows half of it.
+    ``|a|**2``. The factor of a zero row is ``2**own``; the factor of two equal rows is half of
+    that.
 
     ``same`` is asked for because the dot products of equal rows may differ in their last bit: XLA
     contracts some of them to fused multiply-adds. No comparison takes a NaN for a zero.

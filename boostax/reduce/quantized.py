@@ -29,12 +29,13 @@ LEVELS = 127
 class Int8(Codec):
     """Two shots of int8 with a scale per row.
 
-    The replica that rounds a mean knows the loss of this second rounding. The loss goes into its
-    residual, times the number of replicas, so the mean of later steps makes up for it.
+    The replica that rounds a mean knows the error of this second rounding. The error goes into the
+    residual of that replica, times the number of replicas, so the mean of later steps makes up for
+    it.
 
     Attributes:
       block: the most elements of a row.
-      stochastic: round up or down at random, right on average, instead of to the nearest.
+      stochastic: round up or down at random, so that the mean is kept, instead of to the nearest.
       seed: seed of the rounding.
     """
 
@@ -103,9 +104,9 @@ class _Slices(NamedTuple):
     def charged(
         self, held: Arrays, lost: Arrays, names: Names
     ) -> tuple[list[jax.Array], list[Late | None]]:
-        """Charge the loss of a mean to its slice here; return ``held`` and ``late`` of a message.
+        """Add the rounding error of this replica's slice to ``held`` and ``late`` of a message.
 
-        The loss of a mean counts once for each replica.
+        The error is multiplied by the number of replicas, because it is an error of the mean.
         """
         replicas, replica = axes.size(names), axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
@@ -130,7 +131,7 @@ def _together(arrays: Arrays, send: Send, names: Names) -> list[jax.Array]:
 
 def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
     """Return int8 codes in the shapes of the blocks, and an f32 scale for each row."""
-    # A scale is a normal number at least, so that its reciprocal is finite.
+    # A scale is at least the smallest normal number, so that its reciprocal is finite.
     least = jnp.finfo(jnp.float32).tiny
     units = [jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / LEVELS, least) for x in blocks]
 
@@ -166,7 +167,7 @@ def int8_reduce(
 
     An all-to-all brings the codes to the replica that adds them up, in f32; an all-gather brings
     the sum back, quantised again. It sends a quarter of a mean's bytes at any number of replicas;
-    gathering the codes of all would save nothing from eight replicas on.
+    gathering the codes of all replicas would save nothing from eight replicas on.
 
     A leaf is cut along a dimension of its own, and its rows are those of its last dimension, so it
     is not flattened. Small leaves, leaves that no dimension cuts evenly among the replicas (1% of
@@ -177,7 +178,7 @@ def int8_reduce(
       axis_name: mesh axis, or a tuple of axes.
       block: the most elements that share a scale: longer rows are cut into equal parts, which on a
         TPU is a copy in another tiling. 256 is finer.
-      rounding: to the ``"nearest"``, or ``"stochastic"``: up or down at random, right on average.
+      rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, so that the mean is kept.
       seed: seed of stochastic rounding.
       error_feedback: keep the losses of both roundings for the next step.
       dense: leaves that take a plain mean.

@@ -3,7 +3,8 @@
 
 Counting finds the magnitude of the last element chosen, two bits in each reading of the array. A
 word of 32 bits says which elements in 32 rows of a column are chosen. Running sums of the ones in
-the words lead from a number in the choice back to the element. No array of this size is written.
+the words lead from the number of a chosen element to its position. No array of this size is
+written.
 """
 
 import jax
@@ -25,12 +26,13 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       count: number of elements to choose, up to all.
 
     Returns:
-      Positions, u32 ``(count,)``, ascending, which ``at`` reads; and bools like ``x``. The first
-      of equal magnitudes are chosen; subnormal ones are equal if a device takes them for zero.
+      Positions, u32 ``(count,)``, ascending, which ``at`` reads; and bools like ``x``. Among equal
+      magnitudes the first are chosen; a device that flushes subnormal numbers to zero treats them
+      as equal.
     """
     size, least = jnp.abs(x), _last(x, count)
     above, equal = _words(size > least, size == least)
-    # Elements equal to the last one are chosen up to this position.
+    # Elements equal to the last chosen one are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
     part = (np.uint32(1) << cut % BITS) - np.uint32(1)
@@ -69,13 +71,13 @@ def _last(x: jax.Array, count: int) -> jax.Array:
     """Return the largest magnitude that ``count`` elements reach, found bit by bit."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = 8 * x.dtype.itemsize
-    # Floats without signs have the order of their bits.
+    # Nonnegative floats are ordered like their bits.
     as_float = lambda found: lax.bitcast_convert_type(found, x.dtype)  # noqa: E731
 
     def narrower(i: jax.Array, found: jax.Array) -> jax.Array:
         unit = jnp.ones((), unsigned) << (bits - 2 - 2 * i).astype(unsigned)
         more = [found + step * unit for step in (1, 2, 3)]
-        # A larger number would set the first bit, which is the sign.
+        # A larger number would set the first bit, which is the sign bit.
         fits = [(_reaching(x, as_float(m)) >= count) & (m >> (bits - 1) == 0) for m in more]
         return found + unit * sum(fit.astype(unsigned) for fit in fits)
 

@@ -78,11 +78,11 @@ def _narrow(positions: jax.Array, size: int) -> jax.Array:
 
 
 class Runs(NamedTuple):
-    """A leaf from each of whose rows some elements are chosen.
+    """A leaf in which elements are chosen from each row.
 
     Attributes:
       grid: its rows.
-      sent: the number of elements chosen from each row.
+      sent: how many elements are chosen from each row.
     """
 
     grid: exchange.Grid
@@ -122,7 +122,7 @@ class Runs(NamedTuple):
 
 
 class Whole(Runs):
-    """A leaf from all of whose elements some are chosen."""
+    """A leaf in which elements are chosen from the whole leaf."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,8 +158,8 @@ class Whole(Runs):
 def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the sum over the replicas, added one after the other.
 
-    Added at once, equal positions would be summed in an order that the hardware chooses, and the
-    replicas would drift apart by rounding.
+    If all were added at once, the hardware would choose the order in which equal positions are
+    summed, and the replicas would drift apart by rounding.
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -170,7 +170,7 @@ def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 class _Bucket(NamedTuple):
-    """Leaves that are chosen from together.
+    """Leaves that share one choice of elements.
 
     Attributes:
       leaves: their indices.
@@ -214,8 +214,8 @@ class Largest(Codec):
         values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
         received = zip(buckets, _gathered(values, names), _gathered(positions, names), strict=True)
         summed = [x.view.leaf(added(x.view, v, i)) for x, v, i in received]
-        # The barrier writes the sums once. A TPU's compiler would move what reads them before the
-        # transposition, and write every result of that too.
+        # The barrier writes the sums once. A TPU's compiler would move their readers before the
+        # transposition, and write the results of each reader too.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
@@ -360,9 +360,9 @@ def top_k_reduce(
         Positions then take 2 bytes; the choice keeps 87 to 99% of the energy. Try 1000. Runs are
         sorted, whole leaves are not: on a TPU leave it out.
       bucket_bytes: choose from several leaves together. They are fused from the last to the first
-        until they exceed this many bytes (of f32); a larger leaf is chosen from by itself. The
-        same number of elements travels, from where they are largest, for one copy of the fused
-        leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+        until they exceed this many bytes (of f32); a larger leaf has its own choice. The same
+        number of elements travels, from where they are largest, for one copy of the fused leaves.
+        ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
       momentum: correct for the momentum of the optimizer (DGC): momentum is applied here, before
         the choice, and stops for elements that have been sent. The optimizer must have none.
       value_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
@@ -435,8 +435,8 @@ def threshold_reduce(
       threshold: magnitude from which an element is sent.
       capacity: share of each leaf that has slots on the sparse wire, which sends fewer bytes than
         the mean while ``capacity < 1/n``; 1.0 always sends the mean.
-      relative: take the threshold in units of the root mean square of gradient plus residual: the
-        more is held back, the less is sent.
+      relative: take the threshold in units of the root mean square of gradient plus residual. A
+        larger residual then raises the threshold.
       block: see ``top_k_reduce``.
       bucket_bytes: leaves share their slots as in ``top_k_reduce``; else one short leaf without a
         free slot would make a step dense. The same elements are sent. ``None`` gives each leaf

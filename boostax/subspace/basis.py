@@ -29,7 +29,7 @@ PyTree = Any
 Dtype = DTypeLike | None
 _WHO = "pca_basis"
 _FEW = "It is the dimension of the subspace; 32 to 40 are usual."
-# Additional rows, which catch directions that the first product missed.
+# The number of additional rows, which catch directions that the first product missed.
 _SPARE = 2
 
 
@@ -82,8 +82,8 @@ class Basis(NamedTuple):
           The ``Basis``, bit for bit. Cost: one copy of it.
 
         Raises:
-          ValueError: params of other names, shapes or kinds; a file that is broken or none of a
-            basis. FileNotFoundError: no such file.
+          ValueError: params of other names, shapes or kinds; a broken file, or one without a basis.
+            FileNotFoundError: no such file.
         """
         found = files.read("Basis.load", path, ".npz")
         k = np.size(found.get("explained", ()))
@@ -106,7 +106,8 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
       A ``Basis``; from an ``.npy`` a tree of the components.
 
     Raises:
-      ValueError: fewer of them there, rows that are not orthonormal, or as ``Basis.load``.
+      ValueError: the file has fewer components, or rows that are not orthonormal; or as
+          ``Basis.load``.
     """
     who = "saved_basis"
     matrix = pathlib.Path(path).suffix == ".npy"
@@ -117,7 +118,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     allowed = f"at most {k}, the components in {path}"
     fits = n_components <= k
     checks.require(who, "n_components", n_components, allowed, fits, "Take so many.")
-    # Storage in bfloat16 leaves half a percent.
+    # Rounding to bfloat16 leaves an error of half a percent.
     got, hint = "rows that are not", "Distances along them would be wrong."
     skew = np.abs(gram - np.eye(k)).max()
     checks.require(who, "path", got, "a file of orthonormal rows", bool(skew < 2e-2), hint)
@@ -149,7 +150,7 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
       seed: seed of the draws.
 
     Returns:
-      A tree of ``(n_components, *leaf.shape)``. Cost: twice as many params.
+      A tree of ``(n_components, *leaf.shape)``. Cost: memory for twice the result.
 
     Raises:
       ValueError, TypeError: ``n_components`` out of range.
@@ -187,8 +188,8 @@ def pca_basis(
     is only m x m.
 
     Each of the ``n_components`` directions is as large as the params. Snapshots from late in a run
-    give directions worth training in. The first snapshots of a run differ by far the most, and
-    would use up the directions.
+    give directions worth training in. The first snapshots of a run differ most from the others, and
+    would take up all directions.
 
     Args:
       snapshots: a tree like the params of ``(m, *leaf.shape)``; or a list or an iterator of m trees
@@ -200,7 +201,7 @@ def pca_basis(
     Returns:
       A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
       pairs of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``k + 2`` params twice and m
-      centred copies of the largest leaf (under ``jit`` of all leaves, at worst). Of sharded leaves
+      centred copies of the largest leaf (under ``jit`` of all leaves, at worst). For sharded leaves
       only matrices of ``m x m`` or ``m x k`` cross the devices, in f32. Outside ``jit`` those are
       decomposed on the host in f64.
 
@@ -304,7 +305,7 @@ def project(
 ) -> jax.Array:
     """Return the coordinates ``(k,)`` of a tree: its products with the components.
 
-    Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
+    Cost: one read of the components; for sharded leaves a sum of ``4k`` bytes over the devices.
     """
 
     def part(p: jax.Array, g: ArrayLike) -> jax.Array:

@@ -32,7 +32,7 @@ class SubspaceRule:
     Attributes:
       tries: number of lengths tried, 1, shrink, shrink**2, ...
       shrink: in (0, 1).
-      slope: the share of the decrease promised by the slope that suffices (Armijo's constant).
+      slope: the share of the decrease predicted by the slope that is enough (Armijo's constant).
       slack: the relative increase of the loss that counts as rounding.
       curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|``,
       least_curvature: and if ``y.s`` is above this.
@@ -64,8 +64,8 @@ class Memory(NamedTuple):
 
     Attributes:
       inverse: f32 or wider ``(k, k)``, the estimate of the inverse Hessian.
-      gradient: ``(k,)``, the last one.
-      step: ``(k,)``, the last one taken.
+      gradient: ``(k,)``, the last gradient.
+      step: ``(k,)``, the last step taken.
       started: bool, whether there is a last gradient.
       paired: bool, whether any pair has been used.
     """
@@ -331,14 +331,14 @@ def _searched(
     loss_at: LossAt,
     both: bool,
 ) -> tuple[dict[str, Any], PyTree, PyTree]:
-    """Return new fields of the state, the step, and the gradient's part in the span."""
+    """Return new fields of the state, the step, and the part of the gradient in the span."""
     learnt = learn(state.memory, inside, rule)
     direction = -learnt.inverse @ inside
     if rule.towards_mean:
-        # If the snapshots swing about a valley, its floor is near their mean.
+        # If the snapshots swing about a valley, the floor of the valley is near their mean.
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
-    # One reading of the basis lifts both.
+    # Both are mapped back in one reading of the basis.
     columns = [direction, inside] if both else [direction]
     lifted = lift(state.basis, jnp.stack(columns, 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
@@ -386,8 +386,8 @@ def dim_reduce(
 
     where :math:`t` is the first of 1, 1/2, 1/4, ... that makes the loss small enough. If none of
     ten does, only the residual steps, and the next direction is shorter. The first direction leads
-    to the mean of the snapshots, if that is known and lies downhill. It is a fast finish: about ten
-    steps replace more steps of a decaying learning rate; many further steps change nothing.
+    to the mean of the snapshots, if that is known and lies downhill. Use it to end a run: about ten
+    of its steps replace a longer decay of the learning rate, and more than ten change little.
 
     A call whose loss or gradient is not finite changes only a counter.
 
@@ -489,11 +489,12 @@ def dim_reduce(
 
 
 def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
-    """Put another basis into a state, and forget the curvature learnt in the old one.
+    """Replace the basis in a state, and forget the curvature learnt in the old basis.
 
     Args:
       opt_state: any state that holds one of ``dim_reduce``.
-      basis: ``pca_basis(...)`` or its components, as many as before, stored in the old dtypes.
+      basis: ``pca_basis(...)`` or its components, with as many directions as before; it is stored
+          in the old dtypes.
 
     Returns:
       The state, in the same shapes and dtypes, so that a compiled step serves both. Counters and

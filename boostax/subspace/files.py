@@ -33,7 +33,7 @@ def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
     target = _known(who, path, ".npz")
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
-        # NumPy writes dtypes of others as bytes without a meaning; ``read`` knows bfloat16.
+        # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
         holds, got = x.dtype.isbuiltin == 1 or x.dtype == jnp.bfloat16, f"{x.dtype} at {name!r}"
         allowed, hint = "of NumPy's dtypes or bfloat16", "A basis of another dtype= is one."
         checks.require(who, "path", got, allowed, holds, hint, TypeError)
@@ -51,7 +51,7 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
     Raises:
       FileNotFoundError, ValueError: no such file, another suffix, or a broken file.
     """
-    # NumPy would leave a file open that it cannot read.
+    # NumPy would not close a file that it cannot read.
     with _known(who, path, suffix).open("rb") as raw:
         try:
             file = np.load(raw, allow_pickle=False)
@@ -62,7 +62,7 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
         except Exception as error:
             allowed, hint = f"a whole {suffix} file", f"{error}."
             raise ValueError(checks.message(who, "path", allowed, str(path), hint)) from error
-    # NumPy writes bfloat16 as two bytes without a meaning.
+    # NumPy writes bfloat16 as two raw bytes.
     return {name: x.view("bfloat16") if x.dtype == "V2" else x for name, x in found.items()}
 
 

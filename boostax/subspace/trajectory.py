@@ -37,7 +37,7 @@ class TrajectoryState(NamedTuple):
     holds = Holds(("recorded", "snapshots"), params=True)
 
     def whole_params(self) -> bool:
-        """Mark that snapshots are of all params: no transformation around it may mask some."""
+        """Mark that snapshots hold all params, so no transformation around it may mask some."""
         return True
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -64,7 +64,7 @@ def record_trajectory(
 
     Args:
       size: snapshots kept, at least two.
-      every: calls from one snapshot to the next.
+      every: number of calls from one snapshot to the next.
       start: calls before the first snapshot.
       dtype: dtype of the snapshots; f64 and complex leaves keep their kind. bf16 only resolves
         differences of more than 0.4% of a weight.
@@ -165,8 +165,8 @@ def trajectory_basis(
 ) -> Basis:
     """Return the leading directions of the recorded snapshots.
 
-    The current ``params`` can be one more snapshot. A finish that begins at these params needs
-    that, and all directions but one: the span then contains what sets the params apart.
+    The current ``params`` can be one more snapshot. A ``dim_reduce`` that begins at these params
+    needs that, and all directions but one: the span then contains what sets the params apart.
 
     Args:
       opt_state: any state that holds one of ``record_trajectory``.

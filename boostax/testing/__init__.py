@@ -41,8 +41,8 @@ Those in ``PAIR_LAWS`` also take a seed, which draws the programs that they comp
 def laws_for(case: Case) -> dict[str, Law]:
     """Return the laws that have a meaning for a case, by name.
 
-    A reduction has none on a single device; laws of skips need a transformation that skips, the law
-    of residuals one that has residuals.
+    A reduction has no laws on a single device. Laws about skipping need a transformation that
+    skips, and the law of residuals needs one that has residuals.
     """
     single = SINGLE_LAWS.keys() - INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case of a law: a transformation, what a law needs to know of it, and steps with it."""
+"""The cases that laws test: a transformation, its properties, and steps with it."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ class Case:
       scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, if it has several
         scales.
       bad_arguments: functions that must raise, each with a part of its message.
-      compresses: at every call it passes to ``inner`` what a codec sends of local gradients, and
-        keeps the rest in a residual.
+      compresses: at every call it passes to ``inner`` the part of local gradients that a codec
+        sends, and keeps the rest in a residual.
     """
 
     name: str
@@ -100,7 +100,7 @@ Law = Callable[..., None]
 
 
 def laws_in(names: dict[str, Any]) -> dict[str, Law]:
-    """Return the laws of a module in order: its functions of a case, or of a case and a seed."""
+    """Return a module's laws in order: its functions that take a case, or a case and a seed."""
     return {
         name: value
         for name, value in names.items()
@@ -154,7 +154,7 @@ def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) ->
 
 
 def train(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Train on these gradients from the params on."""
+    """Train on these gradients, beginning at ``params``."""
     return follow(applied(tx), (params, tx.init(params)), grads)
 
 

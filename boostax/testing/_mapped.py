@@ -166,7 +166,7 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
 
 
 def what_is_not_sent_waits(case: Case) -> None:
-    """Promise 15: the mean of gradients and old residuals is what is sent plus what then waits."""
+    """Promise 15: the mean of gradients plus old residuals is the sent mean plus new residuals."""
     tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), arrays.even_params(), 4
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name=AXIS))
@@ -311,7 +311,7 @@ def any_placement_means_the_same(case: Case) -> None:
 
 
 def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
-    """Promise 11: the same if JAX types every array by its sharding."""
+    """Promise 11: training is the same if JAX types every array by its sharding."""
     _means_the_same(case, AxisType.Explicit)
 
 

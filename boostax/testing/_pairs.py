@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of pairs of programs, drawn from a seed: written differently, they mean the same."""
+"""Laws of pairs of programs, drawn from a seed: two different programs with equal results."""
 
 import dataclasses
 import functools
@@ -126,7 +126,7 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
     good = setting.grads(3 * case.calls)
     step = setting.step(setting.tx())
     expected = follow(step, setting.start(setting.tx()), good)
-    # A window around a scaler is dropped whole.
+    # A window around a scaler is dropped as a whole.
     places = range(0, len(good) + 1, case.skip_calls)
     calls: Grads = []
     chosen = {int(setting.rng.choice(places)) for _ in range(2)}
@@ -238,7 +238,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
     there = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(there, 2), carry, "there and back")
-    # Training goes on with more replicas.
+    # Training continues with more replicas.
     _, on = follow(more.step(tx), there, more.grads(case.calls))
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(on) if _inexact(x)), "there"
 

@@ -201,7 +201,7 @@ def survives_what_python_does_to_objects(case: Case) -> None:
         "an Optax pair": optax.GradientTransformationExtraArgs(tx.init, tx.update),
     }
     for name, again in rebuilt.items():
-        # Equal programs: a gate that was lost would still give equal numbers.
+        # The programs must be equal, because a lost gate would still give equal numbers.
         assert text(again) == program, f"{name}: it computes something else"
 
 

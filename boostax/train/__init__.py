@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train steps: the gradient function, what applies its gradients, the compiled step, its state."""
+"""Train steps: the gradient function, applying gradients, the compiled step and its state."""
 
 from typing import TYPE_CHECKING
 

@@ -25,11 +25,12 @@ def apply_gradients(
 
     A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated
     buffers the compilers for CPU, TPU v5e and H100 leave params where they are. A gate inside an
-    Optax wrapper such as ``optax.chain`` cannot be seen from here; then this makes those two calls.
+    Optax wrapper such as ``optax.chain`` cannot be seen from here; then the function makes those
+    two calls.
 
     Args:
       tx: any Optax transformation; the gain is with boostax's gates outermost.
-      grads: gradients as ``tx`` wants them (scaled and local for the scaling and reducing ones).
+      grads: gradients as ``tx`` needs them: scaled if it unscales, local if it reduces.
       opt_state: state of ``tx``.
       params: the params; a leaf without a gradient (``None``), such as a function in an Equinox
         module, is returned unchanged.

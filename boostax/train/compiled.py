@@ -205,7 +205,7 @@ class TrainStep:
     def _varies_on_host(self, state: TrainState) -> bool:
         if variants_of(self.tx) is None or self.freeze_driver != "host":
             return False
-        # Inside another program there is nothing to read.
+        # Inside another program the state is traced and cannot be read.
         return not isinstance(state.opt_state.coming(), Tracer)
 
     def _of(self, state: TrainState, structure: Any = None) -> "Programs":
@@ -267,7 +267,7 @@ class TrainStep:
         seen = self._gathered(placement, params, opt_state)
         value, grads = oracle(seen(params), opt_state, batch, active=active, **given)
         loss, aux = value if self.has_aux else (value, Aux())
-        # For line searches; where none calls it, it is not compiled.
+        # This is for line searches; without one it is not called and not compiled.
         loss_at, wanted = oracle.loss_at(batch, **given), asked(self.tx)
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
@@ -309,7 +309,7 @@ class TrainStep:
         """Return the function from params to those that the loss gets."""
         if self.gather is None or placement is None:
             return lambda params: params
-        # A carried leaf is no weight: its history is not rounded.
+        # A carried leaf is not a weight, so its history is not rounded.
         exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
         return gathering("make_train_step", self.gather, placement, exact)
 
@@ -340,7 +340,7 @@ class Programs:
             self.coming = self._variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
-        """Return the positions, in a state, of the leaves that a program of this depth gets."""
+        """Return the positions in a state of the leaves that a program for this depth receives."""
         if depth not in self._parts:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
@@ -373,7 +373,7 @@ def _mean_gradient(grads: PyTree) -> PyTree:
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
-    # The mean of equal params is exact this way.
+    # In this form the mean of equal params is exact.
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
 
 

@@ -132,7 +132,8 @@ def rounded(
 ) -> jax.Array:
     """Return an array as it arrives from ``shards`` shards along each dimension.
 
-    ``travel`` gets what is sent: ``x`` in bf16, or codes and scales of shape ``[*shards, ...]``.
+    The function ``travel`` sends its argument: ``x`` in bf16, or codes and scales of shape
+    ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
         # XLA may drop a pair of conversions and gather in the wide dtype; it keeps this rounding.

@@ -28,7 +28,7 @@ from boostax.precision.policy import Policy, as_policy
 PyTree = Any
 _WHO = "value_and_grad"
 _ROWS = "Let loss_fn take the batch: of what it closes over every replica has all."
-# By argument, what to do about a loss that does not take it.
+# Hints for a loss that does not take an argument, by argument.
 _TAKEN = {
     "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
     "edge between groups.",
@@ -230,7 +230,8 @@ class Oracle:
         evaluate = functools.partial(self._evaluated, active, rules)
         how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
         sliced = microbatch(evaluate, self.count, has_aux=True, **how)
-        # Carried records of cotangents must be those of the whole batch, however it is cut.
+        # Carried records of cotangents must equal the records of the whole batch, however it is
+        # cut.
         parts = 1
         if rules:
             slices = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
@@ -275,7 +276,7 @@ class Oracle:
         return (loss, aux), grads
 
     def _loss_and_aux(self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
-        """Return what the loss does, of params some of which are trained."""
+        """Return the result of the loss, for params of which only some are trained."""
 
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
             _require_taken(self.loss_fn, kwargs)
@@ -373,7 +374,7 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
 
 
 def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
-    """Return params that are whole on every replica.
+    """Gather params so that they are whole on every replica.
 
     XLA gathers params that are sharded over the replica axes; an Explicit mesh wants a ``reshard``.
     """
@@ -386,9 +387,9 @@ def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
 def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTree) -> Any:
     """Return ``fn(trained)``; refuse one that differentiates a sum over the replicas itself.
 
-    Without types JAX adds up the cotangents of a sum over the replicas. The mean over the replicas
-    of a gradient taken outside wants exactly that; a gradient taken inside, of one replica, does
-    not.
+    Without types JAX adds up the cotangents of a sum over the replicas. That is right for a
+    gradient taken outside the mapped function and averaged over the replicas, but wrong for a
+    gradient taken inside, for one replica.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
     inside = axes.of_transposes(program) & frozenset(names)
@@ -454,7 +455,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
     checks.require(_WHO, "active", active, allowed, bools, hint, TypeError)
 
     def of_part(keep: Any, part: PyTree) -> Any:
-        # A None for a part without arrays is no answer, and none is needed.
+        # A part without arrays needs no entry, so it may be None.
         trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
@@ -488,7 +489,7 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         # A wrapper may take arguments that the wrapped function does not.
         takes = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):
-        # Python knows no signature of some callables.
+        # Some callables have no signature that Python can read.
         return
     try:
         takes.bind_partial(None, None)
@@ -526,7 +527,8 @@ def _over_replicas(
     told, replicas = as_aux(aux), axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
     summed = jnp.float32(replicas) if told.weight is None else total(local, names)
-    # The mean over the replicas: equal on all, so windows of such weights add up to all tokens.
+    # This weight is the mean over the replicas, so it is equal on all, and a window's weights add
+    # up to all tokens.
     weight = None if told.weight is None else summed / replicas
     if weight is not None:
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)

@@ -67,7 +67,7 @@ class Placing:
             state = jax.eval_shape(stack, state)
             typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
             return jax.tree.map(typed, state, here.shardings(state))
-        # On the host stacked replicas are views of one array.
+        # On the host, all stacked replicas are views of one array.
         state = stack(on_host(state) if self.spans_processes else state)
         return place(state, here.shardings(state))
 
