@@ -151,7 +151,7 @@ class Optimizer(nnx.Optimizer[_M]):
             # With a key for each replica, a loss may draw its own data.
             fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
-            hint = "Let loss_fn take it: of what it closes over every replica has all."
+            hint = "Let loss_fn take it: arrays that it closes over are not split over replicas."
             checks.require(_WHO, "batch", batch, allowed, fits, hint, TypeError)
             opt_state = nnx.as_pure(self.opt_state)
 
@@ -222,11 +222,11 @@ class Optimizer(nnx.Optimizer[_M]):
 def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
     """Refuse a loss that adds or removes variables, or that sets params that are not trained."""
     mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
-    hint = "Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
+    hint = "Remove the added variables in the loss: nnx.pop(model, nnx.Intermediate)."
     allowed = f"one that leaves the model the variables that it has, {theirs}"
     checks.require(_WHO, "loss_fn", mine, allowed, mine == theirs, hint)
     for (name, new), old in zip(trees.named(still), jax.tree.leaves(frozen), strict=True):
-        hint = "Give what it sets a type of its own: class Average(nnx.Variable)."
+        hint = "Use a separate type for variables that the loss sets: class Average(nnx.Variable)."
         checks.require(_WHO, "loss_fn", name, "a function that sets no nnx.Param", new is old, hint)
 
 

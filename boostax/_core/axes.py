@@ -207,7 +207,7 @@ def require_readable() -> None:
     found["sent"] = names if seen else frozenset()
     wrong = [name for name, axes in found.items() if axes != names]
     if wrong or not found:
-        danger = "Gradients that are summed already, and replicas that part, would pass unseen."
+        danger = "Already summed gradients, and replicas that diverge, would go unnoticed."
         allowed = f"readable for {', '.join(found)} values"
         raise jaxprs.unreadable(
             "the axes over which values vary or are sent", allowed, wrong, danger

@@ -176,7 +176,7 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
         if not any(jax.tree.leaves(batched[1])):
             raise ValueError(
                 f"{who}: gradients must be local to each replica, got some that are already equal "
-                f"over {', '.join(names)}. Leave out what reduces them before."
+                f"over {', '.join(names)}. Remove the reduction before it."
             )
         return grads, batched[1]
 

@@ -136,7 +136,7 @@ def by_rule(
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         ok, own = rule(grads, state.own, params)
-        trees.require_shapes(who, "own", state.own, own, "Return it as it was given.")
+        trees.require_shapes(who, "own", state.own, own, "A rule keeps the shapes of its state.")
 
         def heavy() -> Stepped:
             return run(tx, grads, state.inner_state, params, apply=apply, extra=extra)

@@ -275,7 +275,7 @@ def _refuse(who: str, path: tuple[Any, ...], leaf: object, carried: bool) -> Non
         raise ValueError(
             f"{who}: gradients must be gradients, got the new value of a leaf at "
             f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
-            "leaves and hands on the others."
+            "leaves and passes on the others."
         )
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not is_inexact(dtype):

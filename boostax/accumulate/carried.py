@@ -136,7 +136,7 @@ class _Carry(NamedTuple):
             "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
         )
         allowed = "set by boostax.apply_gradients with carry outermost"
-        got = "what multiplies gradients or adds updates around it"
+        got = "a wrapper that multiplies gradients or adds updates"
         checks.require(_WHO, "carried leaves", got, allowed, apply and not grads.factors, hint)
         found = resolve(self.rules, params)
         new = values(grads.raw, found)
@@ -183,7 +183,7 @@ def require_outside(inner_state: PyTree, who: str) -> None:
     """Refuse ``carry`` inside a transformation that sums gradients."""
     inside = trees.find(inner_state, lambda node: isinstance(node, CarryState))
     allowed, hint = "without carry, which must stand outermost", f"Write boostax.carry({who}(...))."
-    checks.require(who, "inner", "one that adds new values up", allowed, not inside, hint)
+    checks.require(who, "inner", "a wrapper that adds up new values", allowed, not inside, hint)
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:

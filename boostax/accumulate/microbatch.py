@@ -91,7 +91,7 @@ def microbatch(
       (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
     """
     count = require_count(_WHO, microbatches)
-    checks.choice(_WHO, "normalize", normalize, ("mean", "sum"), "Sum losses want 'sum'.")
+    checks.choice(_WHO, "normalize", normalize, ("mean", "sum"), "Losses that are sums need 'sum'.")
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     if count == 1:
         return value_and_grad_fn

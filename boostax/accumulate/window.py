@@ -165,7 +165,7 @@ def accumulate(
     if not callable(every):
         hint = "It counts micro-steps per update; a schedule may be a function."
         every = checks.positive_int(_WHO, "every", every, hint)
-    hint = "Losses that are means over a varying number of tokens want 'weight'."
+    hint = "Losses that are means over a varying number of tokens need 'weight'."
     checks.choice(_WHO, "normalize", normalize, ("mean", "sum", "weight"), hint)
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     hint = "Other sums are rounded to the nearest."

@@ -376,7 +376,7 @@ def _owned(
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))
         allowed, fits = "functions of your own", callable(factory) and name not in keys.NAMED
-        hint = "Keys name boostax's own without it."
+        hint = "The factories of boostax have keys already."
         checks.require(_WHO, "factories", factory, allowed, fits, hint)
         if (value := data.get(name)) is None or value is False:
             data.pop(name, None)
@@ -384,7 +384,7 @@ def _owned(
         options = keys.part(name, value, user=factory)
         made, *_ = keys.layer(factory, options, [optax.identity()], axis_name="axis")
         kind, allowed = role(read(made)), "described with a role that has a place in a chain"
-        hint = f"@boostax.describe({name!r}, 'clip') says one; the optimizer's belongs into it."
+        hint = f"@boostax.describe({name!r}, 'clip') says one; momentum goes into the optimizer."
         checks.require(_WHO, name, kind, allowed, kind in keys.PLACES, hint)
         found[name] = (factory, keys.PLACES[kind])
     return found
@@ -393,7 +393,7 @@ def _owned(
 def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
     """Take a setting from the dictionary or from the argument, if they do not contradict."""
     there = data.pop(name, None)
-    same, hint = given is None or there in (None, given), "The dictionary says it, too."
+    same, hint = given is None or there in (None, given), "The dictionary sets it too."
     checks.require(_WHO, name, given, f"{there!r} or left out", same, hint)
     return there if given is None else given
 

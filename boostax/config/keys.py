@@ -101,7 +101,7 @@ def _groups(options: types.SimpleNamespace) -> Any:
         return {"any": 0}
     if cut == "layers":
         return boostax.freeze.prefix_groups(tree, groups, order=options.order, level=options.level)
-    hint = "Its buckets are of params."
+    hint = "MindSpore's buckets consist of single params."
     checks.absent("", "level", options.level, "left out with cut 'mindspore'", hint)
     removed = options.less_bn.removed if options.less_bn else ()
     return boostax.freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
@@ -154,9 +154,9 @@ def _basis(options: types.SimpleNamespace) -> Any:
     if source is not FILES:
         found = isinstance(source, subspace.Basis)
         return source if found else subspace.trajectory_basis(source, count, params=tree)
-    allowed, hint = "given where there is no run before", "boost.finish(basis, params) takes any."
+    allowed, hint = "given if no run has recorded before", "boost.finish(basis, params) takes any."
     checks.require("", " or ".join(FILES), None, allowed, given, hint)
-    allowed, hint = "given where files are read", "They name what is to be in them."
+    allowed, hint = "given where files are read", "They tell which arrays the files must hold."
     checks.require("", "params", tree, allowed, tree is not None, hint)
     if matrix is not None:
         return saved_basis(matrix, tree, count)
@@ -203,7 +203,7 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
         names = axes.canonical(who, place["axis_name"])
         options["axis_name"] = tuple(name for name in names if name != within)
         allowed, fits = f"one of several axes, {names}", 0 < len(options["axis_name"]) < len(names)
-        checks.require(who, "within", within, allowed, fits, "Its links are the fast ones.")
+        checks.require(who, "within", within, allowed, fits, "It is the axis with the fast links.")
     if who in _MADE:
         make, _, instead = _MADE[who]
         options = instead | options

@@ -352,7 +352,7 @@ def scheduled_freeze(
         depth: int | None = None,
         **extra: Any,
     ) -> Whole:
-        trees.require_params(params, _WHO, "They say which leaves there are.")
+        trees.require_params(params, _WHO, "They show which leaves exist.")
         outside = state
 
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:

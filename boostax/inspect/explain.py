@@ -100,11 +100,11 @@ class Explanation:
         sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
         kept = f"{self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} of params"
         notes = [f"Kept on each device: {kept}; sent per step: {sent}."]
-        notes += [f"What is sent could not be counted: {self.problem}"] * bool(self.problem)
+        notes += [f"The bytes sent could not be counted: {self.problem}"] * bool(self.problem)
         if any(part.own_bytes for part in self.parts):
             notes.append("Own bytes differ from replica to replica.")
         if any(part.role == UNKNOWN for part in self.parts):
-            notes.append("An unknown part is counted, but its place is not judged.")
+            notes.append("An unknown part is counted, but its position is not judged.")
         wrong = "\n".join(f"! {finding}" for finding in self.findings)
         return "\n\n".join(filter(None, (aligned(_cells(self.parts)), wrong, "\n".join(notes))))
 
@@ -303,9 +303,9 @@ def _part_costs(
         said = row.part.name, len(row.holders), row.role, row.part.what
         result.append(PartCost(*said, *known, own, counts, None if counted else wire_bytes))
     if by_row:
-        name, what = "(the step)", "Averages the loss and what is reported with it"
+        name, what = "(the step)", "Averages the loss and its metrics"
         if any(row.role == UNKNOWN for row in found):
-            name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
+            name, what = "(unknown parts)", "Their bytes, and those of a step's loss and metrics"
         result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *_summed(by_row[None])))
     return tuple(result)
 

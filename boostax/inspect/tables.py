@@ -44,7 +44,7 @@ def _headline(found: Audit) -> str:
     if found.window:
         lines.append(f"One call, with a window open over several ({found.window}): say calls=")
     if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
-        lines.append("So small a program keeps temporaries in a TPU's vector memory: none are seen")
+        lines.append("A small program's temporaries are in a TPU's vector memory and not counted")
     if found.unknown_loops:
         names = ", ".join(found.unknown_loops[:3])
         lines.append(f"Turns not known, counted once: {names}")

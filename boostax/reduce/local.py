@@ -70,7 +70,7 @@ class _Own(NamedTuple):
         ) -> Stepped:
             trees.require_gradients(grads.raw, who)
             axes.require_local(grads.raw, names, who)
-            trees.require_params(params, who, "They are what is averaged.")
+            trees.require_params(params, who, "They are averaged.")
             own, old = axes.to_varying(params, names), state.inner_state.local
             # Wide params get wide updates, which may be the first term of a sum in f32.
             wide = trees.at_least_float32(own)

@@ -141,7 +141,7 @@ def checkpoint_snapshots(
     """
     who = "checkpoint_snapshots"
     if last is not None:
-        checks.positive_int(who, "last", last, "None takes all of them.")
+        checks.positive_int(who, "last", last, "None reads all of them.")
     folder = pathlib.Path(directory).absolute()
     there = sorted(folder.glob("*"), key=_numbered)
     written = [x for x in there if x.suffix == ".npz"]

@@ -27,7 +27,7 @@ from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
 _WHO = "value_and_grad"
-_ROWS = "Let loss_fn take the batch: of what it closes over every replica has all."
+_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
 # Hints for a loss that does not take an argument, by argument.
 _TAKEN = {
     "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
@@ -345,7 +345,7 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         del size, batched, args
         raise ValueError(
             "value_and_grad: loss_at must be given params that are the same on all "
-            "replicas, got some that differ. Reduce what moves them first."
+            "replicas, got some that differ. Reduce the gradients first."
         )
 
     return called
