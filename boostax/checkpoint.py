@@ -24,7 +24,7 @@ PyTree = Any
 _WHO = "Checkpointer"
 # The type in which a checksum reads the words of a leaf, by their size in bytes.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-# NamedTuples around or inside states that are no part of a chain.
+# NamedTuples around or inside states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 # Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")

@@ -137,7 +137,7 @@ class Optimizer(nnx.Optimizer[_M]):
           ``batch`` are split over replicas and micro-batches; ``given`` is not split. ``active``
           says which params are differentiated; by default those that the ``scheduled_freeze`` in
           ``tx`` trains next. Cost: that of ``boostax.value_and_grad``; over replicas also one
-          collective in every call per variable of the model that is no param.
+          collective per call for each variable of the model that is not a param.
 
         Raises:
           ValueError: a loss that leaves other variables in the model, or sets params that ``wrt``

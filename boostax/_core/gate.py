@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: one branch that runs the inner transformation, or holds everything.
 
-Its form follows from what the compilers for CPU, TPU and GPU make of it (``docs/compilers.md``):
+Its form follows from the programs that the compilers for CPU, TPU and GPU make of it
+(``docs/compilers.md``):
 
 * With ``where``, old and new moments are both kept until the select, so XLA cannot reuse a buffer.
   A branch around the update *and* its application lets XLA write donated buffers in place.

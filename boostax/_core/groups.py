@@ -318,7 +318,7 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
     children: list[tuple[Any, Any]] = [(key, child) for (key,), child in below]
     keys = [key for key, _ in children]
     if keys == [GetAttrKey("value")]:
-        # A box (an NNX variable, or a Flax param with its partitioning) is no module.
+        # A box (an NNX variable, or a Flax param with its partitioning) is not a module.
         yield from _own_order(children[0][1], path)
         return
     # JAX sorts the keys of a dict as text; an OrderedDict keeps the order of the user.

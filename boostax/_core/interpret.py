@@ -6,7 +6,7 @@ that JAX gives to calls, loops and branches, and says how the operands of an equ
 inputs of the programs inside, its *bodies*.
 
 - ``equations`` lists all equations, also those in bodies, each with a context.
-- ``evaluate`` replays a program on arrays or on any values that stand for arrays.
+- ``evaluate`` replays a program on arrays, or on any values in place of arrays.
 - ``flow`` carries facts of a lattice forward through all bodies, to a fixed point in loops.
 - ``demand`` carries levels backward, from results to operands; it does not enter bodies.
 - ``rewrite`` replaces equations in place, so that nothing is traced again.

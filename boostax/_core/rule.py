@@ -80,7 +80,7 @@ def gate(
       the params than ``boostax.apply_gradients``.
 
     Raises:
-      TypeError: ``inner`` is no transformation, or ``run`` no bool scalar.
+      TypeError: ``inner`` is not a transformation, or ``run`` is not a bool scalar.
       ValueError: at trace time, gradients that are summed already over ``axis_name``; something
         inside that reduces over other axes; a state of the rule that changes its shapes.
 

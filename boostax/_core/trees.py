@@ -523,7 +523,7 @@ def dense(tree: PyTree, who: str) -> PyTree:
             return x
         if type(x).__name__ != "BCOO" or x.n_batch or not x.n_sparse:
             _refuse_sparse(who, "gradients", "dense arrays or BCOO with n_batch=0", path, x)
-        # The result of x.todense() is not typed by the axes over which it varies. The sum is in f32
+        # The type of x.todense() lacks the axes over which it varies. The sum is in f32
         # or wider, so that rows of one index are rounded once.
         zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
         zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))

@@ -298,7 +298,7 @@ def auto(
       strict: how a dictionary or level of MindSpore is read: by default as written, with ``False``
         as MindSpore does.
       factories: functions of your own that make transformations, whose names become keys. Describe
-        them (``boostax.describe``): the role says where each stands. A reduction of yours replaces
+        them (``boostax.describe``): the role says where each stands. Your own reduction replaces
         the mean.
 
     Returns:

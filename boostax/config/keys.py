@@ -164,7 +164,7 @@ def _basis(options: types.SimpleNamespace) -> Any:
 
 
 _CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
-# For each factory with arguments that are no data: the function that makes them, their names, and
+# For each factory with arguments that are not data: the function that makes them, their names, and
 # the defaults of the data that replace them.
 _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
     "accumulate": (_window, "", {"every": 1, "drop": "micro-batch"}),

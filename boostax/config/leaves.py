@@ -47,7 +47,7 @@ class Leaf(NamedTuple):
       at: the path of its state.
       state: the innermost state around it; ``None`` if it is in no NamedTuple.
       field: the field of the state that contains it.
-      holds: what the fields of that state are.
+      holds: the meaning of that state's fields.
       bound: whether it has a meaning only together with other arrays of its state.
       owner: the path of the param that it belongs to, if any.
       like: the shape of that param.
@@ -80,7 +80,7 @@ Sources: TypeAlias = dict[Path, Leaf]
 
 
 def read(tree: PyTree, params: PyTree) -> list[Leaf]:
-    """Return the arrays of all states, the outermost first. Containers of params are no states."""
+    """Return the arrays of all states, the outermost first. Containers of params are not states."""
     containers = set(map(type, trees.find(params, lambda _: True)))
     owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     found: dict[Path, list[Leaf]] = {(): []}

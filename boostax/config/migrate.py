@@ -75,7 +75,7 @@ def migrate_state(
 
     A state around a loss scaler, or before it, sums up gradients times the scale. If the scaler
     moves, or is added or removed, open windows, residuals and momentum are multiplied by the new
-    scale over the old one, and a note says so. An open window goes on in any precision. It is
+    scale over the old one, and a note says so. An open window continues in any precision. It is
     refused if ``new_tx`` has no place for it, and dropped with a note if the old scaler would have
     skipped it (not finite, or beyond 2**48).
 
@@ -90,7 +90,7 @@ def migrate_state(
     Args:
       old_state: the saved state, in its own classes, with a dimension of replicas if it comes from
         a ``TrainState``. It is not changed.
-      new_tx: the transformation that goes on.
+      new_tx: the transformation that continues the run.
       params: the params that it trains; ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
         none. Each replica gets a part of an open window that they will add up.

@@ -172,7 +172,7 @@ def _changed(
 ) -> Whole:
     """Return params and state after a change at ``depth``, or at the schedule's depth if ``None``.
 
-    Each depth has a branch of its own, which receives the active leaves and writes them in place.
+    Each depth has its own branch, which receives the active leaves and writes them in place.
     A single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
     """
     plan = freezing.plan(params)

@@ -59,7 +59,7 @@ def staged(
     for level, (inputs, outputs, operations) in _stages(jaxpr, levels):
         run = jaxprs.jaxpr_as_fun(excerpt(inputs, outputs, operations))
         arguments = [values[var] for var in inputs]
-        # A stage that every depth needs is no branch.
+        # A stage that every depth needs is not put into a branch.
         last = level == max(levels)
         found = run(*arguments) if last else _or_zeros(index <= level, run, arguments)
         values.update(zip(outputs, found, strict=True))

@@ -41,7 +41,7 @@ class PartCost(NamedTuple):
       role: the kind of part; ``"unknown"`` if boostax does not know it.
       what: the first line of its documentation.
       state_bytes: bytes that it keeps, without those of the parts in it; ``None`` if its state
-        could not be told from that of the part around it, which then counts it.
+        could not be separated from that of the part around it, which then counts both.
       copies: ``state_bytes`` in multiples of the bytes of the params.
       own_bytes: the ``state_bytes`` that differ from replica to replica.
       collectives: how many it sends per step, by kind.
@@ -116,7 +116,7 @@ def explain(
     *,
     axis_sizes: Mapping[str, int] | None = None,
 ) -> Explanation:
-    """List the parts of a chain or a train step, what each costs, and what is wrong.
+    """List the parts of a chain or a train step, their costs, and errors in their order.
 
     Parts are listed in the order in which a gradient passes them, each with the bytes that it keeps
     and sends on one device. Bytes are counted from types and from the traced program, so nothing

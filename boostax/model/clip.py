@@ -107,7 +107,7 @@ def adagc(
 
     Returns:
       A transformation with an ``AdaGCState``. Updates have the dtypes of the gradients. Cost: 4
-      bytes for each leaf, and 4; two reads of the gradients; no collective of its own.
+      bytes for each leaf, and 4; two reads of the gradients; no collective.
 
     Raises:
       ValueError, TypeError: an argument out of range.

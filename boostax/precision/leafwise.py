@@ -3,7 +3,7 @@
 
 XLA is free to order the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of all
 leaves, and keep the temporaries of each until all leaves are written. So the change of each leaf
-stands in a branch of its own, whose condition is always true: it begins and ends at once, and is
+stands in a separate branch, whose condition is always true: it begins and ends at once, and is
 written in place.
 """
 

@@ -109,8 +109,8 @@ def skip_spikes(
     refused. Watch ``spikes_in_a_row`` of ``boostax.metrics``. On record a constant clip of the norm
     does as well: try that first.
 
-    Around a window the rule judges every micro-step, inside a window the sum of each window. Put it
-    inside a loss scaler, because the gradients outside are multiplied by the scale:
+    Around a window the rule judges every micro-step; inside a window it judges the sum of each
+    window. Put it inside a loss scaler, because the gradients outside are multiplied by the scale:
     ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. ``boostax.gate`` takes a rule
     of your own, by the loss for example.
 

@@ -92,7 +92,7 @@ def store(
     hash of the element's index, the leaf's path and the steps taken. So a skipped step does not
     change it, and a resumed run or another placement draws the same noise.
 
-    Put it directly around the optimizer, inside all gates. A window has a dtype of its own:
+    Put it directly around the optimizer, inside all gates. A window has a separate dtype:
     ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
     rounding="stochastic")``.
 
@@ -370,7 +370,7 @@ def _require_blocks(state: StoreState) -> None:
     """Refuse shards whose blocks do not match the scales, as far as types show it.
 
     If a block is sharded, all its shards share one scale. Without JAX's tracking of types, each
-    device would overwrite it with a scale of its own.
+    device would overwrite it with its own scale.
     """
     table = _by_field(state.scales)
     for path, codes in jax.tree_util.tree_leaves_with_path(state.inner_state):

@@ -83,7 +83,7 @@ def adasum(
         summed over them. Results are also right for leaves that are equal over these axes.
       scope: ``"leaf"``, or ``"tree"`` for one pair of coefficients for all leaves together.
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
-        every leaf travels with a power of two of its own, so nothing overflows.
+        every leaf travels with its own power of two, so nothing overflows.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together;
         ``None`` packs leaves below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together.
         Each other leaf travels in its own shape.

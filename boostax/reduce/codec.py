@@ -109,8 +109,8 @@ class Codec:
 class Staged(Codec):
     """Codecs that follow one another, such as a warm-up of the density.
 
-    Every stage has shapes of its own, so the stages are branches of one ``lax.switch``: each step
-    sends what its stage sends, and no more. All stages share the state of the widest.
+    Every stage has its own shapes, so the stages are branches of one ``lax.switch``, and each step
+    sends only the elements of its stage. All stages share the state of the widest.
 
     Attributes:
       starts: the step at which each stage begins, ascending from 0.
@@ -127,7 +127,7 @@ class Staged(Codec):
     lossy: bool
 
     def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Return what the widest stage returns."""
+        """Return the widest stage's answer."""
         return self.widest.serves(leaf)
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:

@@ -5,7 +5,7 @@ An all-to-all and an all-gather together send the bytes of a ring all-reduce. Be
 replica holds one slice of every replica's gradient, so it can compute any sum of them in f32 while
 half precision, or codes, travel.
 
-A leaf is cut along a dimension of its own. A flat copy has another tiling on a TPU, and writing it
+A leaf is cut along one of its dimensions. A flat copy has another tiling on a TPU, and writing it
 takes many times the cycles of the reduction. Only small leaves are packed together, which saves
 messages.
 """
@@ -251,7 +251,7 @@ def exchange(
       sent: the chunks.
       arrays: their arrays, whole or the slices of an earlier exchange.
       names: axes of the replicas.
-      wire: a half dtype, or ``None``. In f16 every leaf travels with a power of two of its own.
+      wire: a half dtype, or ``None``. In f16 every leaf travels with its own power of two.
       common: further axes over which a leaf is spread, so that its power of two must be equal over
       them. by_leaf: whether to compute powers of two for every wire dtype.
     """
@@ -310,7 +310,7 @@ def delivered(
         return x
 
     near_one = bool(sent) and _is_narrow(wire)
-    # Each leaf of each slice has a power of two of its own, which travels too.
+    # Each leaf of each slice has its own power of two, which is sent too.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
     gathered = along(exponents[None], 0) if near_one else exponents
     arrays: list[jax.Array] = []

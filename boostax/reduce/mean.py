@@ -47,7 +47,7 @@ def all_reduce(
     reduces once per window.
 
     With a half ``dtype`` the gradients travel in that dtype and are summed in f32. bf16 has the
-    range of f32. In f16 every leaf is divided by a power of two of its own, so neither a large
+    range of f32. In f16 every leaf is divided by its own power of two, so neither a large
     gradient nor the sum of many overflows, and small ones keep their digits.
 
     Args:
@@ -72,7 +72,7 @@ def all_reduce(
       ``jax.lax.pmean`` of each leaf in its own shape, one all-reduce per leaf in the traced
       program, which XLA may merge (4 bytes an element on the wire, times ``2 (n-1)/n`` on a ring).
       With ``dtype`` it takes 2 bytes an element, as an all-to-all and an all-gather of each leaf,
-      cut along a dimension of its own, and of each pack of small leaves; in f16 two more gathers,
+      cut along one of its dimensions, and of each pack of small leaves; in f16 two more gathers,
       of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and
       1.56 (f16) times the cycles of the step with the f32 mean. ``noise`` adds an all-reduce of 4
       bytes and a read of the local and of the reduced gradients.

@@ -13,7 +13,7 @@ partner moves up unchanged. This file computes with arrays; ``exchange.py`` send
 ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the
 factors of the rows of each node. ``_tree`` adds up the rows, each times its factors of all levels.
 
-Every row has a power of two of its own, ``value = row * 2**exponent``, and the largest element of
+Every row has its own power of two, ``value = row * 2**exponent``, and the largest element of
 a row is just below one. Products with powers of two are exact, so nothing over- or underflows in
 f32, whatever the magnitude of the gradients, even if one replica's are 1e30 times another's.
 

@@ -71,7 +71,7 @@ class Int8(Codec):
 class _Slices(NamedTuple):
     """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
 
-    The rows are those of a leaf's last dimension, cut into equal parts if they are longer than a
+    Rows run along a leaf's last dimension, and are cut into equal parts if they are longer than a
     block. If they are shorter than a TPU's vector, or the leaf is packed with others, the elements
     are cut into rows in order.
 
@@ -169,10 +169,9 @@ def int8_reduce(
     the sum back, quantised again. It sends a quarter of a mean's bytes at any number of replicas;
     gathering the codes of all replicas would save nothing from eight replicas on.
 
-    A leaf is cut along a dimension of its own, and its rows are those of its last dimension, so it
-    is not flattened. Small leaves, leaves that no dimension cuts evenly among the replicas (1% of
-    padding is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256
-    to 1024.
+    A leaf is cut along one of its dimensions, and rows run along its last dimension, so it is not
+    flattened. Small leaves, leaves that no dimension cuts evenly among the replicas (1% of padding
+    is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256 to 1024.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.

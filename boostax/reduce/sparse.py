@@ -267,8 +267,8 @@ class Largest(Codec):
 class Threshold(Codec):
     """The elements that reach a threshold: sparse if they have slots, else a dense mean.
 
-    Shapes are static, so both forms are branches with shapes of their own, and the replicas agree
-    on one before anything is sent.
+    Shapes are static, so both forms are branches with their own shapes, and the replicas agree on a
+    branch before anything is sent.
 
     Attributes:
       capacity: share of a leaf that has slots on the sparse wire; 1 is always dense.
@@ -373,7 +373,7 @@ def top_k_reduce(
 
     Returns:
       A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
-      or block of up to 65536 elements, 4 if ``value_dtype`` is half as well), gathered from all
+      or block of up to 65536 elements, 4 if also ``value_dtype`` is half), gathered from all
       replicas: k elements of each take ``(n-1) k`` times that on a ring, less than a mean's
       ``8 (n-1)/n N`` bytes only while ``density < 1/n``; one residual of the size of the gradients
       in f32 per replica (two with ``momentum``); two sums of 4 bytes.
@@ -426,9 +426,10 @@ def threshold_reduce(
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
     Shapes are static, so a share of each leaf has slots on a sparse wire. At every step the
-    replicas count the elements that reach the threshold. If all have slots, in every leaf of every
-    replica, they travel with their positions; otherwise as a plain mean in which the rest is zero.
-    So no element that reaches the threshold is lost, with error feedback or without.
+    replicas count the elements that reach the threshold. If all these elements have slots, in every
+    leaf of every replica, they are sent with their positions; otherwise they are sent as a plain
+    mean in which all other elements are zero. So no element that reaches the threshold is lost,
+    with error feedback or without.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
@@ -439,8 +440,8 @@ def threshold_reduce(
         larger residual then raises the threshold.
       block: see ``top_k_reduce``.
       bucket_bytes: leaves share their slots as in ``top_k_reduce``; else one short leaf without a
-        free slot would make a step dense. The same elements are sent. ``None`` gives each leaf
-        slots of its own.
+        free slot would make a step dense. The same elements are sent. ``None`` gives each leaf its
+        own slots.
       value_dtype: see ``top_k_reduce``; a dense step sends such values in f32.
       error_feedback: keep the elements that were not sent.
       dense: leaves that take a plain mean.

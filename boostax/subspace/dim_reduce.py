@@ -225,7 +225,7 @@ class DimReduceState(NamedTuple):
         }
 
     def with_basis(self, basis: Basis | PyTree) -> "DimReduceState":
-        """Return the state with another basis, and with what was learnt forgotten."""
+        """Return the state with another basis and without the learnt curvature."""
         rows, explained, _ = _opened(basis)
         was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
         hint = "A compiled step serves both only if they are alike."

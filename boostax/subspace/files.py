@@ -123,7 +123,7 @@ def checkpoint_snapshots(
       of a checkpoint is read.
 
     Raises:
-      ValueError, TypeError: ``last`` out of range, or params that are not what was saved.
+      ValueError, TypeError: ``last`` out of range, or params that differ from the saved ones.
       FileNotFoundError: no steps there.
       ImportError: orbax is not installed.
 

@@ -141,7 +141,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Promise 6: gradients that autodiff has already summed raise, and the error names the mend."""
+    """Promise 6: gradients that autodiff has already summed raise, and the error names the fix."""
     raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 

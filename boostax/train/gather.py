@@ -31,7 +31,7 @@ def gather_params(
     add up. With ``"int8"`` each block of at least 128 elements of a shard has its own scale,
     :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127` of the block, rounded to
     the nearest; an element that is not finite makes its block NaN. Params that are not sharded over
-    the replica axes, and leaves that are no floating arrays, are returned unchanged.
+    the replica axes, and leaves that are not floating arrays, are returned unchanged.
 
     For plain ``jit``, where params are global arrays; ``make_train_step(gather=)`` calls it itself.
 

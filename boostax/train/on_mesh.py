@@ -38,23 +38,22 @@ def on_mesh(
     ``boostax.value_and_grad(mesh=, axis_name=)`` gives gradients that are local to each replica,
     ``PerReplica`` of stacked arrays; ``tx`` takes them as it does inside ``shard_map``. Its parts
     need no ``axis_name``: those that reduce, and gates around them, have the one that is given
-    here. Up to the reduction every replica has its own; from there on gradients, params and state
-    are ordinary global arrays, so that any optimizer is right however they are sharded. Reductions
+    here. Up to the reduction every replica has its own gradients. From there on gradients, params
+    and state are ordinary global arrays, so any optimizer is right for any sharding. Reductions
     other than the mean see the shards of each device.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
-      params: where they live: arrays, or ``jax.ShapeDtypeStruct`` with shardings, placed on one
-        mesh by ``NamedSharding``. Only mesh and shardings are read. A leaf that is no array has no
-        state, and no update.
-      axis_name: the replica axis, or axes, over which the batch is split; the mesh's only one where
-        it has one.
+      params: arrays, or ``jax.ShapeDtypeStruct`` with shardings, placed on one
+        mesh by ``NamedSharding``. Only mesh and shardings are read. A leaf that is not an array has
+        no state and no update.
+      axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
+        of the mesh.
       shard_optimizer: shard all of the optimizer's state that is the same on all replicas over
         them, each leaf along its first dimension that they divide and that is whole (ZeRO).
 
-    Returns:
-      A gate like any of boostax's. ``init`` makes a placed state: an array shaped like a param is
-      sharded like it, and per-replica state leads with the replicas. ``update`` takes
+    Returns: A gate like any of boostax's. ``init`` makes a placed state: an array shaped like a
+      param is sharded like it, and per-replica state leads with the replicas. ``update`` takes
       ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh,
       gradients of the mean loss that JAX has left unreduced over the replica axes. Cost: that of
       ``tx``; with ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new
@@ -184,7 +183,7 @@ def _of_arrays(tree: PyTree) -> bool:
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
-    """Return the mesh that params are on, its replica axes, and the spec of each by its path."""
+    """Return the mesh of the params, its replica axes, and the spec of each param by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)

@@ -47,49 +47,49 @@ def value_and_grad(
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
 ) -> "Oracle":
-    r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax's.
+    r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax.
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
     *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean
     of the local gradients is the gradient of the mean of what ``loss_fn`` returns on each replica,
     also where the loss averages or sums over the replicas itself (``lax.pmean`` of batch
-    statistics, or of the whole loss). Where the loss returns ``Aux(weight=...)``, replica
-    :math:`r`'s gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is
-    the mean over all tokens. Leaves that ``boostax.carry`` names are returned as the loss makes
-    them, and micro-batches are combined by its rules.
+    statistics, or of the whole loss). If the loss returns ``Aux(weight=...)``, replica :math:`r`'s
+    gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean
+    over all tokens. Leaves that ``boostax.carry`` names are returned as the loss makes them, and
+    micro-batches are combined by its rules.
 
-    Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the result is
-    called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, without
-    types, so that any loss runs; the other axes stay XLA's (or, on an Explicit mesh, the loss's).
-    Gradients are ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but
-    loss and ``Aux``.
+    Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
+    ``mesh`` the result is called in plain ``jit``, on global arrays: it maps the loss over the
+    replica axes alone, without types, so that any loss runs; XLA handles the other axes (or, on an
+    Explicit mesh, the loss does). Gradients are ``PerReplica`` of stacked arrays, for
+    ``boostax.on_mesh``. Only the loss and ``Aux`` are reduced.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
-        ``scales=`` where the state has a loss scale per group (see ``scale_boundary``).
-        Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
+      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if they are given, and
+        ``scales=`` if the state has a loss scale per group (see ``scale_boundary``). Returns a
+        scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
       axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap``, or of
-        ``mesh``: its only axis where it has one.
-      mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
+        ``mesh``; by default the only axis of ``mesh``.
+      mesh: for plain ``jit``, the mesh over whose replica axes the loss is mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
       microbatches: split the batch and scan: see ``boostax.train.microbatch``; ``"stacked"`` for a
         batch ``[k, rows, ...]`` as ``lax.scan`` takes it, whose rows the replicas share.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined over micro-batches and
-        replicas. Any other aux is returned: micro-batches stack its leaves, which then lead with
-        ``[microbatches]``; inside ``shard_map`` or ``pmap`` it is the replica's own; with ``mesh``
-        it is a ``PerReplica`` of stacked arrays, as the gradients are.
-      accumulator_dtype: of the sum over micro-batches.
+        replicas. Any other aux is returned. Micro-batches stack its leaves on a leading dimension
+        ``[microbatches]``; inside ``shard_map`` or ``pmap`` each replica returns its own; with
+        ``mesh`` it is a ``PerReplica`` of stacked arrays, like the gradients.
+      accumulator_dtype: dtype of the gradient sum over micro-batches.
 
     Returns:
       ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
       like the params, or a prefix of one: an inactive leaf is not differentiated, and its gradient
       is an ``optax.MaskedNode``; or ``tx.choice(params, opt_state)`` of a ``scheduled_freeze``,
-      which the program reads. A leaf of the params that is no array (a function in an Equinox
-      module, a bool; beside traced arrays any Python number) reaches the loss unchanged, and its
-      gradient is ``None``. Cost: with ``axis_name`` one scalar collective for the loss and one per
-      leaf of ``Aux``; see ``boostax.train.microbatch``.
+      which the program reads. A leaf of the params that is not an array reaches the loss unchanged,
+      and its gradient is ``None``: a function in an Equinox module, a bool, and beside traced
+      arrays any Python number. Cost: with ``axis_name`` one scalar collective for the loss and one
+      per leaf of ``Aux``; see ``boostax.train.microbatch``.
       ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone, for
       line searches: the same loss, without a gradient and without a new state of the model.
 
@@ -126,7 +126,7 @@ class Oracle:
       names: the replica axes.
       count: micro-batches of a call.
       has_aux: see ``value_and_grad``.
-      accumulator_dtype: of the sum over micro-batches.
+      accumulator_dtype: dtype of the gradient sum over micro-batches.
       mesh: over whose replica axes alone the loss is mapped, on global arrays; ``None`` where it is
         called within a mapped function, or on one device.
     """
@@ -376,7 +376,7 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
 def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
     """Gather params so that they are whole on every replica.
 
-    XLA gathers params that are sharded over the replica axes; an Explicit mesh wants a ``reshard``.
+    XLA gathers params that are sharded over the replica axes; an Explicit mesh needs a ``reshard``.
     """
     if is_per_replica(params) or AxisType.Explicit not in mesh.axis_types:
         return params

@@ -53,7 +53,7 @@ class Placing:
         return NamedSharding(self.mesh, PartitionSpec(self.names))
 
     def state(self, state: TrainState) -> TrainState:
-        """Place the state of one replica, as ``tx.init`` makes it, on all; or type its types."""
+        """Place the state of one replica, from ``tx.init``, on all; or give its types shardings."""
         specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
         given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
@@ -104,7 +104,7 @@ class Placing:
         return jax.tree.map(found, params)
 
     def _require_known(self, spec: PartitionSpec) -> None:
-        """Refuse an axis that the mesh of the step lacks: the param would come back whole."""
+        """Refuse an axis that the step's mesh lacks: the param would come back unsharded."""
         known = self.mesh.axis_names
         used = (name for x in spec for name in (x if isinstance(x, tuple) else (x,)) if name)
         allowed, hint = f"sharded over axes of the step's mesh, {known}", "Pass their mesh to it."
@@ -121,7 +121,7 @@ class Placing:
         return own_rows(self.rows_sharding, size)
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Place a batch, or this process's rows of it; or type its types."""
+        """Place a batch, or this process's rows of it; or give its types shardings."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
             self._require_even(path, leaf)

@@ -10,7 +10,7 @@ PyTree = Any
 
 
 class TrainState(NamedTuple):
-    """State of a run: what a step takes and returns, and what a checkpoint saves.
+    """State of a run, which a step takes and returns, and which a checkpoint saves.
 
     Attributes:
       step: i32 scalar, calls so far (micro-steps, with ``accumulate``).

@@ -42,24 +42,24 @@ def make_train_step(
 
     It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``: the batch is split
     over ``axis_name``, and state per replica is kept apart. Put a reduction, ``all_reduce()`` or
-    ``adasum()``, first in the innermost chain: it runs over the step's axis, and gates around it
-    agree over it, where they name none.
+    ``adasum()``, first in the innermost chain. It runs over the step's axis unless it names
+    another, and gates around it agree over the same axis.
 
-    Params are placed as ``param_specs`` says, or stay as they come: whole on every device, or
-    sharded over any axes of the mesh, the batch's included (FSDP, HSDP, tensor parallel). The step
-    is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh``, jitted: ``loss_fn`` gets the rows
-    of one replica, and whole params.
+    Params are placed as ``param_specs`` says, or keep their placement: whole on every device, or
+    sharded over any axes of the mesh, the batch's axis included (FSDP, HSDP, tensor parallel). The
+    step is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh``, jitted: ``loss_fn`` gets the
+    rows of one replica, and whole params.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
-      axis_name: its axis, or axes, over which the batch is split; its only one where it has one.
-      policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
-      microbatches: slices per replica and call: see ``boostax.train.microbatch``.
-      has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
+      axis_name: the axis, or axes, of the mesh over which the batch is split; by default its only
+      axis. policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
+      microbatches: slices per replica and call: see ``boostax.train.microbatch``. has_aux:
+      ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
         the step reports like ``Aux.metrics``.
-      accumulator_dtype: of the sum over micro-batches.
+      accumulator_dtype: dtype of the gradient sum over micro-batches.
       param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
         ``None`` leaves them as ``step.init`` gets them.
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
@@ -75,10 +75,10 @@ def make_train_step(
         to the replicas, while their owners keep them exact: see ``boostax.train.gather_params``.
 
     Returns:
-      A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss. Params
-      that are sharded over ``axis_name`` are gathered once per call, in as many bits as they have
-      or ``gather`` says. With ``shard_optimizer`` the
-      optimizer's state takes ``1/n`` of its memory, and new params are gathered when they change.
+      A ``TrainStep``. Cost in addition to the transformations: one scalar collective for the loss.
+      Params that are sharded over ``axis_name`` are gathered once per call, in their own dtype or
+      in that of ``gather``. With ``shard_optimizer`` the optimizer's state takes ``1/n`` of its
+      memory, and new params are gathered when they change.
 
     Raises:
       ValueError, TypeError: an argument out of range, an axis that the mesh lacks; a chain that
@@ -133,13 +133,13 @@ def make_train_step(
 
 
 def _judge(step: TrainStep) -> None:
-    """Refuse a chain of which no run can be right; warn, once, of what else is wrong in it."""
+    """Refuse a chain that is wrong in every run; warn once of its other findings."""
     try:
         known = _JUDGED.setdefault(step.tx.update, {})
     except TypeError:  # a callable that has no weak references, or no hash
         known = {}
     if (step.policy, step.names) not in known:
-        # What reads chains is loaded with the first step, not with the library.
+        # The modules that read chains are loaded with the first step, not with the library.
         from boostax.chain.parts import read
         from boostax.chain.rows import rows
         from boostax.chain.settings import findings
