@@ -93,7 +93,7 @@ def saying(names: tuple[str, ...]) -> AbstractContextManager[None]:
 
 
 def said() -> tuple[str, ...]:
-    """Return the replica axes that are bound here; none outside a step of boostax's."""
+    """Return the replica axes that are bound here; empty outside a step of boostax."""
     return _SAID.value
 
 

@@ -16,7 +16,7 @@ def late(
       package: the package's name.
       names: the module of each name; ``""`` for a package inside.
       apart: packages inside that need other packages installed; they are loaded on demand, but not
-          listed.
+        listed.
     """
     names = names or {}
 

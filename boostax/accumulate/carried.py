@@ -187,7 +187,7 @@ def require_outside(inner_state: PyTree, who: str) -> None:
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
-    """Return the rules of the ``CarryState`` in a state, by whole paths.
+    """Return the rules of the ``CarryState`` in a state, keyed by whole paths.
 
     Raises:
       ValueError: the optimizer would take leaves of Flax's collection for gradients.

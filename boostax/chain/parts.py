@@ -46,7 +46,7 @@ class Part:
       settings: the values in the closure of its ``update``.
       inner: the parts inside, each with the route to its state, or ``None`` if that is unknown.
       apart: whether the parts inside work side by side, and not each on the result of the one
-          before.
+        before.
     """
 
     name: str

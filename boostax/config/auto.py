@@ -31,7 +31,8 @@ class Boost:
     Attributes:
       config: plain data, the given arguments of each key; ``boostax.auto(config)`` reads it.
       notes: the settings of a foreign dictionary that have no effect, or a different effect, and
-      why. own: the user's factories by name, each with the key that it replaces or stands behind.
+        why.
+      own: the user's factories by name, each with the key that it replaces or stands behind.
       strict: whether the chain and the step must contain every part that is on; MindSpore itself
         leaves out a reduction without replicas, and LessBN if there is nothing to change.
     """

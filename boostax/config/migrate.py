@@ -93,7 +93,7 @@ def migrate_state(
       new_tx: the transformation that continues the run.
       params: the params that it trains; ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
-        none. Each replica gets a part of an open window that they will add up.
+        none. If the replicas add up an open window, each of them gets a part of it.
 
     Returns:
       The new state, which shares no buffer with ``old_state`` or ``params``, with the dtypes and

@@ -66,8 +66,8 @@ class Audit:
       traffic: bytes that operations read and write in memory (HBM).
       cycles: the estimate of a TPU's compiler, without the network; ``None`` for other machines.
       temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers in XLA's
-      plan. overlap: the share of ``wire_bytes`` with work between the start and the end of a
-      collective;
+        plan.
+      overlap: the share of ``wire_bytes`` with work between the start and the end of a collective;
         ``None`` without collectives.
       flops: floating-point operations by XLA's count, the body of a loop once; NaN without a count.
       unknown_loops: loops whose number of turns is unknown: their bodies count once.

@@ -55,7 +55,8 @@ class CompiledCollective:
       does: the kind, except for the permutes of a windowed matrix product, by which a TPU's
         compiler gathers weights and scatters their gradients: the collective that they do together.
       dtypes: dtypes of the elements in the compiled program; for elements packed in u32, their own
-      dtype. elements: elements of one execution on one device: its operands, or the result of an
+        dtype.
+      elements: elements of one execution on one device: its operands, or the result of an
         all-gather.
       operands: the elements of each array.
       bytes: bytes of the operands of one execution on one device.

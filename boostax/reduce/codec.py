@@ -85,7 +85,8 @@ class Codec:
       whole: whether it takes whole leaves, and XLA shards the computation. Other codecs take the
         shards of a device, each as a leaf by itself.
       lossy: whether it loses most of a gradient without error feedback, the same part at every
-      step. chooses: whether its messages have a ``Message.capacity``.
+        step.
+      chooses: whether its messages have a ``Message.capacity``.
     """
 
     whole: bool = False

@@ -253,7 +253,8 @@ def exchange(
       names: axes of the replicas.
       wire: a half dtype, or ``None``. In f16 every leaf travels with its own power of two.
       common: further axes over which a leaf is spread, so that its power of two must be equal over
-      them. by_leaf: whether to compute powers of two for every wire dtype.
+        them.
+      by_leaf: whether to compute powers of two for every wire dtype.
     """
     near_one, count = _is_narrow(wire), axes.size(names)
     exponents, gathered = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
@@ -301,7 +302,9 @@ def delivered(
       sent: the chunks.
       parts: this replica's slices.
       levels: groups of axes to gather over, one group after the other; the first group varies
-      fastest. wire: a half dtype, or ``None``. leaves: the leaves that were sent, for dtypes.
+        fastest.
+      wire: a half dtype, or ``None``.
+      leaves: the leaves that were sent, for dtypes.
     """
 
     def along(x: jax.Array, dim: int) -> jax.Array:

@@ -59,8 +59,8 @@ class _Own(NamedTuple):
 
         Args:
           init: returns a state with the ``inner_state`` of ``_Own.init``.
-          average: averages the params after a step, or leaves them.
-          close: averages the params for ``boostax.flush``.
+          average: averages the params after a step, or returns them unchanged.
+          close: averages the params at ``boostax.flush``.
         """
         who, names = self.who, self.names
 

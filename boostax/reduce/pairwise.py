@@ -46,7 +46,7 @@ class Bucket(NamedTuple):
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
       owners: the leaf of every block of columns, or of all columns together.
       copies: the number of devices with the same part of the rows, among those that ``total`` adds
-          over.
+        over.
     """
 
     rows: list[jax.Array]
@@ -354,7 +354,7 @@ def _weight(
     ``|a|**2``. The factor of a zero row is ``2**own``; the factor of two equal rows is half of
     that.
 
-    ``same`` is asked for because the dot products of equal rows may differ in their last bit: XLA
+    ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
     contracts some of them to fused multiply-adds. No comparison takes a NaN for a zero.
     """
     own, cross = power_of_two(own, dot.dtype), power_of_two(cross, dot.dtype)

@@ -83,7 +83,7 @@ class Basis(NamedTuple):
 
         Raises:
           ValueError: params of other names, shapes or kinds; a broken file, or one without a basis.
-            FileNotFoundError: no such file.
+          FileNotFoundError: no such file.
         """
         found = files.read("Basis.load", path, ".npz")
         k = np.size(found.get("explained", ()))
@@ -107,7 +107,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
 
     Raises:
       ValueError: the file has fewer components, or rows that are not orthonormal; or as
-          ``Basis.load``.
+        ``Basis.load``.
     """
     who = "saved_basis"
     matrix = pathlib.Path(path).suffix == ".npy"
@@ -200,10 +200,10 @@ def pca_basis(
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
-      pairs of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``k + 2`` params twice and m
-      centred copies of the largest leaf (under ``jit`` of all leaves, at worst). For sharded leaves
-      only matrices of ``m x m`` or ``m x k`` cross the devices, in f32. Outside ``jit`` those are
-      decomposed on the host in f64.
+      pairs of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params
+      and m centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded
+      leaves only matrices of ``m x m`` or ``m x k`` cross the devices, in f32. Outside ``jit``
+      those are decomposed on the host in f64.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,

@@ -494,7 +494,7 @@ def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
     Args:
       opt_state: any state that holds one of ``dim_reduce``.
       basis: ``pca_basis(...)`` or its components, with as many directions as before; it is stored
-          in the old dtypes.
+        in the old dtypes.
 
     Returns:
       The state, in the same shapes and dtypes, so that a compiled step serves both. Counters and

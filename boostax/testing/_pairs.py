@@ -121,7 +121,7 @@ def _scalers(state: PyTree) -> list[Any]:
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
-    """Promise 5: a run with bad calls between good ones ends as without the bad ones."""
+    """Promise 5: a run with bad calls between good ones ends like a run without the bad calls."""
     setting = Setting.of(case, seed)
     good = setting.grads(3 * case.calls)
     step = setting.step(setting.tx())

@@ -52,9 +52,10 @@ def on_mesh(
       shard_optimizer: shard all of the optimizer's state that is the same on all replicas over
         them, each leaf along its first dimension that they divide and that is whole (ZeRO).
 
-    Returns: A gate like any of boostax's. ``init`` makes a placed state: an array shaped like a
-      param is sharded like it, and per-replica state leads with the replicas. ``update`` takes
-      ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh,
+    Returns:
+      A gate, used like the other gates of boostax. ``init`` makes a placed state: an array shaped
+      like a param is sharded like it, and per-replica state leads with the replicas. ``update``
+      takes ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh,
       gradients of the mean loss that JAX has left unreduced over the replica axes. Cost: that of
       ``tx``; with ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new
       params whenever they change.
@@ -202,8 +203,8 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
 def _stacked(grads: PyTree, place: Placement) -> PyTree:
     """Stack gradients that JAX left unreduced, by their types; return others unchanged.
 
-    A device holds its part of the sum over the replicas, which is ``1/n`` of the gradient of its
-    own mean loss.
+    A device holds one term of the sum over the replicas, which is ``1/n`` of the gradient of its
+    replica's mean loss.
     """
 
     def stacked(x: jax.Array) -> jax.Array:

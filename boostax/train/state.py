@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run, from step to step."""
+"""The state that a training run carries from step to step."""
 
 from typing import Any, NamedTuple
 

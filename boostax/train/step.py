@@ -55,9 +55,10 @@ def make_train_step(
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
       axis_name: the axis, or axes, of the mesh over which the batch is split; by default its only
-      axis. policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
-      microbatches: slices per replica and call: see ``boostax.train.microbatch``. has_aux:
-      ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
+        axis.
+      policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
+      microbatches: slices per replica and call: see ``boostax.train.microbatch``.
+      has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
         the step reports like ``Aux.metrics``.
       accumulator_dtype: dtype of the gradient sum over micro-batches.
       param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
