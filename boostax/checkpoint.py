@@ -235,7 +235,7 @@ class Checkpointer:
 
 
 class _Manager(ocp.CheckpointManager):
-    """A manager that leaves JAX's counter of calls alone.
+    """A manager that does not change JAX's counter of calls.
 
     orbax's own manager asks JAX at every save, and again when the save ends in the background,
     whether a SIGTERM has arrived. Each question sets the counter by which all processes agree on

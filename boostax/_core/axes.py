@@ -322,7 +322,7 @@ def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the replica axes, and the other axes over which ``x`` varies."""
+    """Return the replica axes and all further axes over which ``x`` varies."""
     return names + tuple(sorted(varying(x) - frozenset(names)))
 
 

@@ -46,8 +46,8 @@ class Collective:
       bytes: operand bytes per device and execution, in the declared dtype.
       count: executions per call of the program (the lengths of the surrounding scans).
       branches: pairs of numbers ``(cond, branch)``, outermost first. They distinguish the
-        alternatives of one cond from conds that follow each other. Conds that compare one index
-        with 0, 1, ... in turn are alternatives as well.
+        alternatives of one cond from conds that follow each other. Successive conds that compare
+        one index with 0, 1, ... are alternatives as well.
       scopes: names of the transformations of boostax around it, outermost first.
       dtypes: the dtypes of its operands.
       share: how often it runs, as a mean over the calls that send. One branch of a cond runs; the

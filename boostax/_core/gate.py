@@ -59,7 +59,7 @@ class Pending(NamedTuple):
     factors: tuple[jax.Array, ...] = ()
 
     def times(self, *factors: jax.Array) -> "Pending":
-        """Return the gradients with more factors."""
+        """Return the same gradients with additional factors."""
         return Pending(self.raw, self.factors + factors)
 
     def value(self) -> PyTree:
@@ -344,7 +344,7 @@ def passed(state: PyTree) -> jax.Array:
 
 
 def outermost_passed(state: PyTree) -> jax.Array:
-    """Return whether the outermost gate used the last gradient: added it up, or ran on it."""
+    """Return whether the outermost gate used the last gradient, in a window or in a step."""
     gates = _gates(state)
     return gates[0].taken() if gates else jnp.asarray(True)
 

@@ -28,7 +28,7 @@ _HEARD: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("heard"
 
 
 def reduction(factory: Factory) -> Factory:
-    """Let ``axis_name`` be left out of a reduction, and let gates around it know its axes."""
+    """Make ``axis_name`` optional for a reduction, and tell gates around it its axes."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -55,7 +55,7 @@ def reduction(factory: Factory) -> Factory:
 
 
 def gate(factory: Factory) -> Factory:
-    """Let ``axis_name`` be left out of a gate: the bound one, where something inside reduces."""
+    """Make ``axis_name`` optional for a gate: the bound axis, if a part inside reduces."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -87,7 +87,7 @@ def _called(
 
 
 def _delayed(sample: Made, pick: Callable[[PyTree], Made]) -> Made:
-    """Return a transformation that is chosen at each call, and described as ``sample`` is."""
+    """Return a transformation that is chosen at each call, with the description of ``sample``."""
 
     def init(params: PyTree) -> Any:
         return pick(params).init(params)

@@ -507,7 +507,7 @@ def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
     return jax.tree.map(lambda x: fn(x) if _is_aside(x) else x, tree, is_leaf=_is_aside)
 
 
-# A program with a sparse array has imported this module.
+# A program that holds a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
 
 

@@ -301,7 +301,7 @@ def flag(who: str, name: str, value: object) -> None:
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
-    """Return a hint with the nearest of some words."""
+    """Return a hint with the one of ``words`` that is nearest to ``word``."""
     found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
 

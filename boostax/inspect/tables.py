@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
 
 Cells = list[tuple[str, ...]]
-# This many rows of collectives are shown; the others are added up in one more row.
+# At most this many rows of collectives are shown; the others are added up in one more row.
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _IN_VECTOR_MEMORY = 100_000_000

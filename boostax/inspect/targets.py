@@ -250,7 +250,7 @@ def _finished(
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
         begun = time.perf_counter()
-        # Without a GPU no kernels can be timed, and XLA chooses them by its cost model.
+        # Without a GPU no kernels can be timed, so XLA chooses them by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
         options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if untimed else {}
         compiled = compiled.compile(compiler_options=options)

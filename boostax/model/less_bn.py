@@ -129,9 +129,9 @@ def examine(
     fork, and fewer than the other. A concatenation ends a branch if one operand has no product
     beyond the fork. Then
 
-    - in the branch, the norms stay that reach the end without passing another;
-    - a norm on the shortcut goes if a sum ends the branch and the branch has a norm. It stays at a
-      concatenation, because its channels are its own.
+    - in the branch, a norm stays if it reaches the end without passing another norm;
+    - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
+      concatenation it stays, because no other norm normalises its channels.
 
     A norm that lies in several branches is judged at the end of the innermost. A norm that lies in
     none stays. The trace goes into loops, branches, ``jit`` and ``remat``; into a loop body once.

@@ -34,7 +34,7 @@ def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """Return the seed of a leaf in a step; freezing other leaves does not change the path."""
+    """Return the seed of a leaf in a step, by the leaf's path, which freezing does not change."""
     return fold(zlib.crc32(trees.path_name(path).encode()), steps)
 
 

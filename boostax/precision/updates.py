@@ -104,8 +104,7 @@ def check_updates(
     def judged(
         value: PyTree, inner_state: PyTree, state: CheckUpdatesState, params: PyTree, apply: bool
     ) -> Stepped:
-        """Return params (``apply``) or updates, and the inner state: new ones if they are
-        finite."""
+        """Return params (``apply``) or updates, and the inner state, new ones if finite."""
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else optax.apply_updates(params, value)

@@ -449,9 +449,9 @@ def threshold_reduce(
     Returns:
       A transformation with a ``CompressedState``. Cost: a sparse step sends what
       ``top_k_reduce(density=capacity)`` sends, on a ring ``8 (n-1) capacity N`` bytes; a dense step
-      sends what a mean sends, ``8 (n-1)/n N``. Before it come 4 bytes and one reading of the
-      gradients. ``boostax.metrics`` has ``capacity``, the share that had slots at the last step:
-      1.0 for a dense step.
+      sends what a mean sends, ``8 (n-1)/n N``. Before sending, the replicas agree by 4 bytes, which
+      takes one reading of the gradients. ``boostax.metrics`` has ``capacity``, the share that had
+      slots at the last step: 1.0 for a dense step.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

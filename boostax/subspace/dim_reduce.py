@@ -363,7 +363,7 @@ def _searched(
 
 
 def _loss(value: ArrayLike, names: Names) -> jax.Array:
-    """Return the loss in f32 or wider, a true mean over the replicas."""
+    """Return the loss in f32 or wider, averaged over the replicas."""
     return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
 
 

@@ -206,7 +206,7 @@ def survives_what_python_does_to_objects(case: Case) -> None:
 
 
 def updates_have_the_dtypes_of_the_params(case: Case) -> None:
-    """Promise 3: so ``params + updates`` keeps them too, in every wrapper that selects."""
+    """Promise 3: updates have the dtypes of the params, in wrappers with a ``where`` too."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         tx, params = case.single(), arrays.example_params(dtype)
         finite = optax.apply_if_finite(tx, 3)
@@ -253,7 +253,7 @@ def takes_trees_without_arrays(case: Case) -> None:
 
 
 def _made(case: Case, inner: Any = None) -> optax.GradientTransformation:
-    """Make it as in a mapped function, which ``init`` does not need."""
+    """Make the case with an axis name; ``init`` does not need the axis to be bound."""
     return case.make(inner or optimizer(), "data" if case.distributed else None)
 
 
