@@ -508,7 +508,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     probe = varying(to_varying(jnp.zeros(()), names))
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = sorted((wanted & probe) - varying(leaf))
-        # The indices of sparse gradients may be the same everywhere.
+        # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
                 f"{who}: gradients must be local to each replica, but the leaf {_name(path)!r} is "

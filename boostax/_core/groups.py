@@ -228,7 +228,7 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
       Cost: none; no array is read.
 
     Raises:
-      ValueError: an array that is no param, or is in two groups; params in no group.
+      ValueError: an array that is not a param, or is in two groups; params in no group.
 
     Example:
       >>> import boostax, jax.numpy as jnp

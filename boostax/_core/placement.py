@@ -382,7 +382,7 @@ def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Place a batch whose rows are spread over processes, in the order of each process's devices.
 
     Args:
-      tree: arrays whose first dimension has this process's rows; or placed arrays.
+      tree: arrays whose first dimension holds the rows of this process; or placed arrays.
       sharding: the sharding of the whole batch, over its first dimension.
 
     Returns:

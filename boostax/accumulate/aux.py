@@ -19,7 +19,7 @@ class Aux(NamedTuple):
 
     Attributes:
       weight: scalar, the number of items (tokens, unmasked examples) over which the loss is a mean.
-        Micro-batches, windows and replicas are averaged by these weights. ``None`` weighs all
+        Micro-batches, windows and replicas are averaged with these weights. ``None`` weighs all
         equally.
       model_state: the new state of the model (BatchNorm statistics), passed on from micro-batch to
         micro-batch and from step to step.

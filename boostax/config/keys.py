@@ -56,7 +56,7 @@ _PLACE = ("axis_name", "tree", "less_bn")
 _SUPPLIED = (*_PLACE, "module", "args", "kwargs", "inner", "outer", "reduction")
 # With one of these arguments dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
-# Arguments of the functions that make arguments, by the names that a configuration has for them.
+# Arguments of the functions below whose names differ in a configuration.
 _RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Replaces the params while a configuration is checked.
 _LATER = object()

@@ -47,8 +47,8 @@ class PartCost(NamedTuple):
       collectives: how many it sends per step, by kind.
       wire_bytes: bytes that it sends per step, by the formula of a ring; ``None`` if an earlier
         part has the same name at the same position, which then counts both. If it acts once in
-        several calls (a window, local updates), those of a call that sends; with
-        ``scheduled_freeze``, those at the least depth.
+        several calls (a window, local updates), the bytes of a call that sends; with
+        ``scheduled_freeze``, the bytes at the least depth.
     """
 
     name: str

@@ -276,5 +276,6 @@ def _sharding(x: object) -> Any:
 
 
 def _is_info(x: object) -> bool:
-    # A test by attributes would not do, because variables of Flax have those of their values.
+    # A test for attributes would be wrong, because Flax's variables have the attributes of their
+    # values.
     return isinstance(x, jax.stages.ArgInfo)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from boostax.model.less_bn import LessBNReport as LessBNReport
     from boostax.model.normalized_dense import NormalizedDense as NormalizedDense
 
-# NormalizedDense needs Flax, and the report comes with much code.
+# NormalizedDense needs Flax, and importing the report imports many modules.
 _LATE = {
     "LessBNReport": "boostax.model.less_bn",
     "NormalizedDense": "boostax.model.normalized_dense",

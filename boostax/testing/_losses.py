@@ -148,7 +148,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
 
 def _read(loss_fn: Loss, params: PyTree, batch: PyTree, *, compiled: bool) -> None:
-    """Explain, or audit, a step; there is nothing to compare."""
+    """Explain or audit a step; the road returns nothing to compare."""
     from boostax.inspect import audit, explain
 
     step = make_train_step(loss_fn, _reduced(), mesh=_mesh(data=4))
