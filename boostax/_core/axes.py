@@ -45,14 +45,14 @@ _SAID = jax.make_user_context(())
 
 
 class Groups(tuple[str, ...]):
-    """Axis names, and the groups of replicas that communicate among themselves.
+    """Axis names with groups of replicas; only replicas in the same group communicate.
 
     They replace an axis of servers, or an axis of the devices of a server, on a mesh that has a
     single axis for both. JAX has no sum or gather over groups whose result is typed as equal
     (``check_vma``), so the results of groups are typed as varying.
 
     Attributes:
-      members: ``(groups, size)``, the numbers of the replicas of each group.
+      members: ``(groups, size)``, the indices of the replicas in each group.
     """
 
     members: np.ndarray[Any, Any]
@@ -69,7 +69,7 @@ class Groups(tuple[str, ...]):
 
 
 def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Groups]:
-    """Group the replicas by servers of neighbours: across the servers, and inside each.
+    """Group neighbouring replicas into servers; return groups across servers and inside servers.
 
     If a server has at least as many devices as there are replicas, all replicas form one server.
 
@@ -175,7 +175,7 @@ def _varying(x: object) -> frozenset[str]:
 
 @functools.cache
 def require_readable() -> None:
-    """Raise unless varying and equal values are told apart, and each collective is recognised."""
+    """Raise unless types tell varying from equal values, and each collective is recognised."""
     interpret.require_readable()
     names, found = frozenset([jaxprs.AXIS]), dict[str, frozenset[str]]()
 
@@ -271,7 +271,7 @@ def _backward(eqn: jaxprs.JaxprEqn) -> bool:
 
 
 def types(tree: PyTree) -> list[frozenset[str]]:
-    """Return ``varying`` of every leaf."""
+    """Return the varying axes of each leaf."""
     require_readable()
     return list(map(_varying, jax.tree.leaves(tree)))
 
@@ -327,7 +327,7 @@ def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def index(names: tuple[str, ...]) -> jax.Array:
-    """Return the index of this replica, the first axis slowest, or its index in its group."""
+    """Return the index of this replica, or its index in its group; the first axis is slowest."""
     if isinstance(names, Groups):
         return names.place()
     place = jnp.zeros((), jnp.int32)
@@ -448,7 +448,7 @@ def summed(
     over: Callable[[jax.Array], frozenset[str]],
     names: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Sum the parts over ``names`` and over their own axes, with one collective for each set."""
+    """Sum the parts over ``names`` and each part's own axes, by one collective per set of axes."""
     sums: dict[frozenset[str], jax.Array] = {}
     for part in parts:
         sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
@@ -504,7 +504,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
     if wanted.intersection(*map(_varying, jax.tree.leaves(grads))) == wanted:
         return
-    # Without checking nothing is typed as varying, whatever is cast.
+    # Without checking, nothing is typed as varying, even after a cast.
     probe = varying(to_varying(jnp.zeros(()), names))
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = sorted((wanted & probe) - varying(leaf))

@@ -6,12 +6,12 @@ state holds the state of an inner transformation, which axes a part reduces over
 a gradient. ``boostax.chain`` reads descriptions, so ``explain``, the rules of order,
 ``make_train_step`` and ``migrate_state`` know a part without a list of names.
 
-Extra arguments of ``update`` travel inwards. ``value`` is the loss: unscaled, the mean over the
+Extra arguments of ``update`` are passed inwards. ``value`` is the loss: unscaled, the mean over the
 replicas. ``value_fn`` and ``obj_fn`` are that loss as a function of the params; a part that trains
-some params, or coordinates, hands on a function of these. ``grad`` is the gradient of the loss, the
-mean over the replicas, in the units of the gradients beside it: a part that multiplies, masks or
-projects the gradients must do the same to ``grad``. A window over several calls passes none of
-``value_fn``, ``obj_fn`` and ``grad``.
+only some params, or coordinates, passes on a function of these. ``grad`` is the gradient of the
+loss, the mean over the replicas, in the units of the gradients beside it: a part that multiplies,
+masks or projects the gradients must do the same to ``grad``. A window over several calls passes
+none of ``value_fn``, ``obj_fn`` and ``grad``.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ Update = TypeVar("Update", bound=Callable[..., Any])
 # The prefix of a part's name in the name stack of a trace, and so in profiles.
 SCOPE = "boostax."
 
-# The roles: what a part does to a gradient, as far as its position in a chain depends on it.
+# The roles: the effect of a part on a gradient, which decides its position in a chain.
 Gate = Literal["scaler", "window", "check"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
 # The first three reduce gradients; the others reduce updates or params of each replica.
@@ -113,12 +113,12 @@ def describe(
 
     Args:
       name: the factory's name.
-      role: what the part does to a gradient, as far as its position depends on it: ``"scaler"``,
-        ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``, ``"mean"``,
-        ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
+      role: the effect of the part on a gradient, which decides its position in a chain:
+        ``"scaler"``, ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``,
+        ``"mean"``, ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
         ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
-        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``,
-        ``"watch"``, ``"nothing"``; ``"unknown"`` is not judged.
+        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
+        ``"nothing"``; ``"unknown"`` is not judged.
       axes: mesh axes over which the part reduces or agrees.
       inner: transformations inside, by the field of the state that holds their states.
       what: a summary; by default the first line of the factory's docstring.
@@ -187,11 +187,11 @@ def _as_array(x: object) -> object:
 def variants_of(tx: optax.GradientTransformation) -> Any:
     """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
-    A step is compiled once for each variant, a static choice of what it does. ``scheduled_freeze``
-    has variants: a depth, the number of frozen groups, is a Python integer that ``update`` gets by
-    the keyword ``depth``. The state has a method ``coming()``, the variant of the next call, an i32
-    scalar. A train step asks the ``variants`` of an ``update``, a
-    ``boostax.freeze.scheduled.Freezing``, and knows nothing else of freezing.
+    A variant is a static choice between forms of a step, and a step is compiled once for each
+    variant. ``scheduled_freeze`` has variants: a depth, the number of frozen groups, is a Python
+    integer that ``update`` gets by the keyword ``depth``. The state has a method ``coming()``, the
+    variant of the next call, an i32 scalar. A train step asks the ``variants`` of an ``update``, a
+    ``boostax.freeze.scheduled.Freezing``, and uses nothing else of freezing.
     """
     return getattr(tx.update, "variants", None)
 

@@ -151,8 +151,8 @@ def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
 def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Return the params for the ``init`` of a transformation inside a gate.
 
-    A gate gets the params as they are stored. Any other transformation gets them in f32 or wider,
-    as it will compute in; otherwise its moments would be rounded.
+    A gate gets the params in their storage dtypes. Any other transformation gets them in f32 or
+    wider, in which it will compute; otherwise its moments would be rounded.
     """
     return params if gate_of(tx) else trees.at_least_float32(params)
 
@@ -174,7 +174,7 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
-    """Flush a wrapper of an optimizer without gates: nothing is open."""
+    """Flush a wrapper around an optimizer without gates, in which no window is open."""
     del extra
     return params, state
 
@@ -260,7 +260,7 @@ def run_or_hold(
       predicate: bool scalar, equal on all replicas.
       heavy: returns the new params (``apply``) or the updates, and the new state.
       params: the old params.
-      state: the old state. The new one is cast to its dtypes, so that no step changes them.
+      state: the old state. The new state is cast to these dtypes, so that no step changes them.
       apply: see ``heavy``.
       who: the transformation's name, for errors.
       names: mesh axes over which the replicas agreed on the predicate, or over which the gradients

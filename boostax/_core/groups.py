@@ -24,16 +24,16 @@ PyTree = Any
 def prefix_groups(
     params: PyTree, n: int, *, order: Sequence[str] | None = None, level: int | None = None
 ) -> PyTree:
-    r"""Cut the params into ``n`` groups of consecutive layers, the first of the forward pass first.
+    r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
 
     Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
-    layer at most. They are even in layers, not in elements: a frozen prefix saves the backward pass
-    of its layers, and the convolutions that take most of the time have few elements, while an
-    embedding that takes none has many.
+    layer at most. Groups have equally many layers, not elements, because a frozen prefix saves the
+    backward pass of its layers: convolutions take most of the time and have few elements, while an
+    embedding takes none and has many.
 
-    Leaves that share a parent module, such as a kernel and its bias, are a layer. A module that has
-    only vectors and scalars (a norm) belongs to the layer before it, or to the layer after it if it
-    is the first. Each leaf directly in the top container is a layer.
+    Leaves that share a parent module, such as a kernel and its bias, form a layer. A module that
+    has only vectors and scalars (a norm) belongs to the layer before it, or to the layer after it
+    if it is the first. Each leaf directly in the top container is a layer.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
@@ -43,8 +43,8 @@ def prefix_groups(
         position of the layer. ``None`` takes the order of the tree, lists by index and dicts by key
         with numbers as numbers (``block_2`` before ``block_10``), which is the order of the forward
         pass only if the names say so.
-      level: number of leading path components that make a layer. With 1 all of ``block_0`` is one
-        layer; ``None`` makes a layer of each module inside it.
+      level: number of leading path components that make a layer. With 1 the whole ``block_0`` is
+        one layer; ``None`` makes each module inside it a layer.
 
     Returns:
       A tree like ``params`` of Python ints from 0 to ``n - 1``, the group of each leaf. Cost: none;
@@ -180,8 +180,8 @@ def mindspore_groups(
 
     Returns:
       The ``groups`` for ``scheduled_freeze``; depths go from 0 to ``n - 1``. With
-      ``moments="per_group"`` each depth has its optimizer state, which makes a difference even if
-      all depths train all params. Cost: none; no array is read.
+      ``moments="per_group"`` each depth has its own optimizer state, which matters even if all
+      depths train all params. Cost: none; no array is read.
 
     Raises:
       ValueError, TypeError: ``n`` is not a positive integer; an ``order`` that misses a layer.
@@ -442,6 +442,6 @@ def _number(who: str, label: Any, name: str) -> int:
 
 
 def few(names: list[str]) -> str:
-    """Write some of the names, and how many more there are."""
+    """Return a text with some of the names and the number of the others."""
     shown = ", ".join(repr(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

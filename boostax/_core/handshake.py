@@ -3,8 +3,8 @@
 
 A scaler would also divide the gradients of a loss that was not multiplied, by 65536: training would
 stand still, and every metric would look healthy. So code that multiplies a loss marks the scale
-that it has read, and a scaler that is traced checks that *its* scale has a mark. A mark is attached
-to the identity of a tracer. It ends with the trace, and adds nothing to the program.
+that it has read, and a scaler, while it is traced, checks that *its* scale has a mark. A mark is
+attached to the identity of a tracer. It ends with the trace, and adds nothing to the program.
 
 Gradients of another ``jax.jit`` arrive without a mark; ``assume_scaled`` vouches for them. Outside
 a trace nothing is checked, because gradients of a compiled function have no mark.
@@ -32,7 +32,7 @@ class Mark:
 
     Attributes:
       loss: whether a loss was multiplied by it.
-      crossed: whether cotangents changed from one group's scale to another's.
+      crossed: whether a boundary between two groups used the scale.
     """
 
     loss: bool = False
@@ -141,7 +141,7 @@ def scaling(opt_state: PyTree) -> Generator[None]:
 
 
 def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
-    """Remember a scaled loss; refuse a loss that is or will be scaled elsewhere."""
+    """Record a scaled loss; refuse a loss that is scaled already, or that other code scales."""
     scales = _scales(opt_state)
     within = any(one is other for one in scales for other in _INSIDE.get())
     before = _SCALED.get(id(loss))
@@ -163,7 +163,7 @@ def _scales(state: PyTree) -> list[Any]:
 
 
 def _mark(scale: object) -> Mark:
-    """Return the mark of a tracer; any other array gets a mark that is not kept."""
+    """Return the mark of a tracer; for any other array, return a new mark that is not kept."""
     found = _MARKS.get(id(scale))
     if found is not None and found[0]() is scale:
         return found[1]

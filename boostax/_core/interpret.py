@@ -2,8 +2,8 @@
 """The one interpreter of traced programs: equations with programs inside, and five walks.
 
 Code that reads or replays a jaxpr is a rule for one of the walks. Only this module has the names
-that JAX gives to calls, loops and branches, and says how the operands of an equation become the
-inputs of the programs inside, its *bodies*.
+that JAX gives to calls, loops and branches, and maps the operands of an equation to the inputs of
+the programs inside, its *bodies*.
 
 - ``equations`` lists all equations, also those in bodies, each with a context.
 - ``evaluate`` replays a program on arrays, or on any values in place of arrays.
@@ -144,7 +144,7 @@ def evaluate(
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Return the results of an equation as JAX evaluates it, with its names and contexts."""
     name = jaxprs.gensym()
-    # Literals become inputs too, because the caller may pass another value.
+    # Literals become inputs too, because the caller may pass other values for them.
     given: Any = [name(atom.aval) for atom in eqn.invars]
     return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
 
@@ -152,7 +152,7 @@ def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def excerpt(
     inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]
 ) -> jaxprs.ClosedJaxpr:
-    """Make a program of some equations of a program."""
+    """Make a program from some equations of a program."""
     empty = _nothing()
     debug_info = empty.debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)

@@ -9,9 +9,9 @@ and :math:`E|\bar g|^2 = |G|^2 + \operatorname{tr} S / n`, so
   \operatorname{tr} S \approx \frac{n}{n-1} \left(|g|^2 - |\bar g|^2\right), \qquad
   |G|^2 \approx \frac{n |\bar g|^2 - |g|^2}{n-1}
 
-are without bias. Their ratio is not, so each is averaged over steps before the division (McCandlish
-et al., An Empirical Model of Large-Batch Training, https://arxiv.org/abs/1812.06162, 2018, appendix
-A).
+are without bias. Their ratio is not unbiased, so each is averaged over steps before the division
+(McCandlish et al., An Empirical Model of Large-Batch Training, https://arxiv.org/abs/1812.06162,
+2018, appendix A).
 """
 
 from typing import Any, NamedTuple

@@ -55,7 +55,7 @@ class Placement:
       mesh: the mesh.
       names: the replica axes, over which the batch is split.
       specs: the spec of each param, by its plain path.
-      own: whether each replica has params of its own.
+      own: whether each replica has its own params.
     """
 
     mesh: Mesh
@@ -141,8 +141,8 @@ class Placement:
 def settled(params: PyTree) -> PyTree:
     """Place new params where the old ones are, in the branch that computes them.
 
-    Params that are sharded like an optimizer's state are then gathered by a step that moves them,
-    and by no other.
+    If params are sharded like an optimizer's state, only a step that changes them then gathers
+    them.
     """
     here = _here()
     if here is None:
@@ -222,8 +222,8 @@ def on_shards(
 
         def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             grads, own = jax.tree.map(lambda x: x[0], local)
-            # Without the barrier XLA adds in the stacked shape arrays that are computed in the
-            # leaf's shape, and on a TPU does not fuse the two.
+            # Without the barrier, XLA would add arrays in the stacked shape although they are
+            # computed in the leaf's shape, and would not fuse the two on a TPU.
             own = jax.tree.map(lax.optimization_barrier, own)
             means, own, shared = named((grads, own, ()), shared)
             return means, jax.tree.map(lambda x: x[None], own), shared
@@ -363,8 +363,8 @@ def _differing(values: list[Any]) -> list[bool]:
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
     """Put a tree that is equal in every process on the devices.
 
-    ``jax.device_put`` to devices of several processes first compares every leaf across them. Here
-    each process cuts its part out of its own copy, without communication.
+    ``jax.device_put`` to devices of several processes first compares every leaf across processes.
+    Here each process cuts its part from its copy, without communication.
 
     Args:
       tree: arrays of the host or of this process's devices, equal in all processes; or arrays that

@@ -50,7 +50,7 @@ is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
 
 
 def shares(opt_state: PyTree) -> list[PerReplica]:
-    """Return the per-replica parts that are added up over the replicas; others are averaged.
+    """Return the per-replica parts that are added up over the replicas; other parts are averaged.
 
     A state names them by a method ``shares()``.
     """
@@ -145,7 +145,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
 
 def enter_replica(opt_state: PyTree) -> PyTree:
-    """Drop the leading dimension, of size 1, at the beginning of a function in ``shard_map``.
+    """Remove the leading dimension of size 1, at the beginning of a function in ``shard_map``.
 
     Raises:
       ValueError: the dimension has another size: the state is for another number of replicas.
@@ -184,11 +184,11 @@ def state_specs(
     """Return partition specs for an optimizer state, for ``shard_map`` or ``NamedSharding``.
 
     A state leaf belongs to a parameter if its path ends with that parameter's, and its shape is the
-    same: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. It
-    takes the parameter's spec, also with one more dimension in front (snapshots, components of a
-    basis); all other leaves are replicated. Inside a ``PerReplica`` the replica axis comes first.
-    Matching by paths also works through ``optax.masked``, ``partition`` and ``inject_hyperparams``,
-    where a second tree of specs would not fit.
+    same: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. Such a
+    leaf gets the parameter's spec, also if it has one more dimension in front (snapshots,
+    components of a basis). All other leaves are replicated. Inside a ``PerReplica`` the replica
+    axis comes first. Matching by paths also works through ``optax.masked``, ``partition`` and
+    ``inject_hyperparams``, where a second tree of specs would not fit.
 
     Args:
       tx: the transformation whose ``init`` makes the state.
@@ -243,7 +243,8 @@ def specs_like(
       owners: the shape and spec of each param, by its path.
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: the number of replicas, to shard state that is equal on all of them over them.
+      shared_out: the number of replicas, to shard over the replicas state that is equal on all of
+        them.
     """
     lead = names[0] if len(names) == 1 else names
 

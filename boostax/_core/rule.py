@@ -67,9 +67,9 @@ def gate(
     Args:
       inner: the optimizer.
       rule: ``rule(grads, own, params) -> (run, own)``. ``grads`` is a ``Pending``; the gradients
-        are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and ``own`` the state of
-        the rule, whose types must stay. With ``axis_name`` the gradients are local, and the step
-        runs only if ``run`` is True on every replica; ``own`` must be equal on all.
+        are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and ``own`` is the state
+        of the rule, whose types must not change. With ``axis_name`` the gradients are local, and
+        the step runs only if ``run`` is True on every replica; ``own`` must be equal on all.
       init: makes the first state of the rule from the params.
       axis_name: mesh axis or axes over which something inside reduces; needed with local gradients.
       name: the transformation's name in errors, traces and ``explain``; by default the rule's.

@@ -2,9 +2,9 @@
 """Trees of arrays: precision, finiteness, states in a tree, leaves that are not dense arrays.
 
 The constants of a model are activations, names and numbers that ``jit`` did not trace. A sparse
-gradient holds rows of an embedding, or single elements, as JAX's ``BCOO``. ``describe`` makes it
-dense before a transformation of boostax sees it: rows of one index are added, rows out of range
-dropped.
+gradient is a ``BCOO`` of JAX, which holds rows of an embedding or single elements. ``describe``
+makes it dense before a transformation of boostax sees it: rows of one index are added, rows out of
+range dropped.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def counts(*marks: jax.Array) -> jax.Array:
 
 
 def all_true(flags: list[jax.Array]) -> jax.Array:
-    """Return the conjunction of bool scalars, which is True for none."""
+    """Return the conjunction of bool scalars; True if there are none."""
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
@@ -219,7 +219,7 @@ def unmasked(part: PyTree, whole: PyTree) -> PyTree:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Write a tree path as ``layers/0/kernel``."""
+    """Return a tree path as text, such as ``layers/0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -37,7 +37,7 @@ class CarryState(NamedTuple):
     """State of ``carry``.
 
     Attributes:
-      open: bool, whether ``window`` holds the values of an open window.
+      open: bool, whether a window is open, so that ``window`` holds its values.
       window: for each rule, a tree like the params with the new values that are not yet set, and
         ``optax.MaskedNode`` for leaves without this rule.
       inner_state: state of the inner transformation, which has no carried leaves.
@@ -63,12 +63,13 @@ def carry(
     .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
 
     and the leaf is set when ``inner`` updates the params. It stays unchanged when a gate in
-    ``inner`` skips the step. It is neither scaled, clipped, decayed, averaged nor compressed, and
-    has no moments. ``boostax.value_and_grad`` reads from the state which leaves are carried, and
-    combines micro-batches by the same rules.
+    ``inner`` skips the step. A carried leaf is neither scaled, clipped, decayed, averaged nor
+    compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
+    carried, and combines micro-batches by the same rules.
 
-    Put it outermost; only ``scheduled_freeze`` may be around it. It needs
-    ``boostax.apply_gradients``, which sets params: an update, which is added, would be rounded.
+    Put it outermost; only ``scheduled_freeze`` may stand around it. It needs
+    ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
+    rounded.
 
     Args:
       inner: the optimizer, its gates included.

@@ -139,11 +139,11 @@ def _scan(
     rules: carried.Rules,
     narrow: np.dtype[Any],
 ) -> _Terms:
-    """Sum the results of ``evaluate`` over the micro-batches."""
+    """Add up the results of ``evaluate`` over the micro-batches."""
     replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), model_state)
     state = axes.unify(model_state, after)
     if axes.types(state) != axes.types(model_state):
-        # The new state differs over replicas, so the first one must have that type too.
+        # The new model state varies over replicas, so the first one must have a varying type too.
         replay, (like, new, *_) = trees.trace_once(evaluate, jnp.int32(0), state)
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of each part: what it does to a gradient, as far as its position depends on it.
+"""The role of each part: its effect on a gradient, which decides its position in a chain.
 
 Roles are those of ``_core/describe.py``, and these of transformations in Optax:
 

@@ -47,8 +47,7 @@ class Plan:
         return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
 
     def at(self, steps: jax.Array) -> jax.Array:
-        """Return the depth after ``steps`` applied steps, in the program; past the end, the
-        last."""
+        """Return the depth after ``steps`` applied steps, in the program; the last past the end."""
         length = len(self.depths)
         index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
         # As a constant in the program it takes one byte per step.

@@ -166,7 +166,8 @@ def average_params(
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
     checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
-    # In f32 a decay near 1 has lost most of its logarithm.
+    # The logarithm is taken here, because rounding a decay near 1 to f32 would lose most of its
+    # digits.
     log = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
     # The weights of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
     unbiased = lambda n: (1 - decay) / -jnp.expm1(n * log)  # noqa: E731

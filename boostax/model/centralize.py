@@ -68,7 +68,7 @@ def centralize_gradients(
     .. math:: u_{io} = g_{io} - \tfrac1n \sum_{j=1}^{n} g_{jo}
 
     It projects the gradient onto the kernels whose weights into each unit have a fixed sum. With
-    plain or momentum SGD that sum keeps its first value; with Adam it does if the transformation
+    plain or momentum SGD that sum never changes; with Adam it does not change if the transformation
     stands after ``scale_by_adam``. It is linear, so it may stand before or after a mean over
     replicas or micro-batches. Its order with weight decay is a choice:
     ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` centralizes the decay too, as
@@ -77,12 +77,12 @@ def centralize_gradients(
     ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
     ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes
     named ``query``, ``key`` and ``value`` only the first is. In Haiku's layout a module whose name
-    contains ``transpose`` has ``(H, W, out, in)``. In Equinox's and PyTorch's kernels are called
-    ``weight``, and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's transposed
-    convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn`` are known by their classes,
-    stacked ones too. Vectors, scalars, tables of embeddings, and leaves whose names are or end with
-    ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays unchanged under any
-    rule, because it would never move again.
+    contains ``transpose`` has ``(H, W, out, in)``. In the layouts of Equinox and PyTorch, kernels
+    are called ``weight``, and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's
+    transposed convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn`` are known by their
+    classes, stacked ones too. Vectors, scalars, tables of embeddings, and leaves whose names are or
+    end with ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays unchanged
+    under any rule, because it would never move again.
 
     Args:
       multiple_of: centralize only kernels whose last averaged axis, the input channels, is a

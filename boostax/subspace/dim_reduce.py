@@ -408,10 +408,10 @@ def dim_reduce(
     Returns:
       A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
       ``value_fn=`` (params to the loss: same batch, same key, unscaled), which ``make_train_step``
-      passes. It takes ``grad=``, the gradient of ``value_fn``, if ``updates`` has been changed
-      since. Cost: k copies of the params in ``dtype``, sharded like them and read twice; two to
-      four params for a moment; on average one or two more forward passes; over replicas ``4k``
-      bytes, 8 for the energy and 4 for each loss; over shards the same.
+      passes. If an earlier transformation has changed ``updates``, it also needs ``grad=``, the
+      gradient of ``value_fn``. Cost: k copies of the params in ``dtype``, sharded like them and
+      read twice; two to four params for a moment; on average one or two more forward passes; over
+      replicas ``4k`` bytes, 8 for the energy and 4 for each loss; over shards the same.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no

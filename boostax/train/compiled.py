@@ -39,8 +39,8 @@ Kind = Literal["step", "flush"]
 class TrainStep:
     """The compiled step that ``make_train_step`` returns: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated: use the returned one. Compiled once for each structure of the state, and
-    for types and shardings of the params.
+    The state is donated: use the returned one. It is compiled once for each structure of the state
+    and for each set of types and shardings of the params.
 
     Attributes:
       tx: the optimizer.
@@ -222,8 +222,8 @@ class TrainStep:
     def _coming(self, state: TrainState) -> int | None:
         """Return the depth of the next call without advancing the schedule.
 
-        ``None`` if the program reads it from the state. The end of a schedule raises nothing: a
-        window may be left to flush.
+        ``None`` if the program reads it from the state. The end of a schedule does not raise here,
+        because an open window may still have to be flushed.
         """
         if not self._varies_on_host(state):
             return None
@@ -236,14 +236,14 @@ class TrainStep:
         return int(coming)
 
     def _checked(self, run: Any, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
-        """Run a function of a state, which is checked while it is traced."""
+        """Run a function of a state, and check the state while the function is traced."""
         require_replicas("make_train_step", state, self.replicas)
         if depth is None:
             self._require_fit(state)
         return run(state, *batch)
 
     def _require_fit(self, state: TrainState) -> None:
-        """Refuse an optimizer state of other params, which may broadcast unseen."""
+        """Refuse an optimizer state of other params, which could broadcast unnoticed."""
         make = lambda p: stack_replicas(self._unplaced(p, None, None).opt_state, self.replicas)  # noqa: E731
         wanted = jax.eval_shape(make, local_shapes(state))
         hint = "It is of other params: step.init makes one."
@@ -315,10 +315,10 @@ class TrainStep:
 
 
 class Programs:
-    """The programs of a step for states of one structure, and the part of a state that each gets.
+    """The programs of a step for states of one structure, and the part of a state for each program.
 
-    A call costs host time for every array that it passes, used or not, so moments of frozen params
-    are left out.
+    Every array that a call passes costs host time, even if unused, so moments of frozen params are
+    not passed.
 
     Attributes:
       compiled: the jitted functions, by kind and depth.
