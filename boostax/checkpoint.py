@@ -239,8 +239,8 @@ class _Manager(ocp.CheckpointManager):
 
     orbax's own manager asks JAX at every save, and again when the save ends in the background,
     whether a SIGTERM has arrived. Each question sets the counter by which all processes agree on
-    the call after which to stop: set back to an old value, they would stop after different calls. A
-    loop asks once per call.
+    the call after which to stop. If the counter is set back, processes stop after different calls.
+    The training loop itself asks once per call.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -323,7 +323,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return shape, dtype and checksum of each leaf; a checksum is computed where the leaf is."""
+    """Return shape, dtype and checksum of each leaf; the leaf's devices compute the checksum."""
     sums = jax.device_get(_checksums(leaves))
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}

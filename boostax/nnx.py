@@ -2,7 +2,7 @@
 """An optimizer for Flax NNX that works in place, and a gradient function for its chain.
 
 ``nnx.Optimizer`` adds the updates of the chain to the params in every call, so a step that a gate
-holds would write all params, plus zero.
+holds would still add zero to all params.
 """
 
 from collections.abc import Callable

@@ -38,7 +38,7 @@ class Aux(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """An ``Aux``, and another auxiliary tree that passes through."""
+    """An ``Aux`` together with another auxiliary tree that passes through."""
 
     told: Aux
     own: PyTree
@@ -62,7 +62,7 @@ def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:
-    """Return ``aux`` itself, or an ``Aux`` with its scalars as metrics."""
+    """Return ``aux`` if it is an ``Aux``, else an ``Aux`` with its scalars as metrics."""
     if isinstance(aux, Aux):
         return aux
     for name, leaf in trees.named(aux):

@@ -119,7 +119,7 @@ def accumulate(
 
     Both nestings with a loss scaler are right (see ``docs/cards/accumulate.md``).
     ``dynamic_loss_scale(accumulate(opt, 8))`` drops only a bad micro-batch, and the window takes
-    one more; ``accumulate(dynamic_loss_scale(opt), 8)`` drops the window and is cheaper.
+    one more call. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window and is cheaper.
 
     Args:
       inner: the optimizer, collectives included; it receives f32 (or wider) gradients.
@@ -127,8 +127,8 @@ def accumulate(
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
       accumulator_dtype: dtype of the sums; sums of f64 and complex gradients keep their kind. A
         gradient is added in f32 or wider, and the sum is rounded once. The sum of :math:`w_i g_i`
-        must be in range: in f16 it overflows at 65504, even if the mean would not, and the window
-        is dropped.
+        must be in range: in f16 it overflows at 65504, even if the mean does not, and the window is
+        then dropped.
       rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that their
         expected value is exact however many gradients are added. With ``"nearest"`` a gradient of
         less than a 512th of the sum does not change it.
@@ -203,7 +203,7 @@ class _Windows(NamedTuple):
         fits = not (weighted and noise_scale.found(inner_state))
         checks.require(_WHO, "normalize", self.normalize, allowed, fits, hint)
         window = None
-        # Only a Python 1 needs no buffer: a schedule or a traced value may be larger later.
+        # Only a Python 1 needs no buffer, because a schedule or a traced value may be larger later.
         if not (isinstance(self.every, int) and self.every == 1):
             zeros = lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, self.narrow))  # noqa: E731
             weight = jnp.zeros((), jnp.float32) if weighted else None
@@ -260,7 +260,8 @@ class _Windows(NamedTuple):
         allowed = "given (tokens in this micro-batch) with normalize='weight'"
         checks.require(_WHO, "weight", weight, allowed, weight is not None, hint)
         weight = axes.to_varying(jnp.asarray(weight, jnp.float32), self.names)
-        # A bad weight becomes NaN: it spoils the sum of the weights, but not that of the gradients.
+        # A bad weight becomes NaN: it spoils the sum of the weights, but not the sum of the
+        # gradients.
         weight = jnp.where((weight >= 0) & (weight < MOST), weight, jnp.nan)
         return Window(weigh(grads, weight), weight)
 
@@ -275,8 +276,9 @@ class _Windows(NamedTuple):
     ) -> tuple[PyTree, _Closed]:
         """Normalise the sums, and run ``inner`` on them if they are usable."""
         (params, apply, extra), names, inner_state = rest, self.names, state.inner_state
-        # In the range of f16, a sum of gradients that a scaler has passed can overflow. A gate
-        # inside must decide about such a sum itself: a scaler needs overflows to lower the scale.
+        # In an accumulator with the range of f16, a sum of gradients that a scaler has passed can
+        # overflow. A gate inside must decide about such a sum itself: a scaler needs overflows to
+        # lower the scale.
         judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.has_gate(inner_state)
         ok = trees.all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()

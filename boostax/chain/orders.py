@@ -19,8 +19,8 @@ class Finding(NamedTuple):
       what: the part and its position.
       why: what goes wrong there.
       mend: what to write instead.
-      certain: whether it is wrong in every run: replicas diverge or hang, gradients stay multiplied
-        by the scale, a skipped step moves params, nothing is frozen. ``make_train_step`` refuses
+      certain: whether every run is wrong: replicas diverge or hang, gradients stay multiplied by
+        the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses
         such a chain, and warns of other findings.
     """
 
@@ -55,7 +55,7 @@ def words() -> Mapping[str, Any]:
 
 @functools.cache
 def rules(where: str) -> Mapping[tuple[str, str], Finding]:
-    """Return the findings for a part ``"after"`` or ``"inside"`` another, by both roles."""
+    """Return the findings for a part ``"after"`` or ``"inside"`` another, by the roles of both."""
     found: dict[tuple[str, str], Finding] = {}
     for group in words()[where]:
         for first, then, why in group["pairs"]:

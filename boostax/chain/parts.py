@@ -58,7 +58,7 @@ class Part:
     apart: bool = False
 
 
-# A part inside a combinator of Optax whose closure has changed: something is there, but unknown.
+# Optax has changed this combinator's closure: there is a part inside, but it is unknown.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
 
 
@@ -68,7 +68,7 @@ def read(tx: optax.GradientTransformation) -> Part:
 
 
 def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """Return the transformations of an ``optax.chain`` and of chains in it; else ``tx`` alone."""
+    """Return the transformations in an ``optax.chain`` and in chains inside it; or only ``tx``."""
     inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if inits is None or updates is None:
         return [tx]
@@ -126,7 +126,7 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
 
 
 def _injected(values: Mapping[str, Any]) -> Any:
-    """Make a transformation as ``optax.inject_hyperparams`` does at every call.
+    """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
     Optax takes the numbers from the state; here each is its default, or 1.
     """

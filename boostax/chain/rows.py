@@ -20,7 +20,7 @@ class Row:
       holders: the rows around it, outermost first, without those that only combine.
       routes: the path to its state from that of the whole chain, wrapper by wrapper.
       sides: for each partition around it, the partition and the side on which the part stands.
-      masks: the names of the wrappers that pass only some of the params to it, outermost first.
+      masks: the names of the wrappers that pass it only some of the params, outermost first.
     """
 
     part: Part
@@ -46,7 +46,7 @@ class Row:
 
 
 def rows(part: Part) -> list[Row]:
-    """List all parts, each before the parts inside it, without those that only combine."""
+    """List all parts, each before the parts inside it; parts that only combine are left out."""
     found: list[Row] = []
 
     def visit(row: Row) -> None:

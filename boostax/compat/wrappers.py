@@ -46,7 +46,7 @@ class MultiStepsState(NamedTuple):
 
     @property
     def acc_grads(self) -> PyTree:
-        """Mean of the open window, computed when read; ``None`` for windows of one."""
+        """Mean of the open window, computed when read; ``None`` for windows of one micro-step."""
         return _opened(self.window, 1.0 / jnp.maximum(self.window.micro_step, 1))
 
     mini_step = property(lambda x: x.window.micro_step, doc="i32, micro-steps in the open window.")
@@ -63,7 +63,7 @@ class MultiStepsSumState(MultiStepsState):
 
     @property
     def acc_grads(self) -> PyTree:
-        """Sum of the open window; ``None`` for windows of one."""
+        """Sum of the open window; ``None`` for windows of one micro-step."""
         return _opened(self.window, 1.0)
 
 
@@ -88,7 +88,7 @@ class MultiSteps:
     Differs from Optax: ``opt`` computes in f32 or wider, and updates are in the dtypes of the
     params; ``gradient_step`` and ``has_updated`` leave out windows that a gate in ``opt`` skipped,
     ``has_updated`` also a call that ``should_skip_update_fn`` skipped; ``acc_grads`` is ``None``
-    for windows of one; a line search and windows below one are refused.
+    for windows of one; a line search, and windows below one, are refused.
 
     Args:
       opt: the optimizer.
@@ -110,8 +110,8 @@ class MultiSteps:
         ``skip_state``.
 
     Raises:
-      ValueError, TypeError: windows below one; as ``accumulate``; at trace time, a skip that is no
-        bool scalar.
+      ValueError, TypeError: windows below one; as ``accumulate``; at trace time, a skip that is not
+        a bool scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax

@@ -157,7 +157,7 @@ class Boost:
         less_bn: LessBNReport | None = None,
         **options: Any,
     ) -> boostax.train.TrainStep:
-        """Call ``boostax.make_train_step`` with the chain, the policy and the micro-batches.
+        """Call ``boostax.make_train_step`` with this chain, policy and number of micro-batches.
 
         Args:
           loss_fn: see ``boostax.make_train_step``.
@@ -218,7 +218,7 @@ class Boost:
         return self._stacked(["loss_scale"], tx, place)
 
     def _require_less_bn(self, report: Any, params: PyTree) -> None:
-        """Refuse a loss unless a report says that its model was changed."""
+        """Refuse a loss unless ``less_bn`` reports that its model was changed."""
         who, hint = "Boost.make_train_step", "model, report = boost.model(model, x) changes it."
         if "less_bn" not in self.config:
             checks.absent(who, "less_bn", report, "left out where it is off", hint)
@@ -236,7 +236,7 @@ class Boost:
     def _stacked(
         self, order: Sequence[str], inner: optax.GradientTransformation, place: dict[str, Any]
     ) -> optax.GradientTransformationExtraArgs:
-        """Put each part of the order in front of the chain so far, or around it."""
+        """Put each part, in the one order, in front of the chain so far or around it."""
         parts, config = [inner], {"reduce": _MEAN} | self.config
         replicas = axes.canonical("Boost.optimizer", place["axis_name"])
         for key in order if replicas else (key for key in order if key != "reduce"):
@@ -392,7 +392,7 @@ def _owned(
 
 
 def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
-    """Take a setting from the dictionary or from the argument, if they do not contradict."""
+    """Take a setting from the dictionary or from the argument; refuse a contradiction."""
     there = data.pop(name, None)
     same, hint = given is None or there in (None, given), "The dictionary sets it too."
     checks.require(_WHO, name, given, f"{there!r} or left out", same, hint)

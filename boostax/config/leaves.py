@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of an optimizer state, each with the state that holds it and the param it belongs to.
+"""The arrays of an optimizer state, each with its state and the param that it belongs to.
 
-An optimizer state is a tree of states, which are NamedTuples, and each array belongs to the
-innermost one around it.
+An optimizer state is a tree of NamedTuples, each the state of a part, and every array belongs to
+the innermost one around it.
 """
 
 import sys

@@ -5,7 +5,7 @@ States are matched by class, arrays by their paths within the state. Arrays that
 open window, the moments of a param) are carried together or not at all.
 
 A scaler divides gradients for what is inside it. A state around it, or before it in a chain, sees
-gradients times its scale, and so does whatever that state sums up: its unit.
+gradients times its scale. The sums of such a state have this scale as their unit.
 """
 
 import dataclasses
@@ -67,11 +67,11 @@ def migrate_state(
 
     ``new_tx.init(params)`` gives the structure. Its states take the arrays of old states of the
     same class, which may be inside a scaler, a window, ``optax.masked``, ``partition`` or
-    ``inject_hyperparams``. If a class has several states, the best fit comes first and, among equal
-    fits, the k-th goes to the k-th, the outermost first. An array of a state is kept if path, shape
-    and dtype agree, so leaves that are newly masked or trained change nothing for the others. The
-    moments of a leaf are kept together or not at all, counts only with moments, and a trajectory
-    and a basis only as a whole.
+    ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
+    equal fits, the k-th old state goes to the k-th new one, counted from outside. An array of a
+    state is kept if path, shape and dtype agree, so newly masked or newly trained leaves do not
+    affect the others. The moments of a leaf are kept together or not at all, counts only with
+    moments, and a trajectory and a basis only as a whole.
 
     A state around a loss scaler, or before it, sums up gradients times the scale. If the scaler
     moves, or is added or removed, open windows, residuals and momentum are multiplied by the new
@@ -432,7 +432,7 @@ def _report(
 
 
 def _fields(some: list[Leaf], state: list[Leaf]) -> Iterable[str]:
-    """Yield the names of fields, and of single arrays where some of a field are missing."""
+    """Yield the names of fields, or of single arrays if some arrays of a field are missing."""
     for field in dict.fromkeys(x.field for x in some):
         names = [trees.path_name(x.rel) for x in some if x.field == field]
         whole = len(names) == sum(x.field == field for x in state)

@@ -21,11 +21,11 @@ def forward_order(
 ) -> list[str]:
     """Return path names of the params in the order in which ``fn`` reads them.
 
-    A leaf is read where it is first combined with data, that is with a value that depends on
-    ``args`` or ``kwargs``: by a product, a sum, a lookup. Arithmetic among params alone (a cast, a
-    reshape, a slice) does not count, so a precision policy that casts all params first changes
-    nothing. The bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and
-    ``shard_map`` are searched too.
+    A leaf counts as read where a product, a sum or a lookup first combines it with data, which are
+    values that depend on ``args`` or ``kwargs``. Arithmetic among params alone (a cast, a reshape,
+    a slice) does not count, so a precision policy that casts all params first changes nothing. The
+    bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and ``shard_map`` are
+    searched too.
 
     Pass the result to ``prefix_groups`` if the names of the layers do not tell their order.
 

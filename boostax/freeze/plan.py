@@ -75,8 +75,8 @@ class HostDepth:
 
     A call applies at most one step. So if the depth changes in ``n`` steps, it does not change
     during the next ``n`` calls, and the counter on the device need not be read. Without a gate
-    every call applies a step, and the counter is read only once. A state that the last call did not
-    return has its counter read again.
+    every call applies a step, and the counter is read only once. If a state was not returned by the
+    last call, its counter is read again.
 
     Args:
       plan: the schedule.
@@ -98,7 +98,7 @@ class HostDepth:
             if unknown or gate.has_gate(state.inner_state):
                 self._most = int(state.steps)
             self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
-            # From now on this state is followed, and the one followed so far is unknown.
+            # From now on this state is followed, and the earlier one is forgotten.
             self._last = state.steps
         return self._depth
 

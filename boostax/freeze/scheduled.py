@@ -187,7 +187,7 @@ def _changed(
 
     for place, at in enumerate(depths):
         (value, state), cut = whole, freezing.cut(params, at)
-        # A train step may already have taken this depth's part out, and puts it back itself.
+        # A train step may have taken out this depth's part already; then it also puts it back.
         apart = jax.tree.structure(state.inner_state) == cut.part
         inner = state.inner_state if apart else cut.take(state.inner_state)
         old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
@@ -201,7 +201,7 @@ def _changed(
 
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
-    """Set the counts of schedules in the state of one depth to a step of the run."""
+    """Set the counts of schedules in the state of one depth to the number of steps of the run."""
     # These are states of optax.scale_by_schedule, optax.add_decayed_weights and
     # optax.inject_hyperparams.
     counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
@@ -271,7 +271,7 @@ def scheduled_freeze(
     At a step of depth :math:`d` the leaves of groups :math:`0 \dots d-1` are frozen. Their params,
     moments, accumulated gradients and residuals keep their bits. ``inner`` receives an
     ``optax.MaskedNode`` for each of them, so they take no part in clipping, weight decay, checks of
-    finiteness and reductions. Later steps of smaller depth continue from these values.
+    finiteness and reductions. Later steps of smaller depth continue from the kept values.
 
     Put it outermost, around scalers and windows. ``make_train_step`` then compiles one step for
     each depth that is drawn. It differentiates only the active leaves, so the backward pass ends at

@@ -179,10 +179,10 @@ def freeze_schedule(
         \qquad i = 1 \dots G - 1,
 
       with ``k = 1`` for ``"progressive"`` (evenly spaced) and ``k = 3`` for ``"ramp"`` (FreezeOut's
-      cubic schedule: early groups freeze at short intervals, late groups at long ones). The last
-      group would freeze at ``T``. The share of frozen steps is ``f`` within ``1/T``, and every
-      depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the learning rate of
-      each layer until it freezes; here the optimizer's schedule is not changed.
+      cubic schedule: early groups freeze at short intervals, late groups at long ones). By this
+      formula the last group would freeze at step ``T``. The share of frozen steps is ``f`` within
+      ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the
+      learning rate of each layer until it freezes; here the optimizer's schedule is not changed.
 
     The first two are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 - f``, cut off at ``T``.
     With one group, or with ``f = 0``, nothing is ever frozen. If ``freeze_p`` is given instead of

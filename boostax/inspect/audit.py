@@ -106,7 +106,7 @@ class Audit:
     window: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Add up an optimizer step: ``calls - 1`` held calls, and one that applies."""
+        """Return the sum over an optimizer step: ``calls - 1`` held calls and one that applies."""
         return (self.calls - 1) * ways.least + ways.most
 
     @property
@@ -214,7 +214,7 @@ def audit(
 
 
 def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dict[str, Any]:
-    """Return the fields of an audit that add up collectives."""
+    """Return the fields of an audit that are sums over collectives."""
 
     def total(of: Callable[[CompiledCollective], float]) -> Ways:
         return program.total((c.branches, of(c)) for c in listed)

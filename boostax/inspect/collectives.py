@@ -106,7 +106,7 @@ def compiled_collectives(
         kind = i.op.removesuffix("-start")
         if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
-        # On a TPU every fusion that continues a transfer contains it, also those of inner loops.
+        # On a TPU every fusion that continues a transfer contains it again, also in inner loops.
         carried = "async_collective_fusion_config" in i.attributes
         channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
         transfer = (channel, chain, site.branches) if carried else len(found)
@@ -218,7 +218,8 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         mesh, dims, order, axes = named.groups()
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
         along = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
-        # A part of an axis is written as the size before it and its own size.
+        # A part of an axis is written as two sizes: the size before the part, and the size of the
+        # part.
         parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in along}
         if len(parts) == len(along):
             cut = ((*parts.get(name, (1, size)), size) for name, size in sizes.items())
@@ -263,7 +264,7 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[
 
 
 def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
-    """Return the axes along which the slice changes."""
+    """Return the mesh axes along which the slice of a device changes."""
     if mesh is None:
         return ()
     slices = np.vectorize(_slice)(mesh.devices)

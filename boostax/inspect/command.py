@@ -64,7 +64,7 @@ def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Hold back what compilers write to the descriptor of stderr, and print it on a failure.
+    """Hold back the output of compilers to the stderr descriptor, and print it on a failure.
 
     Writes of Python to ``sys.stderr``, such as warnings, are not held back.
     """

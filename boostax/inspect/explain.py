@@ -208,7 +208,7 @@ def _explained(
     missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain; count the bytes that it and its loss send, if nothing needed is missing."""
+    """Explain a chain; count the bytes that it and its loss send, if that is possible."""
     found, sent = rows(read(tx)), list[costs.Collective]()
     wrong, problem = tuple(findings(found, step)), missing
     try:
@@ -337,7 +337,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 
     state, specs = _state(tx, params, place)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), params)
-    # Results are dropped, because some are equal on all replicas and others are not.
+    # Results are not returned, because some are equal on all replicas and others are not.
     how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-# A table is a heading with numbered rows; a computation is a first line and the lines up to "}".
+# A table is a heading with numbered rows. A computation is a header and the lines up to "}".
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
 _ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
@@ -260,7 +260,7 @@ class Program:
         return _UNKNOWN
 
     def _initial(self, site: Site | None, value: _Value) -> float:
-        """Return a value at the start of a loop; a loop around it may carry the value too."""
+        """Return a carried value at the start of a loop; an outer loop may carry it too."""
         if value.element is None:
             return value.offset
         if site is None or site.instruction.op != "while":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways
 
-# Instructions that only name existing arrays, or start others that are counted.
+# Instructions that only name existing arrays, or that start other instructions, which are counted.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
     "opt-barrier add-dependency conditional while call async-start".split()
@@ -67,7 +67,7 @@ def _bytes(program: Program, site: Site) -> float:
 def _fusion(
     inside: Mapping[str, Instruction], fusion: Instruction, sizes: Mapping[str, float]
 ) -> float:
-    """Count the bytes of a fusion: only slices of the operands that it slices or updates."""
+    """Count the bytes of a fusion; of operands that it slices or updates, only the slices."""
     parameters = {int(x.literal): x.name for x in inside.values() if x.op == "parameter"}
     read, in_place = 0.0, 0.0
     counted: set[str] = set()

@@ -87,7 +87,7 @@ def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
 
 
 def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> frozenset[int]:
-    """Return the possible sizes of a gradient on a device: whole, of one layer, or sharded."""
+    """Return the possible sizes of a gradient on a device: of a leaf, a layer or a shard."""
     sizes = () if mesh is None else mesh.devices.shape
     shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]

@@ -2,8 +2,8 @@
 r"""Keep averages of the params beside any optimizer: exponential, uniform, of the latest snapshots.
 
 If a path is noise around a valley, the mean of several points lies lower than the points. A falling
-learning rate removes the same noise. An average moves with the *applied* steps: around a scaler or
-a window it reads their states; inside them it stands in their branch.
+learning rate removes the same noise. An average moves only with *applied* steps. Around a scaler or
+a window it reads their states; inside them it runs in their branch.
 
 Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th params taken
 in:
@@ -103,7 +103,7 @@ def average_params(
     r"""Keep an average of the params beside the optimizer; ``averaged_params`` reads it.
 
     The params are taken in after the applied steps :math:`\text{start} + 1 + i \cdot
-    \text{every}`, counted from 1. The n-th params taken in make
+    \text{every}`, counted from 1. The n-th params taken in give
 
     .. math::
       \text{ema: } a_n = a_{n-1} + \tfrac{1-d}{1-d^n}\,(p_n - a_{n-1}), \quad
@@ -111,9 +111,10 @@ def average_params(
       \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
 
     with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params with
-    its bias corrected. ``"window"`` is the mean of all params since ``start``, without a copy of
-    each: it suits the last steps of a run whose length is known. ``"lawa"`` is the mean of the
-    latest snapshots, of fewer at first. Before the first, ``averaged_params`` returns the params.
+    its bias corrected. ``"window"`` is the mean of all params since ``start``, and keeps only one
+    copy: it suits the last steps of a run of known length. ``"lawa"`` is the mean of the latest
+    ``size`` snapshots, or of all while there are fewer. Before the first average,
+    ``averaged_params`` returns the params.
 
     It stands around any optimizer or gate, and inside gates. A step that a gate holds back, inside
     or outside, leaves the average unchanged bit for bit. It is cheapest directly around the
@@ -127,8 +128,8 @@ def average_params(
       size: number of snapshots of ``"lawa"``; 5 by default.
       every: applied steps from one average to the next.
       start: applied steps before the first average.
-      dtype: dtype of the snapshots; the other kinds, which move by little, must be f32. f64 and
-        complex leaves keep their kind.
+      dtype: dtype of the snapshots; the other kinds must be f32, because they move by small
+        amounts. f64 and complex leaves keep their kind.
 
     Returns:
       A gate that holds nothing back, with an ``AverageParamsState``. Cost: 8 bytes and a copy of

@@ -21,11 +21,10 @@ def clip_by_global_norm(
     .. math:: u = g \cdot \min\left(1, \frac{c}{\lVert g \rVert}\right), \quad
               \lVert g \rVert^2 = \sum_{\text{leaves, shards}} \lVert g_s \rVert^2
 
-    Inside ``jax.shard_map`` Optax sees one shard of a leaf, so its norm is that of the shards of
-    one device, and every device would clip by another factor. Here squares are summed over the
-    axes that a leaf is sharded over, and whole leaves count once. It stands behind the reduction,
-    whose result is equal on all replicas. In plain ``jit`` Optax's own clip is right for any
-    sharding.
+    Inside ``jax.shard_map`` Optax sees one shard of a leaf, so it computes the norm of one device's
+    shards, and every device would clip by a different factor. Here squares are summed over the axes
+    that a leaf is sharded over, and whole leaves count once. It stands behind the reduction, whose
+    result is equal on all replicas. In plain ``jit`` Optax's own clip is right for any sharding.
 
     Args:
       max_norm: the largest norm that is not clipped.
@@ -94,10 +93,10 @@ def adagc(
     :math:`u = g \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least
     :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped.
 
-    Put it behind the reduction, and inside a gate that skips gradients that are not finite: by
-    itself it passes them on and leaves its state unchanged. In plain ``jit`` the norms are norms of
-    whole arrays, for any sharding. In a recorded short run it clipped nine steps in ten and the
-    loss was worse, because its bounds are the least norms of the warm-up.
+    Put it behind the reduction, and inside a gate that skips gradients that are not finite: without
+    a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the norms
+    are norms of whole arrays, for any sharding. In a recorded short run it clipped nine steps in
+    ten and the loss was worse, because its bounds are the least norms of the warm-up.
 
     Args:
       factor: :math:`\lambda`, >= 1.
@@ -107,7 +106,7 @@ def adagc(
 
     Returns:
       A transformation with an ``AdaGCState``. Updates have the dtypes of the gradients. Cost: 4
-      bytes for each leaf, and 4; two reads of the gradients; no collective.
+      bytes for each leaf and 4 more; two reads of the gradients; no collective.
 
     Raises:
       ValueError, TypeError: an argument out of range.

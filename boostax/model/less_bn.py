@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep only the last BatchNorm of each residual branch, and compute cosines in the head.
 
-A BatchNorm reads its input twice forward and twice backward, and keeps it for the backward pass.
-One norm per branch still fixes the variance of the sum; the other norms cost as much without that
-benefit. The result is another architecture, to be trained from scratch: kernels are not rescaled.
+A BatchNorm reads its input twice in the forward and twice in the backward pass, and keeps it in
+between. One norm per branch still fixes the variance of the sum; the other norms cost as much
+without that benefit. The result is another architecture, to be trained from scratch: kernels are
+not rescaled.
 
-The model is traced with a mark instead of every BatchNorm. In the traced program a value has its
-*nodes*: the inputs, products (convolution, matrix product) and norms that it is computed from.
-If values are added or concatenated, nodes that all operands share lie before the fork, and the
-other nodes of an operand form its branch. Names, classes and the order of operands play no part.
+The model is traced with a mark instead of every BatchNorm. In the traced program each value has
+*nodes*: the inputs, products (convolution, matrix product) and norms from which it is computed. If
+values are added or concatenated, nodes that all operands share lie before the fork, and the other
+nodes of an operand form its branch. Names, classes and the order of operands play no part.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ Nodes = frozenset[Node]
 
 
 class Flow(NamedTuple):
-    """The nodes that a value is computed from; none if it does not depend on the data.
+    """The nodes from which a value is computed; empty if it does not depend on the data.
 
     Attributes:
       nodes: all of them.
-      norms: the norms that reach the value without passing another.
-      sites: the nearest nodes, without inputs.
+      norms: the norms that reach the value without passing another norm.
+      sites: the nearest nodes that are not inputs.
     """
 
     nodes: Nodes = frozenset()
@@ -199,7 +200,7 @@ def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -
     norms: dict[str, Norm] = {}
     for node in (node for node in nodes if node.kind == "norm"):
         norm = verdicts.get(node, Norm(node.path, False, "in no residual branch"))
-        # A norm that is called twice goes only if both calls may go.
+        # A norm that is called twice is removed only if both calls may be removed.
         norms[node.path] = min(norms.get(node.path, norm), norm, key=lambda norm: norm.removed)
     for path in paths:
         norms.setdefault(path, Norm(path, False, "not met in the trace"))
@@ -208,7 +209,7 @@ def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -
 
 
 def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
-    """Judge the norms of the branch that ends where ``flows`` join, if one ends there."""
+    """Judge the norms of a branch that ends where ``flows`` join, if a branch ends there."""
     common = _union(flows).nodes.intersection(*(flow.nodes for flow in flows))
     beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
     lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]
@@ -231,7 +232,7 @@ def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
 
 
 def _beside(path: str, other: str) -> str:
-    """Return ``other``, without its module if both lie in the same one."""
+    """Return the path ``other``, without the module's path if both lie in the same module."""
     parent, _, name = other.rpartition("/")
     return name if parent == path.rpartition("/")[0] else other
 

@@ -23,7 +23,7 @@ Initializer = nn.initializers.Initializer
 def unit(x: jax.Array, axis: int) -> jax.Array:
     """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays zero.
 
-    The length is taken relative to the largest magnitude, so no square over- or underflows. At a
+    The vector is first divided by its largest magnitude, so no square over- or underflows. At a
     zero vector the quotient has no derivative, and the gradient passes unchanged: a kernel that
     starts at zero learns, and nothing is NaN.
     """

@@ -85,7 +85,7 @@ def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.A
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split f32 into the nearest bf16 and the 16 bits it lacks; ``joined`` restores every bit.
 
-    A tie goes to the bf16 of the larger magnitude, because the distance must fit in an i16.
+    A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16.
     """
     whole = lax.bitcast_convert_type(x, jnp.int32)
     upper = ((whole + _HALF) >> 16) << 16
@@ -108,7 +108,7 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the block of an array: whole dimensions, and a divisor of the size of one.
+    """Return the shape of a block: whole dimensions, and a divisor of one dimension's size.
 
     A block has the least possible number of elements from ``BLOCK`` on, and all blocks are equal.
     The last dimension but one is cut first, because TPU tiles are cut along it without moving data.
@@ -142,7 +142,7 @@ class Blocks(NamedTuple):
         return cls(tuple(x for pair in pairs for x in pair), tuple(range(1, 2 * len(shape), 2)))
 
     def spread(self, scales: jax.Array) -> jax.Array:
-        """Give one number per block the dimensions that broadcast over the block's elements."""
+        """Reshape an array of one number per block so that it broadcasts over the elements."""
         return jnp.expand_dims(scales, self.inside)
 
 
@@ -183,7 +183,7 @@ def _from_int8(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Encode each block in levels ``2**((k - top) / 6)`` of its largest magnitude, or zero.
+    """Encode each element as zero or as a level ``2**((k - top) / 6)`` of its block's maximum.
 
     A block with signs stores the sign in the code, and has the levels k = 1 ... 127. A block
     without signs, such as one of second moments, has 255 levels and a negative scale. In such a
@@ -215,7 +215,7 @@ def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         level = level + reached.astype(jnp.int32)
         inverse = jnp.where(reached, 1 / sixth, inverse)
     times = mantissa * inverse
-    # Below the lowest level of a block with signs the result is that level or zero.
+    # In a block with signs, a value below the lowest level becomes that level or zero.
     chance = jnp.where(level > 0, (times - 1) / (_SIXTHS[1] - 1), share * 2.0**19)
     up = chance > _uniform(x.shape, seed).reshape(blocks.sizes)
     level = jnp.maximum(level, 0) + up.astype(jnp.int32)

@@ -29,7 +29,7 @@ PyTree = Any
 _WHO = "group_loss_scale"
 # The end of f16's range, and half of f16's smallest subnormal, below which gradients round to zero.
 _TOP, _VANISHED = 2.0**16, 2.0**-25
-# The ratio of two scales, and the reciprocal of each, must be normal f32.
+# The ratio of two scales, and the reciprocal of each scale, must be normal numbers in f32.
 _LOW, _HIGH = 2.0**-60, 2.0**60
 # Skips in a row (four halvings by the default factor) before the next group is lowered too.
 _PATIENCE = 8
@@ -71,7 +71,7 @@ class GroupLossScaleState(NamedTuple):
         return self.scales[..., -1]
 
     def known_by(self) -> jax.Array:
-        """Return the array by which a trace tells this scaler from others."""
+        """Return the array by which a trace identifies this scaler."""
         return self.table
 
     passed = taken = gate.told_by("last_finite")
@@ -177,7 +177,7 @@ def group_loss_scale(
     headroom: float = 16.0,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Unscale each group of layers by its own scale, run ``inner`` if all are finite, adapt.
+    r"""Unscale each group by its own scale, run ``inner`` if all are finite, adapt the scales.
 
     For group :math:`k` the table holds :math:`t_k`, the scale is :math:`s_k = 2^{\lfloor \log_2 t_k
     \rfloor}`, and ``inner`` receives the gradients :math:`g_k / s_k`. Every scale is a power of
@@ -219,7 +219,7 @@ def group_loss_scale(
       overflow: ``"blame"`` lowers the group in which an overflow began, ``"each"`` all groups that
         have one.
       rule: ``"trial"``, MindSpore's, or ``"measure"``.
-      headroom: from 1 to 2**16, for ``"measure"``: the factor by which the largest gradient stays
+      headroom: for ``"measure"``, from 1 to 2**16: the factor by which the largest gradient stays
         below 2**16. It leaves room for noisy batches, and for cotangents of activations that are
         larger than the gradients.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be

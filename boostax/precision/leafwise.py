@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of a tree leaf by leaf, so that temporaries exist for one leaf at a time.
+"""Change a tree leaf by leaf, so that temporaries exist for only one leaf at a time.
 
 XLA is free to order the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of all
 leaves, and keep the temporaries of each until all leaves are written. So the change of each leaf
@@ -110,7 +110,7 @@ def _seen(values: list[jax.Array]) -> jax.Array:
 
 
 def _sends(eqn: jaxprs.JaxprEqn) -> bool:
-    """Return whether devices communicate in ``eqn``; XLA can then combine it with others."""
+    """Return whether devices communicate in ``eqn``; XLA can combine such equations."""
     inside = {x.primitive.name for x, _ in equations([eqn])}
     sent = axes.of_program(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))
     return bool(sent) or not inside.isdisjoint({"shard_map", "custom_vmap_call"})
@@ -127,8 +127,7 @@ def leaf_by_leaf(
 
     A value that several leaves share and that comes from several leaves, such as a global norm, is
     computed first. A value that comes from one leaf is computed again wherever it is used. XLA
-    keeps a copy of an array that is read after it was written, so turns should be ordered
-    accordingly.
+    copies an array that is read after it is overwritten, so order the turns to avoid this.
 
     Args:
       fn: returns a tree of the types of ``old``.

@@ -54,7 +54,7 @@ class LossScaleState(NamedTuple):
     holds = Holds(scale="scale")
 
     def known_by(self) -> jax.Array:
-        """Return the array by which a trace tells this scaler from others."""
+        """Return the array by which a trace identifies this scaler."""
         return self.scale
 
     passed = taken = gate.told_by("last_finite")
@@ -108,7 +108,7 @@ def dynamic_loss_scale(
       growth_interval: clean steps before a growth.
       min_scale: > 0; less than 1 for models whose gradients overflow f16 even unscaled.
       max_scale: finite; the scale never grows beyond it.
-      hysteresis: number of overflows that lowers the scale; each of them still skips its step.
+      hysteresis: number of overflows after which the scale is lowered; each skips its step.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
         *local*: see ``boostax.train.local_params``.
 
@@ -293,7 +293,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
 
 
 def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale of the loss, and those of groups if the scaler has several."""
+    """Return the scale of the loss, and the scales of groups if the scaler has them."""
     found = one_scaler(who, opt_state)
     if found is None:
         return jnp.ones((), jnp.float32), None

@@ -192,7 +192,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
 
 
 def as_policy(who: str, value: Policy | str | None) -> Policy | None:
-    """Return the policy that a user gave as an object or by name; ``None`` for ``None``."""
+    """Return a user's policy, given as an object or by name; ``None`` for ``None``."""
     if value is None or isinstance(value, Policy):
         return value
     named = isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Skip steps whose gradient norm is far above recent norms: a rule for ``boostax.gate``.
 
-The norms accepted before determine a limit, and a norm above the limit is a spike. Refused norms do
-not enter the statistics. The skip steps of OLMo-core, Levanter and MaxText record all norms: every
-spike widens their limit, and one NaN refuses every step until it has left the window.
+The norms accepted before determine a limit, and a norm above the limit is a spike. Norms of refused
+steps do not enter the statistics. The skip steps of OLMo-core, Levanter and MaxText record all
+norms: every spike widens their limit, and one NaN refuses every step until it has left the window.
 
 References:
   Chowdhery et al., PaLM: Scaling Language Modeling with Pathways,
@@ -111,8 +111,8 @@ def skip_spikes(
 
     Around a window the rule judges every micro-step; inside a window it judges the sum of each
     window. Put it inside a loss scaler, because the gradients outside are multiplied by the scale:
-    ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. ``boostax.gate`` takes a rule
-    of your own, by the loss for example.
+    ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. For your own rule, such as one
+    on the loss, use ``boostax.gate``.
 
     Args:
       inner: the optimizer; it sees f32 (or wider) gradients and params.

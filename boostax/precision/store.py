@@ -29,7 +29,7 @@ class StoreState(NamedTuple):
     """State of ``store``.
 
     Attributes:
-      steps: i32, steps taken, the seed of the rounding noise.
+      steps: i32, steps taken; they seed the rounding noise.
       inner_state: state of the inner transformation, with codes for the arrays that are stored low.
       scales: for each field of the state, a ``ByBlock`` of a tree like the params with the f32
         scales of its arrays, one per block.
@@ -90,7 +90,7 @@ def store(
     With rounding to nearest, an update of less than a 512th of a bf16 param would not change the
     param, and a second moment that decays by a thousandth would never change again. The noise is a
     hash of the element's index, the leaf's path and the steps taken. So a skipped step does not
-    change it, and a resumed run or another placement draws the same noise.
+    change the noise, and a resumed run or another placement draws the same noise.
 
     Put it directly around the optimizer, inside all gates. A window has a separate dtype:
     ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
@@ -235,8 +235,8 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     """Return the turn in which each array is written: each param, then the fields of its state.
 
     The end of an array's path names its param. All small params together are one leaf.
-    Per-replica arrays are written with the collectives: a branch that waited for one of them would
-    have a condition that differs by replica.
+    Per-replica arrays are written together with the collectives, because a branch that waits for
+    such an array would have a condition that differs by replica.
     """
     owners = {path: jnp.size(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     large = [path for path, size in owners.items() if size >= least]
@@ -369,7 +369,7 @@ def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
 def _require_blocks(state: StoreState) -> None:
     """Refuse shards whose blocks do not match the scales, as far as types show it.
 
-    If a block is sharded, all its shards share one scale. Without JAX's tracking of types, each
+    If a block were sharded, its shards would share one scale. Without JAX's tracking of types, each
     device would overwrite it with its own scale.
     """
     table = _by_field(state.scales)
