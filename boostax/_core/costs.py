@@ -31,7 +31,7 @@ RING: dict[str, Callable[[int], float]] = {
     "ppermute": lambda n: 1,
 }
 
-# Operations between a comparison and the cond that it decides, with the operand to follow.
+# Operations that may stand between a comparison and its cond, with the operand to follow.
 _PASSED_ON = {"convert_element_type": 0, "clamp": 1}
 
 

@@ -284,7 +284,7 @@ def auto(
     ===== ====================================================================================
 
     These are levels of ``mindspore.boost``, not of precision, without its freezing at random, which
-    lost more than fewer steps did; settings of ``grad_freeze`` or ``strict=False`` add it. In
+    lost more than training fewer steps; settings of ``grad_freeze`` or ``strict=False`` add it. In
     MindSpore's dictionary, settings that MindSpore would ignore are errors. With ``strict=False``
     the dictionary has the same effect as in MindSpore, and ``notes`` list the settings without
     effect. ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Keys of

@@ -311,7 +311,8 @@ def _measured(leaf: Leaf) -> str | None:
     known, cls = leaf.holds, type(leaf.state)
     if known.sums:
         return "sum" if trees.path_name(leaf.rel).startswith(known.sums) else None
-    number = leaf.owner == () and not leaf.shape  # Every scalar seems to belong to a lone scalar.
+    # If the only param is a scalar, every scalar of a state seems to belong to it.
+    number = leaf.owner == () and not leaf.shape
     real = jnp.issubdtype(leaf.value.dtype, jnp.inexact)
     if leaf.owner is None or number or known.params or not real:
         return None

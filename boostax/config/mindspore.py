@@ -42,10 +42,10 @@ def from_mindspore(
 
     The modes are those of MindSpore: ``"auto"`` takes the techniques of the level, ``"manual"`` the
     same with changes by the switches, ``"enable_all"`` all and ``"disable_all"`` none. The strict
-    reading of a level leaves ``grad_freeze`` out, which lost more than fewer steps did, unless the
-    dictionary has settings of it. Settings of a technique that is off are not read. DimReduce
-    replaces the optimizer and trains from the first step on, from the files that ``pca_mat_path``
-    or ``weight_load_dir`` names.
+    reading of a level leaves out ``grad_freeze`` unless the dictionary has settings of it, because
+    freezing at random lost more than training fewer steps. Settings of a technique that is off are
+    not read. DimReduce replaces the optimizer and trains from the first step on, from the files
+    that ``pca_mat_path`` or ``weight_load_dir`` names.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
     switches that the mode does not look at, have no effect. A technique that is on can replace

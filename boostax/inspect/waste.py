@@ -67,7 +67,7 @@ def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -
 
 
 def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
-    """Yield repeated collectives, in multiples of the params."""
+    """Yield findings of repeated collectives, counted in multiples of the params."""
     # Most operands of a gradient's reduction have the size of a leaf; activations rarely have it.
     reduced = [c for c in found.collectives if c.does in REDUCES]
     gradients = [c for c in reduced if 2 * sum(n for n in c.operands if n in sizes) > c.elements]

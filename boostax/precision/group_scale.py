@@ -328,7 +328,7 @@ def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], 
 
 
 def check_labels(who: str, labels: PyTree) -> None:
-    """Refuse labels that fit no params."""
+    """Refuse labels that do not fit the params."""
     found = jax.tree.leaves(labels)
     allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
     hint = "boostax.freeze.prefix_groups(params, n) makes n groups."

@@ -284,8 +284,7 @@ class AdasumDeltaState(NamedTuple):
     """State of ``adasum_delta``.
 
     Attributes:
-      inner_state: a ``PerReplica`` of the inner optimizer's state, one for each replica or for
-        each server.
+      inner_state: a ``PerReplica`` of the inner optimizer's states, one per replica or per server.
       adasum: the ``AdasumState`` of the updates.
     """
 

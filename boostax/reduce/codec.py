@@ -34,7 +34,7 @@ class Late(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The result of sending leaves.
+    """The result of ``Codec.reduce``.
 
     Attributes:
       means: for each leaf the mean over the replicas of what they sent, equal on all.
@@ -199,7 +199,7 @@ def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
 
 
 def unpacked(flat: jax.Array, like: Arrays, lead: int = 0) -> list[jax.Array]:
-    """Invert ``packed`` for leaves like these; ``flat`` may have other leading dimensions."""
+    """Invert ``packed`` for leaves of such shapes; ``flat`` may have other leading dimensions."""
     ends = np.cumsum([math.prod(x.shape[lead:]) for x in like])
     pairs = zip(like, jnp.split(flat, ends, -1), strict=False)
     return [part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype) for x, part in pairs]

@@ -205,7 +205,8 @@ def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     """Group items from the last to the first, as gradients come.
 
-    A group is closed once it has more than ``most`` bytes; an item that is larger is alone.
+    A group is closed once it has more than ``most`` bytes, so a larger item forms a group by
+    itself.
     """
     found: list[list[int]] = [[]]
     for i in reversed(list(sizes)):
@@ -349,7 +350,7 @@ def _exponents(sent: Sequence[Chunk], arrays: Arrays) -> jax.Array:
 
 
 def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
-    """Return ``x / 2**exponents`` by leaf."""
+    """Return ``x / 2**exponents``, with one exponent per leaf."""
     blocks, powers = leafwise(x, 1 / power_of_two(exponents, x.dtype), owners)
     return (blocks * powers).reshape(x.shape)
 

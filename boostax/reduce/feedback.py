@@ -88,7 +88,8 @@ def compress(
       momentum: coefficient of momentum correction (Deep Gradient Compression):
         ``v = momentum * v + g`` is sent instead of ``g``; ``v`` is zeroed where an element was
         sent. Or ``None``.
-      name: name of the factory in errors, traces and ``explain``; the codec's class by default.
+      name: name of the factory in errors, traces and ``explain``; by default the codec's class
+        name.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: the codec's messages; a residual per
@@ -258,11 +259,11 @@ def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
 def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
     """Return the sum of squares over all replicas, plus the ``growth`` of single leaves.
 
-    It is not finite if any element is not, or if a square overflows.
+    The sum is not finite if any element is not finite, or if a square overflows.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
     parts = [x.astype(dtype) for x in (*map(_square, leaves), *growth)]
-    # A growth may be negative, and rounding may make the total slightly negative.
+    # A growth may be negative, so rounding may make the total slightly negative.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 

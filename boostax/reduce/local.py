@@ -163,7 +163,7 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. The transformation
+    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. The transformation
     stands outermost, inside gates only: ``dynamic_loss_scale(local_updates(...), axis_name=...)``.
     Only applied steps count. ``boostax.flush`` synchronizes the replicas at once.
 
@@ -286,7 +286,7 @@ def partial_average(
 
     Every parameter is averaged once in :math:`K` steps; the state of ``inner`` is never averaged.
 
-    Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. It stands
+    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. It stands
     outermost, inside gates only: ``dynamic_loss_scale(partial_average(...), axis_name=...)``.
     A skipped step averages nothing and does not move the rotation. ``boostax.flush`` averages all.
 

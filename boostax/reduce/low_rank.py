@@ -134,7 +134,7 @@ def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 
 def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
-    """Replace the first columns of the old factors; an earlier stage of a warm-up may have more."""
+    """Write the factors into the first columns of the old ones, which may have more columns."""
     flat = [f.reshape(-1, f.shape[-1]) for f in factors]
     pairs = zip(flat, old.values, strict=True)
     return PerLeaf([f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f) for f, o in pairs])

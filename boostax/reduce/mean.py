@@ -58,8 +58,8 @@ def all_reduce(
         that are not finite stay so, for the loss scaler to see. ``None`` does not clip.
       divide: whether a mean divides ``"after"`` the sum or ``"before"`` it. Dividing before avoids
         overflow: the sum of four gradients of 1e38 exceeds f32.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together:
-        fewer collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together, which
+        saves collectives and costs one copy. ``None`` leaves it to XLA, which merges the reductions
         of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
         replica's slice) and vectors, up to 8 MiB together.
       noise: decay of the running means behind ``noise_scale`` in ``boostax.metrics``, the gradient

@@ -118,7 +118,7 @@ class Products(NamedTuple):
 
     Attributes:
       dots: ``(3, pairs, leaves or 1)``: a.a, a.b and b.b.
-      apart: ``(pairs, leaves or 1)``: 0 where both nodes are the same, bit for bit.
+      apart: ``(pairs, leaves or 1)``: 0 if both nodes are equal bit for bit.
     """
 
     dots: jax.Array
@@ -141,7 +141,7 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
-    """Return ``x * 2**exponents`` by leaf; finite stays finite, even where rounding exceeds it."""
+    """Return ``x * 2**exponents``, one exponent per leaf; finite stays finite despite rounding."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
     bounded = trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers)
     return (bounded * powers).reshape(x.shape)
@@ -201,7 +201,7 @@ def combine_replicas(
 
 
 def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
-    """Return the rows of several kinds of leaves as one; a kind has this many equal copies."""
+    """Join the rows of several kinds of leaves; ``copies`` counts the equal copies of each kind."""
     buckets: list[Bucket] = []
     leaves = 0
     for part, held in zip(parts, copies, strict=True):

@@ -360,9 +360,10 @@ def top_k_reduce(
         Positions then take 2 bytes; the choice keeps 87 to 99% of the energy. Try 1000. Runs are
         sorted, whole leaves are not: on a TPU leave it out.
       bucket_bytes: choose from several leaves together. They are fused from the last to the first
-        until they exceed this many bytes (of f32); a larger leaf has its own choice. The same
-        number of elements travels, from where they are largest, for one copy of the fused leaves.
-        ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+        until they exceed this many bytes (of f32); a larger leaf has its own choice. The number of
+        elements sent stays the same, and they come from the leaves where they are largest. This
+        costs one copy of the fused leaves. ``2**23`` is SINGA's default. ``None`` chooses from
+        every leaf.
       momentum: correct for the momentum of the optimizer (DGC): momentum is applied here, before
         the choice, and stops for elements that have been sent. The optimizer must have none.
       value_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding

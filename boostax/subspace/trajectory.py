@@ -55,9 +55,9 @@ def record_trajectory(
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
     At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params given
-    to ``update`` are stored: those from *before* that update. In a full buffer the oldest snapshot
-    is overwritten. Inside a loss scaler or a window, in a chain with the optimizer, only applied
-    steps are calls.
+    to ``update`` are stored, which are the params *before* that update. In a full buffer the oldest
+    snapshot is overwritten. Inside a loss scaler or a window, in a chain with the optimizer, only
+    applied steps count as calls.
 
     A basis from the last snapshots of a run is better than one from all of them, because the first
     snapshots differ by far the most.

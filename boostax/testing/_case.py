@@ -30,8 +30,8 @@ class Case:
       name: its name in tests.
       make: ``make(inner, axis_name)`` builds it around (or chains it before) the optimizer
         ``inner``; ``axis_name`` is ``None`` on a single device.
-      reduces: it takes local gradients and returns reduced ones itself.
-      own_params: each replica keeps params of its own.
+      reduces: it takes local gradients and reduces them itself.
+      own_params: each replica keeps its own params.
       skips: it skips steps whose gradients are not finite.
       distributed: it has a meaning inside a mapped function.
       by_shard: it treats each shard of a leaf as a leaf.

@@ -38,11 +38,12 @@ def check_loss(
       loss_fn: ``loss_fn(params, batch)``, the mean over the rows of the batch.
       params: tree of floating arrays.
       batch: tree of arrays ``[rows, ...]``; eight must divide the rows.
-      rtol: of the losses, and of the params by the largest element of each.
-      only: the one road to take; all of them if empty.
+      rtol: relative tolerance of the losses, and of the params, relative to the largest element of
+        each.
+      only: the name of a single road to take; all roads if empty.
 
     Raises:
-      AssertionError: a road that trains otherwise, with its name.
+      AssertionError: the name of a road on which training differs.
 
     Example:
       >>> import boostax.testing, jax, jax.numpy as jnp

@@ -37,7 +37,7 @@ def on_mesh(
     the batch (FSDP), over another axis (HSDP), over a model axis (tensor parallel), or several.
     ``boostax.value_and_grad(mesh=, axis_name=)`` gives gradients that are local to each replica,
     ``PerReplica`` of stacked arrays; ``tx`` takes them as it does inside ``shard_map``. Its parts
-    need no ``axis_name``: those that reduce, and gates around them, have the one that is given
+    need no ``axis_name``: reductions, and gates around them, use the ``axis_name`` that is given
     here. Up to the reduction every replica has its own gradients. From there on gradients, params
     and state are ordinary global arrays, so any optimizer is right for any sharding. Reductions
     other than the mean see the shards of each device.
@@ -49,8 +49,8 @@ def on_mesh(
         no state and no update.
       axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
         of the mesh.
-      shard_optimizer: shard all of the optimizer's state that is the same on all replicas over
-        them, each leaf along its first dimension that they divide and that is whole (ZeRO).
+      shard_optimizer: shard over the replicas all optimizer state that is equal on all of them
+        (ZeRO). Each leaf is sharded along its first whole dimension that their number divides.
 
     Returns:
       A gate, used like the other gates of boostax. ``init`` makes a placed state: an array shaped

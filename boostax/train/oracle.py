@@ -523,7 +523,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
 def _over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Average loss and ``Aux`` by the replicas' weights; gradients stay local, weighted."""
+    """Average loss and ``Aux`` by the replicas' weights; weight the gradients, which stay local."""
     told, replicas = as_aux(aux), axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
     summed = jnp.float32(replicas) if told.weight is None else total(local, names)
@@ -538,7 +538,7 @@ def _over_replicas(
 
 
 def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Average statistics; type counters, which are equal, as equal; leave keys unchanged."""
+    """Average statistics; type counters as equal on all replicas; leave keys unchanged."""
 
     def mean(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -77,7 +77,7 @@ class Placing:
         def of_part(spec: PartitionSpec, part: PyTree) -> PyTree:
             return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
 
-        # The specs are a prefix: one spec may stand for a whole tree of params.
+        # The specs may be a prefix of the tree: one spec may apply to a whole subtree of params.
         return jax.tree.map(of_part, self.specs(state), state)
 
     def specs(self, state: TrainState) -> TrainState:

@@ -60,7 +60,7 @@ def resharded(state: PyTree, target: PyTree) -> PyTree:
         shapes = [x.shape for x in jax.tree.leaves(old)]
         if shapes == [x.shape for x in leaves]:
             return old
-        # Compiled, the rule makes on each device only the part that the device keeps.
+        # The rule is compiled, so each device computes only the part that it keeps.
         rule = jax.jit(
             lambda x: spread_anew(x, leaves[0].shape[0], any(old is part for part in summed)),
             out_shardings=jax.tree.map(lambda x: typed(x).sharding, new),
