@@ -85,7 +85,7 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
       like the model. Cost: only the casts in the compiled program.
 
     Raises:
-      TypeError: ``module`` is no Flax module.
+      TypeError: ``module`` is not a Flax module.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

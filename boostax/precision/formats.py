@@ -110,7 +110,7 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a block: whole dimensions, and a divisor of one dimension's size.
 
-    A block has the least possible number of elements from ``BLOCK`` on, and all blocks are equal.
+    A block has at least ``BLOCK`` elements, and as few more as possible; all blocks are equal.
     The last dimension but one is cut first, because TPU tiles are cut along it without moving data.
     """
     dims = list(reversed(range(len(shape))))

@@ -194,7 +194,7 @@ class TrainStep:
     def rows(self, size: int) -> np.ndarray[Any, Any]:
         """Return the rows of a global batch of ``size`` that this process hands to the step.
 
-        All rows, ascending, unless the mesh spans several processes.
+        Rows are ascending. These are all rows unless the mesh spans several processes.
         """
         return np.arange(size) if self.placing is None else self.placing.rows(size)
 
