@@ -101,6 +101,7 @@ def test_a_chain_that_names_no_axis_is_the_one_that_names_it_everywhere(name, me
 
 PLACED = {
     "ZeRO-1": {"shard_optimizer": True},
+    "host": {"freeze_driver": "host"},
     "FSDP": {"param_specs": {"w": P("data"), "b": P("data")}},
     "switch": {"freeze_driver": "switch"},
 }
@@ -109,7 +110,7 @@ PLACED = {
 @pytest.mark.parametrize("name", PLACED)
 def test_in_any_placement(name, mesh):
     make = CHAINS["scaler(window)"]
-    if name == "switch":
+    if name in ("host", "switch"):
         make = lambda a: boostax.scheduled_freeze(  # noqa: E731
             CHAINS["scaler(window)"](a), {"w": 0, "b": 1}, [0, 1, 0, 1]
         )

@@ -111,6 +111,27 @@ def apart(w, batch):
     return other * part / count, boostax.Aux(weight=count, metrics={"mean": pmean(part)})
 
 
+@jax.custom_vjp
+def summed(x):
+    return lax.psum(x, "data")
+
+
+# A rule of the loss's own, which no tangent shows.
+summed.defvjp(lambda x: (summed(x), None), lambda _, ct: (lax.psum(ct, "data"),))
+
+
+def by_rule(w, batch):
+    part, count = masked(w, batch, summed)
+    return part / count, boostax.Aux(weight=count)
+
+
+@pytest.mark.parametrize("loss", [of_replica, by_rule])
+def test_weights_of_gradients_that_cross_replicas_are_refused_on_global_arrays(mesh, loss):
+    oracle = boostax.value_and_grad(loss, mesh=mesh, has_aux=True)
+    with pytest.raises(ValueError, match=r"value_and_grad: Aux.weight must be left out"):
+        jax.jit(oracle)(W, (), (X, MASK.astype(jnp.float32)))
+
+
 def looped(loss):
     """The same with the params out of a scan that has a checkpoint in it."""
 

@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax.checkpoint import Checkpointer
 
-PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
+# An empty leaf has no elements to be cut.
+PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8), "e": jnp.zeros((0, 4))}
 BATCH = jnp.sin(jnp.arange(16.0 * 16)).reshape(16, 16)
 SPECS = {
-    "whole": {"w": P(), "b": P()},
-    "FSDP": {"w": P("data"), "b": P("data")},
-    "columns": {"w": P(None, "model"), "b": P("model")},
-    "HSDP": {"w": P(("data", "model")), "b": P("model")},
+    "whole": {"w": P(), "b": P(), "e": P()},
+    "FSDP": {"w": P("data"), "b": P("data"), "e": P()},
+    "columns": {"w": P(None, "model"), "b": P("model"), "e": P()},
+    "HSDP": {"w": P(("data", "model")), "b": P("model"), "e": P()},
 }
 
 

@@ -102,7 +102,7 @@ class Placement:
         for name, size in reversed([*zip(self.names, sizes, strict=True)]):
             one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
         split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
-        merged = lambda x: x.reshape(-1, *x.shape[len(sizes) :])  # noqa: E731
+        merged = lambda x: x.reshape(self.replicas, *x.shape[len(sizes) :])  # noqa: E731
         local, common = one(jax.tree.map(split, stacked), shared)
         return _joined(jax.tree.map(merged, local), common, found[-1])
 
@@ -235,7 +235,8 @@ def on_shards(
 
         def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             rank = len(here.names)
-            merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[rank:]), local[:2])
+            one_dim = lambda x: x.reshape(here.replicas, *x.shape[rank:])  # noqa: E731
+            merged = jax.tree.map(one_dim, local[:2])
             means, own, shared = island(merged, shared)
             sizes = [here.mesh.shape[name] for name in here.names]
             return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared

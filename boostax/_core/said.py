@@ -33,7 +33,8 @@ def reduction(factory: Factory) -> Factory:
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Made:
-        who, given = factory.__name__, signature.bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        who = given.arguments.get("name") or factory.__name__
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
             return tx._replace(init=lambda params: _reducing(tx, who).init(params))

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
+from boostax._core.gate import init_optimizer
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange, pairwise
@@ -383,7 +384,8 @@ def adasum_delta(
         return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        inner_state = axes.to_varying(tx.init(trees.at_least_float32(params)), replicas)
+        # Replicas would take the steps of a gate at different times.
+        inner_state = axes.to_varying(init_optimizer(who, tx, params), replicas)
         return AdasumDeltaState(PerReplica(inner_state), wanted.init(params))
 
     @describe("adasum", "adasum", names)

@@ -344,7 +344,8 @@ class Programs:
         if depth not in self._parts:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
-                own = self._variants.part(self._params, numbers.opt_state, depth)
+                with axes.saying(self._step.names):
+                    own = self._variants.part(self._params, numbers.opt_state, depth)
                 numbers = numbers._replace(opt_state=own)
             places, part = jax.tree.flatten(numbers)
             self._parts[depth] = Pruning(self._structure, part, tuple(places))

@@ -433,7 +433,10 @@ def _require_uncrossed(
     def look(trained: PyTree) -> tuple[()]:
         nonlocal crossed
         _, tangent = jax.linearize(fn, trained)
-        crossed = axes.of_gradients(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
+        value, pullback = jax.vjp(fn, trained)
+        # A typed sum sends nothing backward; a tangent shows no backward rule of the loss's own.
+        programs = jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)
+        crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
         return ()
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
