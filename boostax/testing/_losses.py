@@ -63,7 +63,7 @@ def check_loss(
             assert worst <= rtol * scale, f"{name}: params differ by {worst}, of up to {scale}"
 
 
-def _followed(step: Callable[..., Any], carry: tuple[Any, ...], batch: PyTree) -> Trained:
+def _followed(step: Callable[..., Any], carry: Any, batch: PyTree) -> Trained:
     """Return the params, first in the carry, after some calls of ``(carry, batch)``; the losses."""
     losses = list[float]()
     for _ in range(_STEPS):

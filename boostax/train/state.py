@@ -3,9 +3,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
-import optax
-
 PyTree = Any
 
 
@@ -20,8 +17,8 @@ class TrainState(NamedTuple):
       key: PRNG key, constant; each call folds ``step`` (and the replica) into it; or ``None``.
     """
 
-    step: jax.Array
+    step: Any
     params: PyTree
-    opt_state: optax.OptState
+    opt_state: PyTree
     model_state: PyTree
-    key: jax.Array | None
+    key: Any
