@@ -72,6 +72,7 @@ def gate(
         the step runs only if ``run`` is True on every replica; ``own`` must be equal on all.
       init: makes the first state of the rule from the params.
       axis_name: mesh axis or axes over which something inside reduces; needed with local gradients.
+        ``None`` is no axis, and in a step the step's axis where something inside reduces.
       name: the transformation's name in errors, traces and ``explain``; by default the rule's.
 
     Returns:

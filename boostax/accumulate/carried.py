@@ -77,7 +77,8 @@ def carry(
         whose path contains these words in a row. The first rule that matches counts. The default is
         Flax's collection of fp8 metadata.
       axis_name: replica axis (or axes) over which values are combined; ``"last"`` takes the value
-        of the last replica.
+        of the last replica. ``None`` is no axis, and in a step the step's axis where something
+        inside reduces.
 
     Returns:
       A gate with a ``CarryState``. A value that is not finite is never set, and counts as an

@@ -133,7 +133,8 @@ def accumulate(
         expected value is exact however many gradients are added. With ``"nearest"`` a gradient of
         less than a 512th of the sum does not change it.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
-        and gradients must be local: see ``boostax.train.local_params``.
+        and gradients must be local: see ``boostax.train.local_params``. ``None`` is no axis, and in
+        a step the step's axis where something inside reduces.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in

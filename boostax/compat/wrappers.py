@@ -99,7 +99,8 @@ class MultiSteps:
         ``axis_name`` all replicas skip if one does, and keep the largest ``skip_state``.
       accumulator_dtype: dtype of the sum.
       axis_name: replica axis (or axes); gradients are then local, see
-        ``boostax.train.local_params``.
+        ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's axis where
+        something inside reduces.
 
     Attributes:
       inner_opt: the optimizer.

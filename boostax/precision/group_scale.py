@@ -223,7 +223,8 @@ def group_loss_scale(
         below 2**16. It leaves room for noisy batches, and for cotangents of activations that are
         larger than the gradients.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.train.local_params``.
+        *local*: see ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's
+        axis where something inside reduces.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the

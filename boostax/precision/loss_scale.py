@@ -110,7 +110,8 @@ def dynamic_loss_scale(
       max_scale: finite; the scale never grows beyond it.
       hysteresis: number of overflows after which the scale is lowered; each skips its step.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.train.local_params``.
+        *local*: see ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's
+        axis where something inside reduces.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; one

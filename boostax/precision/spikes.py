@@ -123,6 +123,7 @@ def skip_spikes(
       window: number of norms kept; there is no limit until half of them are accepted.
       axis_name: replica axis (or axes). Gradients must then be *local*: see
         ``boostax.train.local_params``; the norm is the root mean square of the replicas' norms.
+        ``None`` is no axis, and in a step the step's axis where something inside reduces.
 
     Returns:
       A gate whose state has a ``SpikesState``. Cost: 4 bytes for each of ``window``, and 25; one

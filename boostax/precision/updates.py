@@ -70,7 +70,8 @@ def check_updates(
     Args:
       inner: the optimizer; it sees f32 (or wider) gradients and params.
       axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` keeps state
-        or params that differ per replica.
+        or params that differ per replica. ``None`` is no axis, and in a step the step's axis where
+        something inside reduces.
 
     Returns:
       A transformation with a ``CheckUpdatesState``. Cost: 5 bytes; a temporary copy of the params

@@ -77,7 +77,8 @@ def adasum(
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``; its
-        replicas are combined.
+        replicas are combined. ``None``: the axis of the step around it (``make_train_step``,
+        ``on_mesh``).
       within: axes whose replicas are averaged first: the fast links of a node or a pod. Only
         ``1 / size(within)`` of the bytes then cross ``axis_name``.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
@@ -325,7 +326,8 @@ def adasum_delta(
 
     Args:
       inner: an optimizer without collectives over the axes, as a single replica would use it.
-      axis_name: mesh axis, or a tuple of axes, whose replicas, or servers, are combined.
+      axis_name: mesh axis, or a tuple of axes, whose replicas, or servers, are combined. ``None``:
+        the axis of the step around it (``make_train_step``, ``on_mesh``).
       within: the devices of a server, over which gradients are averaged before ``inner``: mesh axes
         (``adasum_delta(adam, "nodes", within="cores")``), or the number of neighbours along
         ``axis_name`` that make a server (``within=8``; an axis of 8 or fewer is one server).

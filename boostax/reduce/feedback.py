@@ -81,7 +81,8 @@ def compress(
 
     Args:
       codec: a ``boostax.reduce.Codec``.
-      axis_name: mesh axis, or a tuple of axes.
+      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
+        (``make_train_step``, ``on_mesh``).
       error_feedback: keep ``e``, the part that was not sent, for the next step.
       dense: leaves that take a plain mean instead: a function of the leaf's path
         (``"layers/0/bias"``) and the leaf, or a tree of bools or a prefix of one.

@@ -170,6 +170,7 @@ def local_updates(
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       every: steps from one synchronization to the next; 1 synchronizes at each step.
       outer: an optimizer for the anchor, without collectives; it computes in f32 or wider.
       reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
@@ -293,6 +294,7 @@ def partial_average(
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       partitions: the number of partitions, at most one for each leaf: each is a run of consecutive
         leaves, and the largest run is as small as it can be. Or the partition of each leaf,
         numbered from 0: a tree of integers like the params, or a prefix of one.

@@ -167,7 +167,8 @@ def power_sgd_reduce(
     more than half of them, take a plain mean.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes.
+      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
+        (``make_train_step``, ``on_mesh``).
       rank: rank of the approximation, or a warm-up of it, ``{0: 8, 500: 2}``.
       seed: seed of the first basis.
       layout: ``"equinox"`` or ``"torch"`` if kernels have their outputs first, ``(out, in, H,

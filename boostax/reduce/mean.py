@@ -52,6 +52,7 @@ def all_reduce(
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       op: ``"mean"`` or ``"sum"``.
       dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
       clip: bound on the magnitude of every element of a local gradient, applied first. Elements

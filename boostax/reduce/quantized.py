@@ -174,7 +174,8 @@ def int8_reduce(
     is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256 to 1024.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes.
+      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
+        (``make_train_step``, ``on_mesh``).
       block: the most elements that share a scale: longer rows are cut into equal parts, which on a
         TPU is a copy in another tiling. 256 is finer.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, so that the mean is kept.

@@ -352,7 +352,8 @@ def top_k_reduce(
     nothing is lost: sent and held back add up bit for bit.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes.
+      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
+        (``make_train_step``, ``on_mesh``).
       density: share of each leaf that travels, ``ceil(density * size)`` elements; or a warm-up of
         it, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by calls that were not skipped.
       count: number of elements of each leaf (or block) instead.
@@ -433,7 +434,8 @@ def threshold_reduce(
     with error feedback or without.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes.
+      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
+        (``make_train_step``, ``on_mesh``).
       threshold: magnitude from which an element is sent.
       capacity: share of each leaf that has slots on the sparse wire, which sends fewer bytes than
         the mean while ``capacity < 1/n``; 1.0 always sends the mean.
