@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 566,
-    "boostax/_core": 2435,
+    "boostax/_core": 2437,
     "boostax/accumulate": 541,
     "boostax/chain": 324,
     "boostax/config": 991,
@@ -26,16 +26,16 @@ CEILINGS = {
     "boostax/inspect": 1262,
     "boostax/model": 560,
     "boostax/precision": 1302,
-    "boostax/reduce": 1748,
+    "boostax/reduce": 1749,
     "boostax/subspace": 715,
     "boostax/testing": 842,
-    "boostax/train": 1168,
+    "boostax/train": 1166,
     "examples": 1500,
     "tests": 19407,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12955
+LIBRARY = 12956
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -165,12 +165,17 @@ def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
 def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> Any:
     """Make the first state of an optimizer that ``who`` wraps; refuse one with a gate inside."""
     state = tx.init(trees.at_least_float32(params))
+    require_no_gate(who, state)
+    return state
+
+
+def require_no_gate(who: str, state: Any) -> None:
+    """Refuse the state of an optimizer with a gate inside."""
     if has_gate(state):
         raise ValueError(
             f"{who}: inner must be an optimizer without gates, got one that may hold a step back. "
             f"Put it inside them: dynamic_loss_scale({who}(adamw(...)))."
         )
-    return state
 
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:

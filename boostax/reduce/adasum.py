@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.gate import init_optimizer
+from boostax._core.gate import require_no_gate
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange, pairwise
@@ -386,8 +386,7 @@ def adasum_delta(
         return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        # Replicas would take the steps of a gate at different times.
-        inner_state = axes.to_varying(init_optimizer(who, tx, params), replicas)
+        inner_state = axes.to_varying(tx.init(trees.at_least_float32(params)), replicas)
         return AdasumDeltaState(PerReplica(inner_state), wanted.init(params))
 
     @describe("adasum", "adasum", names)
@@ -402,6 +401,8 @@ def adasum_delta(
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
         kept, server = state.inner_state.local, levels().inside
+        # Replicas would take the steps of a gate at different times.
+        require_no_gate(who, kept)
         # With one copy of the inner state per server, updates are typed as equal inside the server.
         varies = frozenset[str]().union(*axes.types(kept))
         over = (*replicas, *(name for name in inside if name in varies))
