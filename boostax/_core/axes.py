@@ -39,9 +39,9 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
 # The second ending marks collectives whose result is typed as equal on all replicas.
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
 # A placeholder for the axis that the step around a part binds later.
-LATER = ("the axis of the step",)
+UNNAMED = ("the axis of the step",)
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
-_SAID = jax.make_user_context(())
+_BOUND = jax.make_user_context(())
 
 
 class Groups(tuple[str, ...]):
@@ -87,14 +87,14 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
     return Groups(names, numbers.T), Groups(names, numbers)
 
 
-def saying(names: tuple[str, ...]) -> AbstractContextManager[None]:
+def binding(names: tuple[str, ...]) -> AbstractContextManager[None]:
     """Bind the replica axes for the parts that are called within."""
-    return _SAID(names)
+    return _BOUND(names)
 
 
-def said() -> tuple[str, ...]:
+def bound() -> tuple[str, ...]:
     """Return the replica axes that are bound here; empty outside a step of boostax."""
-    return _SAID.value
+    return _BOUND.value
 
 
 def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:

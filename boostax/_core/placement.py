@@ -92,7 +92,7 @@ class Placement:
         found: list[Any] = []
 
         def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-            with _at(self), axes.saying(self.names):
+            with _at(self), axes.binding(self.names):
                 local, common, result = _apart(fn(*_joined(stacked, shared, tree)))
             _require_common(common)
             found.append(result)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, said, trees
+from boostax._core import axes, bound_axis, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import (
     Pending,
@@ -49,7 +49,7 @@ class GateState(NamedTuple):
 Rule = Callable[[Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
-@said.gate
+@bound_axis.gate
 def gate(
     inner: optax.GradientTransformation,
     rule: Rule,

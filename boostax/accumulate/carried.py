@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, gate, said, trees
+from boostax._core import axes, bound_axis, checks, gate, trees
 from boostax._core.describe import describe, elsewhere
 
 PyTree = Any
@@ -48,7 +48,7 @@ class CarryState(NamedTuple):
     inner_state: optax.OptState
 
 
-@said.gate
+@bound_axis.gate
 def carry(
     inner: optax.GradientTransformation,
     rules: Rules = FLAX,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, gate, handshake, noise_scale, said, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, noise_scale, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, require_like
@@ -89,7 +89,7 @@ class AccumulateState(NamedTuple):
         return dict(zip(self._fields[:3], self[:3], strict=True))
 
 
-@said.gate
+@bound_axis.gate
 def accumulate(
     inner: optax.GradientTransformation,
     every: Every,

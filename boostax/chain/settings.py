@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from boostax._core.axes import LATER
+from boostax._core.axes import UNNAMED
 from boostax.chain.orders import Finding, orders, words
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
@@ -48,7 +48,7 @@ def agreements(bound: bool, found: Sequence[Row]) -> Iterator[Finding]:
     for row in found:
         # A clip's axes are axes of shards; a gate learns those from the types of the gradients.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
-        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *LATER}
+        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
         named = bool(row.axes) or not bound
         if missing and named and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
@@ -97,7 +97,7 @@ def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
         yield _finding("half_without_scaler")
     if all(row.role != UNKNOWN for row in found):
         reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
-        reduced |= set(step.names) if LATER[0] in reduced else set()
+        reduced |= set(step.names) if UNNAMED[0] in reduced else set()
         others = ", ".join(map(repr, sorted(reduced)))
         for axis in (axis for axis in step.names if axis not in reduced):
             setting = "reduced_over_others" if reduced else "not_reduced"

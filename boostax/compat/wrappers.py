@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, said, trees
+from boostax._core import axes, bound_axis, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, counted, gated, passed
 from boostax._core.replicas import PerReplica
@@ -171,7 +171,7 @@ class MultiSteps:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
-@said.gate
+@bound_axis.gate
 def _skipping(
     tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
@@ -234,7 +234,7 @@ class ApplyIfFiniteState(NamedTuple):
     total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all bad steps.")
 
 
-@said.gate
+@bound_axis.gate
 def apply_if_finite(
     inner: optax.GradientTransformation,
     max_consecutive_errors: int,

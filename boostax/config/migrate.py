@@ -131,7 +131,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
-    with axes.saying(axes.LATER):
+    with axes.binding(axes.UNNAMED):
         first, notes = new_tx.init(params), list[str]()
     # Moments are carried over in f32, whatever dtype stores them.
     fresh, old_state = widened(first), widened(old_state)

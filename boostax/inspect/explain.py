@@ -213,7 +213,7 @@ def _explained(
     wrong, problem = tuple(findings(found, step)), missing
     try:
         if place.names and not missing:
-            with axes.saying(place.names):
+            with axes.binding(place.names):
                 chain = costs.collectives(_traced(tx, params, place))
             sent = [*of_loss(), *chain]
     except (ValueError, TypeError) as error:
@@ -345,7 +345,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
     """Return the shapes of the state on all replicas, and the specs by which a step shards it."""
     count, specs = place.replicas, None
-    with axes.saying(place.names or axes.LATER):
+    with axes.binding(place.names or axes.UNNAMED):
         state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
         if place.names:
             how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}

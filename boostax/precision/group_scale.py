@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, gate, groups, handshake, said, trees
+from boostax._core import axes, bound_axis, checks, gate, groups, handshake, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
 from boostax.precision.loss_scale import decided, metrics_of, scales
@@ -162,7 +162,7 @@ def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> Group
     return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
 
 
-@said.gate
+@bound_axis.gate
 def group_loss_scale(
     inner: optax.GradientTransformation,
     labels: PyTree,

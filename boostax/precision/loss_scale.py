@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, gate, handshake, said, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, trees
 from boostax._core.describe import Holds, describe
 
 PyTree = Any
@@ -65,7 +65,7 @@ class LossScaleState(NamedTuple):
         return metrics_of(self) | {f"scale_{name}": getattr(self, name) for name in moves}
 
 
-@said.gate
+@bound_axis.gate
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
@@ -179,7 +179,7 @@ def dynamic_loss_scale(
     return _scaled(inner, init_scale, hysteresis, adjust, axis_name, skip=True, asks=True, who=who)
 
 
-@said.gate
+@bound_axis.gate
 def static_loss_scale(
     inner: optax.GradientTransformation,
     scale: float,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, said, trees
+from boostax._core import axes, bound_axis, checks, gate, trees
 from boostax._core.describe import Holds, first_line
 from boostax._core.rule import by_rule
 
@@ -85,7 +85,7 @@ def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
     return jnp.sqrt(total / (axes.size(names) if names else 1))
 
 
-@said.gate
+@bound_axis.gate
 def skip_spikes(
     inner: optax.GradientTransformation,
     *,

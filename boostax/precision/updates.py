@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, replicas, said, trees
+from boostax._core import axes, bound_axis, checks, gate, replicas, trees
 from boostax._core.describe import Stepped, describe
 
 PyTree = Any
@@ -44,7 +44,7 @@ class CheckUpdatesState(NamedTuple):
         return {"last_update_finite": self.last_update_finite, "held_updates": self.held_updates}
 
 
-@said.gate
+@bound_axis.gate
 def check_updates(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:

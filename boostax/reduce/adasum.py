@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, checks, said, trees
+from boostax._core import axes, bound_axis, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import require_no_gate
 from boostax._core.placement import on_shards
@@ -48,7 +48,7 @@ class AdasumState(NamedTuple):
         return {"orthogonality": self.orthogonality, **by_name}
 
 
-@said.reduction
+@bound_axis.reduction
 def adasum(
     axis_name: axes.AxisName | None = None,
     *,
@@ -298,7 +298,7 @@ class AdasumDeltaState(NamedTuple):
         return [self.inner_state]
 
 
-@said.reduction
+@bound_axis.reduction
 def adasum_delta(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None = None,

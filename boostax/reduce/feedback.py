@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, said, trees
+from boostax._core import axes, bound_axis, checks, trees
 from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
@@ -60,7 +60,7 @@ class CompressedState(NamedTuple):
         return {"unsent": self.unsent} | chosen
 
 
-@said.reduction
+@bound_axis.reduction
 def compress(
     codec: Codec,
     axis_name: axes.AxisName | None = None,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, said, trees
+from boostax._core import axes, bound_axis, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gate_of, gated, has_gate, run, run_or_hold
 from boostax._core.replicas import PerReplica
@@ -141,7 +141,7 @@ class LocalUpdatesState(NamedTuple):
         """Mark a state whose params differ per replica."""
 
 
-@said.reduction
+@bound_axis.reduction
 def local_updates(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None,
@@ -269,7 +269,7 @@ class PartialAverageState(NamedTuple):
         """Mark a state whose params differ per replica."""
 
 
-@said.reduction
+@bound_axis.reduction
 def partial_average(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None = None,

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, checks, noise_scale, said, trees
+from boostax._core import axes, bound_axis, checks, noise_scale, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import NoiseScaleState
 from boostax._core.placement import local_alone, mean_of_group, on_shards
@@ -28,7 +28,7 @@ class SumState(NamedTuple):
         """Mark that windows of replicas around this reduction are shares of a sum."""
 
 
-@said.reduction
+@bound_axis.reduction
 def all_reduce(
     axis_name: axes.AxisName | None = None,
     *,

@@ -117,7 +117,7 @@ class TrainStep:
         trees.require_arrays(params, "make_train_step")
         if self.policy is not None:
             params = self.policy.store_params(params)
-        with axes.saying(self.names):
+        with axes.binding(self.names):
             opt_state = self.tx.init(params)
         varies = trees.find(opt_state, lambda node: callable(getattr(node, "coming", None)))
         if varies and variants_of(self.tx) is None:
@@ -344,7 +344,7 @@ class Programs:
         if depth not in self._parts:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
-                with axes.saying(self._step.names):
+                with axes.binding(self._step.names):
                     own = self._variants.part(self._params, numbers.opt_state, depth)
                 numbers = numbers._replace(opt_state=own)
             places, part = jax.tree.flatten(numbers)

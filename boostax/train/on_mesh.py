@@ -100,7 +100,7 @@ def placed_on(
         params = trees.arrays_alone(params)
 
         def make(params: PyTree) -> PyTree:
-            with axes.saying(place.names):
+            with axes.binding(place.names):
                 return stack_replicas(tx.init(params), place.replicas)
 
         shapes = jax.eval_shape(make, params)

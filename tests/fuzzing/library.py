@@ -91,7 +91,7 @@ class Library:
     def __init__(self, case: Case, params: Tree):
         self._prepare(case)
         params = jax.tree.map(jnp.asarray, params)
-        with axes.saying(() if case.told else (AXIS,)):
+        with axes.binding(() if case.told else (AXIS,)):
             local = self.tx.init(params)
         self._put(params, boostax.states.stack_replicas(local, case.replicas))
 

@@ -24,7 +24,7 @@ PyTree = Any
 Made = optax.GradientTransformationExtraArgs
 Factory = TypeVar("Factory", bound=Callable[..., Made])
 
-_HEARD: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("heard", default=None)
+_REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("reduced", default=None)
 
 
 def reduction(factory: Factory) -> Factory:
@@ -43,14 +43,14 @@ def reduction(factory: Factory) -> Factory:
         known: dict[tuple[str, ...], Made] = {}
 
         def bound(params: PyTree) -> Made:
-            over = axes.said()
+            over = axes.bound()
             hint = f"Name it, {who}('data'), or leave it to make_train_step or on_mesh around it."
             checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
             if over not in known:
                 known[over] = _called(factory, given, [x for x in over if x not in inside])
             return _reducing(known[over], who)
 
-        return _delayed(_called(factory, given, axes.LATER), bound)
+        return _delayed(_called(factory, given, axes.UNNAMED), bound)
 
     return made  # type: ignore[return-value]
 
@@ -67,10 +67,10 @@ def gate(factory: Factory) -> Factory:
         known: dict[tuple[str, ...], Made] = {(): alone}
 
         def bound(params: PyTree) -> Made:
-            over = axes.said()
+            over = axes.bound()
             if over not in known:
                 reduced = _reduced_inside(alone, params)
-                wanted = sorted(reduced) if over == axes.LATER else over
+                wanted = sorted(reduced) if over == axes.UNNAMED else over
                 agreed = [name for name in wanted if name in reduced]
                 known[over] = _called(factory, given, agreed) if agreed else alone
             return known[over]
@@ -121,23 +121,23 @@ def _description(tx: Made) -> Description:
 
 def _reducing(tx: Made, who: str) -> Made:
     """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
-    bound, heard, over = axes.said(), _HEARD.get(), _description(tx).axes
-    if bound not in ((), axes.LATER) and not set(over) <= set(bound):
+    bound, reduced, over = axes.bound(), _REDUCED.get(), _description(tx).axes
+    if bound not in ((), axes.UNNAMED) and not set(over) <= set(bound):
         allowed = f"among the axes of the step around it, {bound}"
         hint = "Leave it out: the step names its own."
         raise ValueError(checks.message(who, "axis_name", allowed, over, hint))
-    if heard is not None:
-        heard.update(over)
+    if reduced is not None:
+        reduced.update(over)
     return tx
 
 
 def _reduced_inside(tx: Made, params: PyTree) -> set[str]:
     """Return the axes over which something inside a gate reduces, as its ``init`` reports them."""
-    heard = set[str]()
-    token = _HEARD.set(heard)
+    reduced = set[str]()
+    token = _REDUCED.set(reduced)
     try:
         for inner in _description(tx).inner.values():
             jax.eval_shape(functools.partial(init_inner, inner), params)
     finally:
-        _HEARD.reset(token)
-    return heard
+        _REDUCED.reset(token)
+    return reduced
