@@ -14,10 +14,8 @@ import pytest
 from lanes import lanes
 
 import boostax
-from boostax.chain.parts import read
-from boostax.chain.roles import role
-from boostax.chain.rows import rows
-from boostax.chain.settings import findings
+from boostax.chain.findings import findings
+from boostax.chain.parts import read, role, rows
 from boostax.config.auto import auto
 
 AXIS = {"axis_name": "data"}

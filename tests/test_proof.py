@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import axes, costs, interpret, jaxprs
 from boostax.chain import parts
-from boostax.chain.roles import UNKNOWN
-from boostax.chain.rows import rows
+from boostax.chain.parts import UNKNOWN, rows
 from boostax.model import less_bn as branches
 
 PACKAGE = pathlib.Path(boostax.__file__).parent

@@ -12,8 +12,7 @@ import optax
 
 import boostax
 from boostax._core import axes, checks, trees
-from boostax.chain.parts import read
-from boostax.chain.roles import role
+from boostax.chain.parts import read, role
 from boostax.config import keys, mindspore, singa
 from boostax.model.less_bn import LessBNReport, changed
 

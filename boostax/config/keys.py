@@ -24,8 +24,7 @@ import optax
 import boostax
 from boostax import subspace
 from boostax._core import axes, checks
-from boostax.chain.parts import opened, read
-from boostax.chain.roles import role
+from boostax.chain.parts import opened, read, role
 from boostax.subspace.basis import saved_basis
 from boostax.subspace.dim_reduce import RULES
 

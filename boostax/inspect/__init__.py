@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from boostax._core.late import late as _late
-from boostax.chain.orders import Finding as Finding
+from boostax.chain.findings import Finding as Finding
 from boostax.inspect.audit import Audit as Audit
 from boostax.inspect.audit import audit as audit
 from boostax.inspect.collectives import CompiledCollective as CompiledCollective

@@ -16,14 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from boostax._core import axes, checks, costs, jaxprs, replicas
+from boostax._core import axes, checks, costs, handshake, jaxprs, replicas
 from boostax._core.describe import Reduction, asked, variants_of
-from boostax._core.handshake import assume_scaled
-from boostax.chain.orders import Finding
-from boostax.chain.parts import follow, read
-from boostax.chain.roles import UNKNOWN
-from boostax.chain.rows import Row, rows
-from boostax.chain.settings import findings
+from boostax.chain.findings import Finding, findings
+from boostax.chain.parts import UNKNOWN, Row, follow, read, rows
 from boostax.inspect.tables import Cells, aligned
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
@@ -332,7 +328,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.plan(params).drawn[0]
         state = replicas.enter_replica(state)
-        extra_tx.update(assume_scaled(grads, state), state, params, **given)
+        extra_tx.update(handshake.assume_scaled(grads, state), state, params, **given)
         return jnp.zeros(())
 
     state, specs = _state(tx, params, place)

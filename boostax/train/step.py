@@ -141,9 +141,8 @@ def _judge(step: TrainStep) -> None:
         known = {}
     if (step.policy, step.names) not in known:
         # The modules that read chains are loaded with the first step, not with the library.
-        from boostax.chain.parts import read
-        from boostax.chain.rows import rows
-        from boostax.chain.settings import findings
+        from boostax.chain.findings import findings
+        from boostax.chain.parts import read, rows
 
         found = findings(rows(read(step.tx)), step)
         known[step.policy, step.names] = sorted(found, key=lambda x: not x.certain)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find parts of a chain in a wrong order or with a wrong setting, by ``orders.toml``."""
+
+import functools
+import itertools
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from boostax._core.axes import UNNAMED
+from boostax.chain.parts import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, Row, number, sign
+
+
+class Finding(NamedTuple):
+    """A part in a wrong order or with a wrong setting.
+
+    Attributes:
+      what: the part and its position.
+      why: what goes wrong there.
+      mend: what to write instead.
+      certain: whether every run is wrong: replicas diverge or hang, gradients stay multiplied by
+        the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses
+        such a chain, and warns of other findings.
+    """
+
+    what: str
+    why: str
+    mend: str
+    certain: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why} {self.mend}"
+
+
+_WORDS = tomllib.loads(files("boostax.chain").joinpath("orders.toml").read_text("utf8"))
+_OWN, _WINDOWS = ("delta", "own params"), ("window", "peer window")
+# The roles behind each name that stands for several roles in ``orders.toml``.
+_SEVERAL: Mapping[str, tuple[str, ...]] = {
+    "gates": ("scaler", "window", "peer window", "hold", "check", "mask"),
+    "reductions": REDUCTIONS,
+    "clips": CLIPS,
+    "rates": ("rate", "schedule"),
+    "memories": MEMORIES,
+    "windows": _WINDOWS,
+    "own": _OWN,
+    "holds": ("scaler", *_WINDOWS, "hold"),
+}
+_REDUCING = (*REDUCTIONS, *_OWN, "subspace")
+
+
+def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
+    """Return all findings of a chain, and of a step around it."""
+    bound = step is not None and bool(step.names)
+    of_chain = [*orders(found), *settings(found, bound), *directions(found)]
+    return of_chain if step is None else [*of_chain, *of_step(found, step)]
+
+
+@functools.cache
+def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
+    """Return the words for a part ``"after"`` or ``"inside"`` another, by the roles of both."""
+    found: dict[tuple[str, str], tuple[str, str, bool]] = {}
+    for group in _WORDS[where]:
+        for first, then, why in group["pairs"]:
+            said = group.get("why", "") + why, group["mend"], group.get("certain", False)
+            for pair in itertools.product(_roles(first), _roles(then)):
+                found.setdefault(pair, said)
+    return found
+
+
+def _roles(names: str) -> Iterator[str]:
+    for name in names.split(" | "):
+        yield from _SEVERAL.get(name, (name,))
+
+
+def orders(found: Sequence[Row]) -> Iterator[Finding]:
+    """Yield wrong orders of parts after one another, then of parts inside one another."""
+    pairs = itertools.combinations(found, 2)
+    yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a)))
+    yield from _broken("inside", ((a, b) for b in found for a in b.holders))
+
+
+def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
+    """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
+    for a, b in pairs:
+        apart = {a.role, b.role} <= {*REDUCTIONS, *_OWN} and not set(a.axes) & set(b.axes)
+        said = None if apart else rules(where).get((a.role, b.role))
+        if said is not None:
+            names = {"first": a.part.name, "then": b.part.name}
+            why, mend = (text.format(**names) for text in said[:2])
+            yield Finding(f"{b.part.name} {where} {a.part.name}", why, mend, said[2])
+
+
+def _finding(setting: str, **names: str) -> Finding:
+    """Return the finding for a setting in the words of ``orders.toml``."""
+    said = _WORDS["settings"][setting]
+    texts = {field: said[field].format(**names) for field in ("what", "why", "mend")}
+    return Finding(**texts, certain=said.get("certain", False))
+
+
+def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
+    """Yield wrong settings of single parts.
+
+    A step binds its axis for a gate that names none (``bound``).
+    """
+    for row in found:
+        name, description = row.part.name, row.part.description
+        # Freezing that saves nothing.
+        if row.role == "freeze" and (row.holders or row.routes):
+            yield _finding("freeze_inside", name=name)
+        if row.role == "zero" and row.sides:
+            yield _finding("zero_in_partition", name=name)
+        # A gate that decides on each replica alone although a reduction is inside. The axes of a
+        # clip are axes of shards, which a gate learns from the types of the gradients.
+        inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
+        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
+        if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
+            axes = ", ".join(repr(x) for x in sorted(missing))
+            yield _finding("without_axis", name=name, axes=axes)
+        # A gate that sees only some of the params.
+        if row.masks and row.role in ("scaler", "window", "peer window", "hold"):
+            setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
+            yield _finding(setting, name=name, mask=row.masks[-1])
+        # A compressed reduction that discards what it does not send.
+        if description is not None and description.lossy:
+            yield _finding("lossy", name=name)
+
+
+def directions(found: Sequence[Row]) -> Iterator[Finding]:
+    """Yield parts on the wrong side of the learning rate's sign, and chains with a wrong sign."""
+    if any(row.sides for row in found):
+        return
+    # The optimizer outside of a subspace flips the sign itself.
+    line = [row for row in found if all(holder.role != "subspace" for holder in row.holders)]
+    signs = [sign(row.part) for row in line]
+    for i, row in enumerate(line):
+        if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
+            continue
+        if row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0:
+            yield _finding("decay_after_rate", name=row.part.name)
+        if row.role in CLIPS:
+            yield _finding("clip_after_rate", name=row.part.name)
+    if math.prod(signs) == 1 and -1 in signs:
+        yield _finding("two_signs")
+    elif math.prod(signs) == 1 and any(row.role in MEMORIES for row in line):
+        yield _finding("no_sign")
+
+
+def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
+    """Yield findings for settings that a step needs and its chain lacks."""
+    scales = any(row.role == "scaler" for row in found)
+    if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
+        yield _finding("half_without_scaler")
+    if all(row.role != UNKNOWN for row in found):
+        reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
+        reduced |= set(step.names) if UNNAMED[0] in reduced else set()
+        others = ", ".join(map(repr, sorted(reduced)))
+        for axis in (axis for axis in step.names if axis not in reduced):
+            setting = "reduced_over_others" if reduced else "not_reduced"
+            yield _finding(setting, axis=repr(axis), others=others)
