@@ -20,10 +20,10 @@ from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.model.clip import AdaGCState as AdaGCState
 from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
-from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState
 from boostax.precision.spikes import SpikesState as SpikesState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
+from boostax.precision.updates import LostUpdatesState as LostUpdatesState
 from boostax.reduce.adasum import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.feedback import CompressedState as CompressedState

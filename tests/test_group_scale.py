@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from memory import temporary_bytes
 
 import boostax
-from boostax.precision.boundary import check_boundaries, scale_boundary
-from boostax.precision.group_scale import group_loss_scale, group_scales
+from boostax.precision import check_boundaries, group_loss_scale, group_scales, scale_boundary
 from boostax.testing import drawn
 
 SGD = optax.sgd(1.0)

@@ -109,7 +109,7 @@ WAYS_IN = [
     ("boostax._core.axes", held_step),
     ("boostax._core.costs", explained),
     ("boostax.freeze.order", lambda: boostax.freeze.forward_order(loss, PARAMS, SQUARE)),
-    ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
+    ("boostax.precision.policy", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
     (
         "boostax.model.less_bn",
         lambda: branches.examine(lambda w, x, _: x[0], SQUARE, ((SQUARE,), {})),

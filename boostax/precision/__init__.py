@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.late import late as _late
 from boostax._core.trees import all_finite as all_finite
-from boostax.precision.boundary import check_boundaries as check_boundaries
-from boostax.precision.boundary import scale_boundary as scale_boundary
+from boostax.precision.group_scale import check_boundaries as check_boundaries
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale
 from boostax.precision.group_scale import group_scales as group_scales
+from boostax.precision.group_scale import scale_boundary as scale_boundary
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from boostax.precision.loss_scale import loss_scale as loss_scale
 from boostax.precision.loss_scale import scale_loss as scale_loss
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
-from boostax.precision.lost_updates import count_lost_updates as count_lost_updates
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
 from boostax.precision.spikes import skip_spikes as skip_spikes
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates
+from boostax.precision.updates import count_lost_updates as count_lost_updates
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = _late(__name__)

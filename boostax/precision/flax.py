@@ -15,8 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.precision.autocast import autocast
-from boostax.precision.policy import Policy, as_policy
+from boostax.precision.policy import Policy, as_policy, autocast
 
 with checks.needing("boostax.precision.flax", "Flax", "workloads"):
     import flax.linen as nn

@@ -82,15 +82,14 @@ def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.A
     return to_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
 
 
-def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split f32 into the nearest bf16 and the 16 bits it lacks; ``joined`` restores every bit.
+def nearest(x: jax.Array) -> jax.Array:
+    """Return the bf16 nearest to f32 ``x``; with the ``rest``, ``joined`` restores every bit.
 
     A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16.
     """
     whole = lax.bitcast_convert_type(x, jnp.int32)
     upper = ((whole + _HALF) >> 16) << 16
-    high = lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
-    return high, rest(x, high)
+    return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
 
 
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
@@ -102,7 +101,7 @@ def rest(x: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def joined(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Return the f32 that ``split`` split into these two."""
+    """Return the f32 of which ``high`` is the ``nearest`` bf16 and ``low`` the ``rest``."""
     whole = lax.bitcast_convert_type(high.astype(jnp.float32), jnp.int32)
     return lax.bitcast_convert_type(whole + low.astype(jnp.int32), jnp.float32)
 
@@ -124,36 +123,25 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(block)
 
 
-class Blocks(NamedTuple):
-    """The shape of an array ``[a, b, ...]`` cut into blocks: ``[a / p, p, b / q, q, ...]``.
-
-    Attributes:
-      sizes: this shape.
-      inside: the dimensions within a block.
-    """
-
-    sizes: tuple[int, ...]
-    inside: tuple[int, ...]
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...]) -> "Blocks":
-        """Make the blocks of an array of this shape."""
-        pairs = [(n // b, b) for n, b in zip(shape, block_of(shape), strict=True)]
-        return cls(tuple(x for pair in pairs for x in pair), tuple(range(1, 2 * len(shape), 2)))
-
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Reshape an array of one number per block so that it broadcasts over the elements."""
-        return jnp.expand_dims(scales, self.inside)
+def blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an array ``[a, b, ...]`` in blocks: ``[a / p, p, b / q, q, ...]``."""
+    pairs = [(n // b, b) for n, b in zip(shape, block_of(shape), strict=True)]
+    return tuple(x for pair in pairs for x in pair)
 
 
-def _extremes(parts: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _spread(scales: jax.Array) -> jax.Array:
+    """Reshape an array of one number per block so that it broadcasts over the elements."""
+    return jnp.expand_dims(scales, tuple(range(1, 2 * scales.ndim, 2)))
+
+
+def _extremes(parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the largest magnitude and the least value of each block.
 
     It is one reduction with two results, because XLA:CPU hands a reduction with one result to a
     library, which needs its operand in memory.
     """
     both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
-    zero = jnp.zeros((), parts.dtype)
+    zero, inside = jnp.zeros((), parts.dtype), tuple(range(1, parts.ndim, 2))
     return tuple(lax.reduce((jnp.abs(parts), parts), (zero, zero), both, inside))
 
 
@@ -166,20 +154,18 @@ def _from_bfloat16(codes: jax.Array, _: None) -> jax.Array:
 
 
 def _int8(x: jax.Array, seed: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    blocks = Blocks.of(x.shape)
-    parts = x.reshape(blocks.sizes)
-    most, least = _extremes(parts, blocks.inside)
+    parts = x.reshape(blocks(x.shape))
+    most, least = _extremes(parts)
     # This changes nothing, but XLA would remove an unused result from the reduction.
     most = jnp.maximum(most, -least)
-    steps = (parts * blocks.spread(127 / jnp.where(most > 0, most, 1))).reshape(x.shape)
+    steps = (parts * _spread(127 / jnp.where(most > 0, most, 1))).reshape(x.shape)
     drawn = jnp.clip(jnp.floor(steps + _uniform(x.shape, seed)), -127, 127)
     return drawn.astype(jnp.int8), most / 127
 
 
 def _from_int8(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    blocks = Blocks.of(codes.shape)
-    parts = codes.astype(jnp.float32).reshape(blocks.sizes)
-    return (parts * blocks.spread(scales)).reshape(codes.shape)
+    parts = codes.astype(jnp.float32).reshape(blocks(codes.shape))
+    return (parts * _spread(scales)).reshape(codes.shape)
 
 
 def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -194,13 +180,12 @@ def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     memory. They depend on a single number per block, because XLA:TPU writes each such number to
     memory once for every element.
     """
-    blocks = Blocks.of(x.shape)
-    parts = x.reshape(blocks.sizes)
-    most, least = _extremes(parts, blocks.inside)
+    parts = x.reshape(blocks(x.shape))
+    most, least = _extremes(parts)
     scales = jnp.where(least < 0, most, -most)
     # The share is multiplied by four, because the inverse of the largest f32 numbers would be
     # subnormal.
-    shares = parts * blocks.spread(jnp.clip(4 / jnp.where(most > 0, scales, 1), -_MOST, _MOST))
+    shares = parts * _spread(jnp.clip(4 / jnp.where(most > 0, scales, 1), -_MOST, _MOST))
     # A negative scale has flipped each element's sign, so a second number per block is not needed.
     before, after = (lax.bitcast_convert_type(y, jnp.int32) for y in (parts, shares))
     signed = (before ^ after) >= 0
@@ -217,7 +202,7 @@ def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     times = mantissa * inverse
     # In a block with signs, a value below the lowest level becomes that level or zero.
     chance = jnp.where(level > 0, (times - 1) / (_SIXTHS[1] - 1), share * 2.0**19)
-    up = chance > _uniform(x.shape, seed).reshape(blocks.sizes)
+    up = chance > _uniform(x.shape, seed).reshape(parts.shape)
     level = jnp.maximum(level, 0) + up.astype(jnp.int32)
     level = jnp.where(parts != 0, jnp.maximum(level, jnp.where(signed, 0, 1)), 0)
     # Zero must not have a sign, because code 128 is a level of blocks without signs.
@@ -226,8 +211,7 @@ def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_log8(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    blocks = Blocks.of(codes.shape)
-    parts = codes.astype(jnp.int32).reshape(blocks.sizes)
+    parts = codes.astype(jnp.int32).reshape(blocks(codes.shape))
     # Levels below the block's maximum, for signed blocks and for codes >= 128 of unsigned ones.
     down = (255 - parts) & 127
     octaves = (down * 171) >> 10
@@ -237,7 +221,7 @@ def _from_log8(codes: jax.Array, scales: jax.Array) -> jax.Array:
     for i in range(1, 6):
         inverse = jnp.where(part == i, 1 / _SIXTHS[i], inverse)
     # Code 0 is zero, or NaN if the block's maximum was not finite.
-    value = jnp.where(parts > 0, power * inverse, 0) * blocks.spread(scales)
+    value = jnp.where(parts > 0, power * inverse, 0) * _spread(scales)
     # In a signed block the scale is positive, and codes >= 128 are negative numbers. In an unsigned
     # block it is negative, and codes < 128 are 128 levels further down.
     value = jnp.where(parts >= 128, -value, jnp.maximum(value, value * -_HALF_DOWN))
@@ -265,8 +249,3 @@ FORMATS = {
     "int8": Format(jnp.dtype(jnp.int8), True, _int8, _from_int8),
     "log8": Format(jnp.dtype(jnp.uint8), True, _log8, _from_log8),
 }
-
-
-def format_of(codes: jax.Array) -> Format | None:
-    """Return the format with codes of this dtype, or ``None``."""
-    return next((x for x in FORMATS.values() if x.dtype == codes.dtype), None)

@@ -294,19 +294,10 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
 
 
 def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale of the loss, and the scales of groups if the scaler has them."""
-    found = one_scaler(who, opt_state)
-    if found is None:
-        return jnp.ones((), jnp.float32), None
-    of_groups = getattr(found, "scales", None)
-    handshake.hand_on(found.known_by(), of_groups)
-    return found.scale, of_groups
+    """Return the scale of the loss, and the scales of groups if the scaler has them.
 
-
-def one_scaler(who: str, opt_state: PyTree) -> Any:
-    """Return the state of the only scaler, or ``None``; refuse several scalers, or a partial one.
-
-    The scale multiplies the whole loss, so a gradient that bypasses the scaler stays multiplied.
+    Several scalers, or a partial one, are refused. The scale multiplies the whole loss, so a
+    gradient that bypasses the scaler stays multiplied.
     """
     apart = optax.MaskedState, optax.ConditionallyTransformState
     found = trees.telling(opt_state, "known_by")
@@ -319,7 +310,11 @@ def one_scaler(who: str, opt_state: PyTree) -> Any:
             "one around the whole optimizer, outside optax.partition, optax.masked and "
             "optax.conditionally_transform."
         )
-    return found[0] if found else None
+    if not found:
+        return jnp.ones((), jnp.float32), None
+    of_groups = getattr(found[0], "scales", None)
+    handshake.hand_on(found[0].known_by(), of_groups)
+    return found[0].scale, of_groups
 
 
 def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:

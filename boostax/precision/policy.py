@@ -2,7 +2,14 @@
 """Precision policies: the dtypes of stored params, of the model's arithmetic, and of its results.
 
 The levels are those of MindSpore's AMP. They differ only in the parts that they keep in f32.
+
+O1 runs the matrix products and convolutions of any function in a lower precision. The function is
+traced. Every ``dot_general`` and ``conv_general_dilated`` in the trace then casts its f32 operands
+to the low dtype and its result back to f32. All other values keep their types, so the bodies of
+loops, branches and ``shard_map`` are rewritten in place, not traced again.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -13,12 +20,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from boostax._core import checks, trees
-from boostax.precision.autocast import autocast
+from boostax._core import checks, jaxprs, trees
+from boostax._core.interpret import CUSTOM, require_readable, rewrite
 
 PyTree = Any
 _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_F32 = np.dtype(np.float32)
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
+# These have their own derivative rules, which would not fit a rewritten body.
+_OPAQUE = (*CUSTOM, "pallas_call")
 
 NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
 """Patterns of the usual names of norms: ``LayerNorm_0``, ``encoder/norm1``, ``bn2``."""
@@ -80,12 +93,10 @@ class Policy:
 
     def cast_params(self, params: PyTree) -> PyTree:
         """Cast params to ``compute_dtype``, or to f32 where ``keep_f32`` matches their path."""
-        if self.only_matmuls:
-            return _cast(params, jnp.dtype(jnp.float32))
 
         def cast(path: tuple[Any, ...], leaf: Any) -> Any:
             kept = trees.overwritten(path) or self.keeps(trees.path_name(path))
-            return _cast(leaf, jnp.dtype(jnp.float32) if kept else self.compute_dtype)
+            return _cast(leaf, _F32 if kept or self.only_matmuls else self.compute_dtype)
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -97,7 +108,7 @@ class Policy:
 
     def cast_inputs(self, tree: PyTree) -> PyTree:
         """Cast floating inputs to the dtype in which the model begins to compute."""
-        return _cast(tree, jnp.dtype(jnp.float32) if self.only_matmuls else self.compute_dtype)
+        return _cast(tree, _F32 if self.only_matmuls else self.compute_dtype)
 
     def cast_output(self, tree: PyTree) -> PyTree:
         """Cast floating results to ``output_dtype``."""
@@ -172,11 +183,10 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     low = checks.floating_dtype(who, "dtype", dtype)
     named = isinstance(spec, str)  # pyright: ignore[reportUnnecessaryIsInstance]
     checks.require(who, "spec", spec, "a level or dtypes", named, hint, TypeError)
-    f32: np.dtype[Any] = jnp.dtype(jnp.float32)
     levels = {
         "O0": Policy(),
-        "O1": Policy(f32, low, f32, "all but matmuls"),
-        "O2": Policy(f32, low, f32, NORMS),
+        "O1": Policy(_F32, low, _F32, "all but matmuls"),
+        "O2": Policy(_F32, low, _F32, NORMS),
         "O3": Policy(low, low, low),
     }
     if spec in levels:
@@ -205,8 +215,59 @@ def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
     """Cast real floating leaves; integers, keys and complex leaves stay unchanged."""
 
     def cast(x: Any) -> Any:
-        number = isinstance(x, (jax.Array, np.ndarray, np.generic, float))
+        number = isinstance(x, (*_ARRAYS, float))
         real = number and jnp.issubdtype(jnp.result_type(x), jnp.floating)
         return jnp.asarray(x, dtype) if real else x
 
     return jax.tree.map(cast, tree)
+
+
+def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """Return ``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
+
+    The derivative of a rewritten product is rewritten too, so it runs in ``dtype``. Arguments that
+    are neither arrays nor numbers reach ``fn`` unchanged.
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = {i: jnp.asarray(x) for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
+
+        def on_arrays(arrays: dict[int, jax.Array]) -> Any:
+            args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+            return fn(*args, **kwargs)
+
+        require_readable()
+        replay, _ = trees.trace_once(on_arrays, arrays)
+        lowered = rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
+        return replay._replace(program=lowered)(arrays)
+
+    return wrapped
+
+
+def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[jaxprs.JaxprEqn] | None:
+    """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
+    if eqn.primitive not in _PRODUCTS:
+        return [eqn] if eqn.primitive.name in _OPAQUE else None
+    if any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
+        return [eqn]
+    new_var = jaxprs.gensym()
+    low = lambda var: new_var(var.aval.update(dtype=dtype, weak_type=False))  # noqa: E731
+    operands, result = [low(var) for var in eqn.invars], low(eqn.outvars[0])
+    params = {**eqn.params, "preferred_element_type": None}
+    return [
+        *(_converted(eqn, wide, narrow) for wide, narrow in zip(eqn.invars, operands, strict=True)),
+        eqn.replace(invars=operands, outvars=[result], params=params),
+        _converted(eqn, result, eqn.outvars[0]),
+    ]
+
+
+def _converted(eqn: jaxprs.JaxprEqn, source: Any, target: Any) -> jaxprs.JaxprEqn:
+    """Make a cast with the source position of ``eqn``."""
+    return eqn.replace(
+        primitive=lax.convert_element_type_p,
+        invars=[source],
+        outvars=[target],
+        params={"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None},
+        effects=jaxprs.no_effects,
+    )

@@ -150,8 +150,8 @@ def skip_spikes(
     checks.choice(_WHO, "rule", rule, ("median", "sigma"), "boostax.gate takes a rule of your own.")
     checks.number(_WHO, "k", k, "greater than 0", lambda x: x > 0, "6 is the default.")
     checks.number(_WHO, "floor", floor, "not negative", lambda x: x >= 0, "0.01 is the default.")
-    window = checks.positive_int(_WHO, "window", window, "It counts values; 128 is the default.")
-    checks.require(_WHO, "window", window, "at least 2", window >= 2, "One value has no spread.")
+    hint = "It counts values, and one value has no spread; 128 is the default."
+    window = checks.natural(_WHO, "window", window, hint, "an integer of at least 2", least=2)
     names = axes.canonical(_WHO, axis_name)
 
     def first(_: PyTree) -> SpikesState:

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, placement, trees
+from boostax._core import axes, checks, gate, placement, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.replicas import ByBlock, is_per_replica
 from boostax.precision import formats
 from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
 
@@ -39,7 +38,7 @@ class StoreState(NamedTuple):
 
     steps: jax.Array
     inner_state: optax.OptState
-    scales: dict[str, ByBlock]
+    scales: dict[str, replicas.ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
@@ -167,15 +166,15 @@ def store(
 
     def init_fn(params: PyTree) -> StoreState:
         inner_state = gate.init_optimizer(_WHO, tx, params)
-        if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
-            allowed = "None where no param is bf16"
-            hint = (
-                "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-                "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
-            )
-            raise ValueError(checks.message(_WHO, "params", allowed, kind, hint))
+        fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
+        hint = (
+            "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
+            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
+        )
+        checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
         codes, scales = _first(inner_state, params, rules, least)
-        low = jax.tree.map(_no_rest, params) if kind == "remainder" else ()
+        no_rest = lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()  # noqa: E731
+        low = jax.tree.map(no_rest, params) if kind == "remainder" else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
@@ -244,7 +243,7 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     fields: dict[str, int] = {}
 
     def turn(path: Path, x: PyTree) -> PyTree:
-        if is_per_replica(x):
+        if replicas.is_per_replica(x):
             return jax.tree.map(lambda _: Turn(COMMON), x)
         start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
         if start is None or not jnp.ndim(x):
@@ -257,7 +256,7 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
         return Turn(numbers.get(path[start:], 0), place)
 
-    return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=is_per_replica)
+    return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=replicas.is_per_replica)
 
 
 def _written(
@@ -281,7 +280,7 @@ def _written(
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
         exact = kind == "remainder"
         seed = formats.seed_of(steps, path)
-        new = formats.split(wide)[0] if exact else formats.to_bfloat16(wide, seed)
+        new = formats.nearest(wide) if exact else formats.to_bfloat16(wide, seed)
         moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
         # Without ``apply``, the low bits are those of ``p + update``, which the caller computes.
         value, stored = (new, new) if apply else (moved, p + moved)
@@ -298,13 +297,9 @@ def _is_low(x: jax.Array) -> bool:
     return jnp.result_type(x) == jnp.bfloat16
 
 
-def _no_rest(p: jax.Array) -> jax.Array | tuple[()]:
-    return jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()
-
-
 def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
-) -> tuple[PyTree, dict[str, ByBlock]]:
+) -> tuple[PyTree, dict[str, replicas.ByBlock]]:
     """Return the codes of a new state, and for each field a tree like the params with scales."""
     owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
@@ -337,7 +332,7 @@ def _first(
     for unused in set(rules) - set(fields.values()) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
-    of = lambda field: ByBlock(  # noqa: E731
+    of = lambda field: replicas.ByBlock(  # noqa: E731
         jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
     )
     scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scaled]
@@ -349,13 +344,13 @@ def _is_placeholder(params: PyTree, node: PyTree) -> bool:
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
-def _by_field(scales: dict[str, ByBlock]) -> dict[Any, jax.Array]:
+def _by_field(scales: dict[str, replicas.ByBlock]) -> dict[Any, jax.Array]:
     """Return the scale of each array, keyed by the array's field and the path of its param."""
     pairs = jax.tree_util.tree_leaves_with_path(scales)
     return {(path[0].key, path[2:]): scale for path, scale in pairs}
 
 
-def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
+def _decoded(state: PyTree, scales: dict[str, replicas.ByBlock]) -> PyTree:
     """Return the state in f32, as ``inner`` receives it."""
     table = _by_field(scales)
 
@@ -373,23 +368,20 @@ def _require_blocks(state: StoreState) -> None:
     device would overwrite it with its own scale.
     """
     table = _by_field(state.scales)
+    allowed = "sharded along dimensions that have no blocks in a shard_map of your own"
+    hint = "make_train_step(param_specs=...) and on_mesh shard any; moments='bfloat16' has none."
     for path, codes in jax.tree_util.tree_leaves_with_path(state.inner_state):
         key, _ = _coding(table, path, codes)
         if key is None:
             continue
-        blocks, scales = formats.Blocks.of(codes.shape).sizes[::2], table[key]
-        if blocks != scales.shape or axes.varying(codes) - axes.varying(scales):
-            raise ValueError(
-                f"{_WHO}: arrays of 8 bits must be sharded along dimensions that have no blocks in "
-                f"a shard_map of your own, got {trees.path_name(path)!r} sharded along one that "
-                "has. make_train_step(param_specs=...) and on_mesh shard any; moments='bfloat16' "
-                "has no blocks."
-            )
+        blocks, scales = formats.blocks(codes.shape)[::2], table[key]
+        fits = blocks == scales.shape and not axes.varying(codes) - axes.varying(scales)
+        checks.require(_WHO, "arrays of 8 bits", trees.path_name(path), allowed, fits, hint)
 
 
 def _encoded(
-    state: PyTree, like: PyTree, scales: dict[str, ByBlock], steps: jax.Array
-) -> tuple[PyTree, dict[str, ByBlock]]:
+    state: PyTree, like: PyTree, scales: dict[str, replicas.ByBlock], steps: jax.Array
+) -> tuple[PyTree, dict[str, replicas.ByBlock]]:
     """Return the codes and scales of a state, in the formats of the codes ``like``."""
     table, found = _by_field(scales), dict[Any, Any]()
 
@@ -410,5 +402,6 @@ def _coding(
 ) -> tuple[tuple[str, Path] | None, formats.Format | None]:
     """Return the key of an array's scale, and the array's format; either may be ``None``."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
-    key, kind = next((key for key in keys if key in table), None), formats.format_of(codes)
+    key = next((key for key in keys if key in table), None)
+    kind = next((x for x in formats.FORMATS.values() if x.dtype == codes.dtype), None)
     return key, None if kind is None or (kind.scaled and key is None) else kind
