@@ -197,7 +197,7 @@ MISTAKES = (
     ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
-    ({"reduce": "partial"}, "partial_average: partitions must be given, or bucket_bytes, got None"),
+    ({"reduce": "partial"}, "partial_average: partitions must be a positive integer or a tree"),
     ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends 1%"),
     ({"reduce": "mean", "int8_reduce": True}, f"auto: int8_reduce {TWO} another"),
     ({"less_bn": {"normalized_head": 3}}, "less_bn: normalized_head must be True or False, got 3"),
@@ -206,7 +206,7 @@ MISTAKES = (
         ({"freeze": {"groups": 3} | freeze}, f"scheduled_freeze: {text}")
         for freeze, text in (
             ({"kind": "ramp"}, "total_steps must be a positive integer, got None"),
-            ({"kind": True}, "kind must be a name or a callable, got True"),
+            ({"kind": True}, "kind must be 'interval' or .*, got True"),
             ({"kind": [1], "seed": 3}, "seed must be left out with depths"),
         )
     ),

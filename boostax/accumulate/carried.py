@@ -197,23 +197,18 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
     windows = [window for state in found for window in state.window.items()]
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
-    for name in resolve(FLAX, params).keys() - resolve(rules, params).keys():
-        raise ValueError(
-            f"{who}: opt_state must be one of boostax.carry, as the gradient of {name!r} is its "
-            "new value, got one that takes it for a gradient. Wrap the optimizer: "
-            "tx = boostax.carry(tx)."
-        )
+    missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
+    got = f"one that takes the new values {sorted(missing)} for gradients"
+    allowed, hint = "one of boostax.carry", "Wrap the optimizer: tx = boostax.carry(tx)."
+    checks.require(who, "opt_state", got, allowed, not missing, hint)
     return rules
 
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """Return the rule of each carried leaf."""
-    found: dict[str, Rule] = {}
-    # The first rule that fits a leaf counts.
-    for words, rule in reversed([*rules.items()]):
-        matching = (name for name in trees.names(tree) if f"/{words}/" in f"/{name}/")
-        found |= dict.fromkeys(matching, rule)
-    return found
+    # The first rule that fits a leaf counts, so it is written last.
+    names, last_first = trees.names(tree), reversed([*rules.items()])
+    return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
 
 
 def without(tree: PyTree, found: Container[str]) -> PyTree:

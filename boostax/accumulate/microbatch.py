@@ -16,8 +16,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
-from boostax.accumulate.weighting import divide, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
 
 PyTree = Any
 _WHO = "microbatch"
@@ -176,20 +175,19 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
     Leaves ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the rows.
     """
 
-    def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if x.ndim == 0 or x.shape[0] % count:
-            raise ValueError(
-                f"{who}: the leading dimension of every batch leaf must be divisible by "
-                f"microbatches={count}, got shape {x.shape} at "
-                f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding no "
-                "weight (boostax.Aux.weight), or choose another number; for a batch of shape "
-                "[micro-batches, rows, ...] pass microbatches='stacked'."
-            )
-        return x.reshape(x.shape[0] // count, count, *x.shape[1:])
-
     if count == "stacked":
         return jax.tree.map(jnp.asarray, batch), stacked_count(batch, who), 0
+    hint = (
+        "Pad the batch and give the padding no weight (boostax.Aux.weight), or choose another "
+        "number; for a batch of shape [micro-batches, rows, ...] pass microbatches='stacked'."
+    )
+
+    def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
+        x, name = jnp.asarray(x), trees.path_name(path) or "the root"
+        allowed = f"divisible by microbatches={count} in its leading dimension at {name!r}"
+        checks.require(who, "batch", x.shape, allowed, x.ndim > 0 and not x.shape[0] % count, hint)
+        return x.reshape(x.shape[0] // count, count, *x.shape[1:])
+
     return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
 
 
@@ -197,10 +195,9 @@ def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
     """Return the number of micro-batches of a stacked batch with at least ``least`` dimensions."""
     shapes = [(name, jnp.shape(x)) for name, x in trees.named(batch)]
     numbers = {shape[:1] for _, shape in shapes}
-    if len(numbers) != 1 or numbers & {(), (0,)} or any(len(x) < least for _, x in shapes):
-        raise ValueError(
-            f"{who}: every batch leaf must be [micro-batches, rows, ...] with "
-            "microbatches='stacked', of the same number of micro-batches, got shapes "
-            f"{dict(shapes)}. Pass to the loss by keyword what is the same for all rows."
-        )
+    fits = len(numbers) == 1 and () not in numbers and (0,) not in numbers
+    fits = fits and all(len(shape) >= least for _, shape in shapes)
+    allowed = "[micro-batches, rows, ...] in every leaf, of one number of micro-batches"
+    hint = "Pass to the loss by keyword what is the same for all rows."
+    checks.require(who, "a stacked batch", dict(shapes), allowed, fits, hint)
     return numbers.pop()[0]

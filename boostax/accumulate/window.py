@@ -20,8 +20,8 @@ from boostax._core import axes, bound_axis, checks, gate, handshake, noise_scale
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, require_like
+from boostax.accumulate.aux import MOST, factor, weigh
 from boostax.accumulate.carried import require_outside
-from boostax.accumulate.weighting import MOST, factor, weigh
 from boostax.precision import formats
 
 PyTree = Any
@@ -65,9 +65,7 @@ class AccumulateState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(("micro_step", "window"), "micro_step", ("window/grads",))
 
-    def passed(self) -> jax.Array:
-        """Return whether the last call applied the result of the inner transformation."""
-        return self.applied
+    passed = gate.told_by("applied")
 
     def taken(self) -> jax.Array:
         """Return whether the last gradient was added to the open window or passed to ``inner``."""
@@ -169,11 +167,10 @@ def accumulate(
     hint = "Losses that are means over a varying number of tokens need 'weight'."
     checks.choice(_WHO, "normalize", normalize, ("mean", "sum", "weight"), hint)
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
-    hint = "Other sums are rounded to the nearest."
-    checks.choice(_WHO, "rounding", rounding, ("nearest", "stochastic"), hint)
-    fits = rounding == "nearest" or narrow == jnp.bfloat16
-    allowed = "'nearest' unless accumulator_dtype='bfloat16'"
-    checks.require(_WHO, "rounding", rounding, allowed, fits, hint)
+    hint = "Only accumulator_dtype='bfloat16' can be 'stochastic' too."
+    roundings: tuple[Rounding, ...] = ("nearest", "stochastic")
+    roundings = roundings if narrow == jnp.bfloat16 else ("nearest",)
+    checks.choice(_WHO, "rounding", rounding, roundings, hint)
     names = axes.canonical(_WHO, axis_name)
     how = _Windows(tx, every, normalize, narrow, rounding == "stochastic", names)
     described = describe(_WHO, "window", names, inner={"inner_state": tx})
@@ -305,11 +302,9 @@ class _Windows(NamedTuple):
 def _refused(params: PyTree) -> PyTree:
     """Refuse a line search: it would get the last micro-batch's loss and the window's gradient."""
     del params
-    raise ValueError(
-        "accumulate: every must be 1 around a line search, got a window of several calls, whose "
-        "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "
-        "loss is that of all."
-    )
+    got = "a window of several calls, whose other micro-batches are gone"
+    hint = "make_train_step(microbatches=...) keeps them: there the loss is that of all."
+    raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
 
 
 def _local(window: PerReplica | Window) -> Window:
@@ -356,11 +351,9 @@ def has_updated(opt_state: PyTree) -> jax.Array:
       >>> bool(boostax.train.has_updated(state))
       False
     """
-    if not trees.find(opt_state, lambda x: isinstance(x, AccumulateState)):
-        raise ValueError(
-            "has_updated: opt_state must hold an AccumulateState, got none. Wrap the optimizer in "
-            "boostax.accumulate."
-        )
+    found = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
+    allowed, hint = "one with an AccumulateState", "Wrap the optimizer in boostax.accumulate."
+    checks.require("has_updated", "opt_state", "none", allowed, bool(found), hint)
     return gate.passed(opt_state)
 
 

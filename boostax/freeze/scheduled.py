@@ -13,9 +13,7 @@ import optax
 from boostax._core import checks, gate, handshake, replicas, trees
 from boostax._core.describe import Holds, describe, elsewhere
 from boostax._core.groups import as_groups, group_count
-from boostax._core.trees import Pruning, pruning
-from boostax.freeze.plan import HostDepth, Plan, as_schedule
-from boostax.freeze.schedules import FreezeSchedule
+from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
 PyTree = Any
@@ -79,18 +77,19 @@ class Freezing:
         """Return a tree of bools that are True for the leaves trained at this depth."""
         return self.plan(params).active(depth)
 
-    def cut(self, params: PyTree, depth: int) -> Pruning:
+    def cut(self, params: PyTree, depth: int) -> trees.Pruning:
         """Return the positions of the inner state of a depth in the whole inner state."""
         plan = self.plan(params)
         wide = jax.eval_shape(functools.partial(gate.params_for, self.tx), params)
         fewer = trees.masked(wide, plan.active(depth))
         if self.moments == "shared":
-            return pruning(self.tx, trees.masked(wide, plan.active(plan.drawn[0])), fewer, _WHO)
+            most = trees.masked(wide, plan.active(plan.drawn[0]))
+            return trees.pruning(self.tx, most, fewer, _WHO)
         # In the tuple of states, the state of each other depth counts as one leaf.
         state, first = jax.eval_shape(self.tx.init, fewer), plan.drawn.index(depth)
         whole = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
         part = jax.tree.structure(state)
-        return Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
+        return trees.Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
 
     def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
         """Return the active leaves at the next depth, which the program chooses."""
@@ -251,11 +250,9 @@ def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
         allowed, hint = "a tree like the params", "A frozen leaf may be an optax.MaskedNode."
         got = jax.tree.structure(grads)
         raise ValueError(checks.message(_WHO, "gradients", allowed, got, hint)) from error
-    if any(jax.tree.leaves(holes)):
-        raise ValueError(
-            f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
-            "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-        )
+    allowed, fits = f"those that depth {depth} trains", not any(jax.tree.leaves(holes))
+    hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
+    checks.require(_WHO, "gradients", "masked ones", allowed, fits, hint)
 
 
 def scheduled_freeze(
@@ -333,10 +330,9 @@ def scheduled_freeze(
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017. MindSpore 2.10,
       ``GradientFreeze`` and ``FreezeOpt``.
     """
-    checks.transformation(_WHO, "inner", inner)
+    tx = checks.transformation(_WHO, "inner", inner)
     hint = "'shared' keeps one state, in which frozen leaves rest."
     checks.choice(_WHO, "moments", moments, ("shared", "per_group"), hint)
-    tx = optax.with_extra_args_support(inner)
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
     # A tuple of states is not an inner state, so its field must have another name.
@@ -407,9 +403,6 @@ def active_groups(opt_state: PyTree) -> jax.Array:
       [False, True]
     """
     found = trees.find(opt_state, lambda x: isinstance(x, ScheduledFreezeState))
-    if not found:
-        raise ValueError(
-            "active_groups: opt_state must hold a ScheduledFreezeState, got none. Wrap the "
-            "optimizer in boostax.scheduled_freeze."
-        )
+    allowed, hint = "one with a ScheduledFreezeState", "Wrap the optimizer in scheduled_freeze."
+    checks.require("active_groups", "opt_state", "none", allowed, bool(found), hint)
     return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth

@@ -6,20 +6,24 @@ compiled for each depth that occurs, and replicas agree on the next depth withou
 """
 
 import dataclasses
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import checks
+from boostax._core import checks, gate
 
+PyTree = Any
 Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 _KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
 # The length of a schedule without ``total_steps``, as in MindSpore.
 CYCLE = 65536
-_WHO = "freeze_schedule"
+_WHO, _WRAPPER = "freeze_schedule", "scheduled_freeze"
 _STEPS = "It counts the optimizer steps of the whole training."
 _SAME = "The same seed draws the same depths on all hosts."
 
@@ -144,9 +148,8 @@ def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths
 def _below(limit: int, argument: str, value: object, hint: str) -> int:
     """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
-    checks.require(_WHO, argument, value, allowed, not isinstance(value, bool), hint, TypeError)
-    number = checks.integer(_WHO, argument, value, allowed, hint)
-    checks.require(_WHO, argument, value, allowed, 0 <= number < limit, hint)
+    number = checks.natural(_WHO, argument, value, hint, allowed)
+    checks.require(_WHO, argument, value, allowed, number < limit, hint)
     return number
 
 
@@ -232,9 +235,7 @@ def freeze_schedule(
         for argument, value in settings.items():
             checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
-    hint, name = "A callable from the step to the depth is a schedule too.", cast(Any, kind)
-    named = isinstance(name, str)
-    checks.require(_WHO, "kind", kind, "a name or a callable", named, hint, TypeError)
+    hint = "A callable from the step to the depth is a schedule too."
     checks.choice(_WHO, "kind", kind, _KINDS, hint)
     seed = _below(2**32, "seed", 0 if seed is None else seed, _SAME)
     seed = seed if kind == "interval" else None
@@ -249,3 +250,111 @@ def freeze_schedule(
     hint = "0.3 freezes a prefix on about 30% of steps."
     checks.number(_WHO, "frozen_fraction", fraction, "in [0, 1)", lambda p: 0 <= p < 1, hint)
     return FreezeSchedule(kind, total_steps, float(fraction), seed)
+
+
+class Plan:
+    """A schedule for the groups of given params: the depth of every step, the group of every leaf.
+
+    Args:
+      labels: a tree of ints like the params: the group of each leaf.
+      groups: number of groups.
+      schedule: the depth of every step.
+      repeat: whether the schedule starts anew at its end.
+
+    Attributes:
+      groups: number of groups.
+      depths: i32 ``[steps]``, the depth of every step.
+      drawn: the depths that occur, ascending.
+    """
+
+    def __init__(self, labels: PyTree, groups: int, schedule: FreezeSchedule, repeat: bool):
+        self.groups, self.depths = groups, schedule.depths(groups)
+        self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
+        self._labels, self._repeat = labels, repeat
+        # The end of the table counts as a change: the first depth may differ from the last.
+        self._changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
+
+    def active(self, depth: int) -> PyTree:
+        """Return a tree of bools that are True for the leaves trained at this depth."""
+        return jax.tree.map(lambda group: group >= depth, self._labels)
+
+    def index(self, depth: jax.Array) -> jax.Array:
+        """Return the position of a depth in ``drawn``, in the program."""
+        return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
+
+    def at(self, steps: jax.Array) -> jax.Array:
+        """Return the depth after ``steps`` applied steps, in the program; the last past the end."""
+        length = len(self.depths)
+        index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
+        # As a constant in the program it takes one byte per step.
+        compact = self.depths.astype(np.min_scalar_type(self.drawn[-1]))
+        return jnp.asarray(compact)[index].astype(jnp.int32)
+
+    def known(self, steps: int) -> int:
+        """Return the depth after ``steps`` applied steps, on the host; raise after the end."""
+        length = len(self.depths)
+        got, allowed = f"{length} steps and one more to take", "at least as long as the run"
+        hint = "Make total_steps the length of the run, or pass repeat=True."
+        checks.require(_WRAPPER, "schedule", got, allowed, steps < length or self._repeat, hint)
+        return int(self.depths[steps % length])
+
+    def until(self, steps: int) -> int:
+        """Return the next count of applied steps at which the depth may change."""
+        start = steps - steps % len(self.depths)
+        return start + int(self._changes[np.searchsorted(self._changes, steps - start, "right")])
+
+
+class HostDepth:
+    """The depth of each call of one run, found on the host with few reads of the device.
+
+    A call applies at most one step. So if the depth changes in ``n`` steps, it does not change
+    during the next ``n`` calls, and the counter on the device need not be read. Without a gate
+    every call applies a step, and the counter is read only once. If a state was not returned by the
+    last call, its counter is read again.
+
+    Args:
+      plan: the schedule.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._last: jax.Array | None = None
+        self._most = self._until = self._depth = 0
+
+    def __call__(self, state: Any) -> int:
+        """Return the depth of a call with this state.
+
+        Raises:
+          ValueError: the schedule has ended.
+        """
+        unknown = state.steps is not self._last
+        if unknown or self._most >= self._until:
+            if unknown or gate.has_gate(state.inner_state):
+                self._most = int(state.steps)
+            self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
+            # From now on this state is followed, and the earlier one is forgotten.
+            self._last = state.steps
+        return self._depth
+
+    def follow(self, state: Any) -> None:
+        """Record the state that the call returned."""
+        self._last = state.steps
+        self._most += 1
+
+
+def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
+    """Return a user's schedule, given in any form, and whether it starts anew at its end."""
+    if isinstance(schedule, FreezeSchedule):
+        return schedule, repeat
+    if callable(schedule):
+        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE), repeat
+    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
+    allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
+    try:
+        listed = list(schedule) if isinstance(schedule, Iterable) else schedule
+        depths = [operator.index(depth) for depth in np.atleast_1d(listed)]
+    except (TypeError, ValueError) as error:
+        raise TypeError(checks.message(_WRAPPER, "schedule", allowed, schedule, hint)) from error
+    checks.require(_WRAPPER, "schedule", schedule, allowed, bool(depths) and min(depths) >= 0, hint)
+    found = freeze_schedule(depths.__getitem__, total_steps=len(depths))
+    return found, repeat or len(depths) == 1

@@ -14,14 +14,11 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, bound_axis, checks, trees
+from boostax._core import axes, bound_axis, checks, gate, placement, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.gate import require_no_gate
-from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange, pairwise
 from boostax.reduce.codec import Arrays, Names, PyTree
-from boostax.reduce.exchange import Chunk
 from boostax.reduce.mean import server_mean
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
@@ -130,7 +127,7 @@ def adasum(
         axes.require_bound(wanted.shards, who, "shard_axes")
         return combined(updates, Levels(across, inside), wanted)
 
-    update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
+    update = describe(who, "adasum", names)(placement.on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
 
 
@@ -245,7 +242,7 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
 
 def _sent(
     leaves: Arrays, levels: Levels, shards: Names, wanted: Options
-) -> tuple[list[Chunk], Rows]:
+) -> tuple[list[exchange.Chunk], Rows]:
     """Return the chunks of leaves, and this device's slice of every replica's chunks."""
     across, inside, wire = levels.across, levels.inside, wanted.wire
     devices = axes.size(inside)
@@ -402,7 +399,7 @@ def adasum_delta(
         axes.require_bound(wanted.shards, who, "shard_axes")
         kept, server = state.inner_state.local, levels().inside
         # Replicas would take the steps of a gate at different times.
-        require_no_gate(who, kept)
+        gate.require_no_gate(who, kept)
         # With one copy of the inner state per server, updates are typed as equal inside the server.
         varies = frozenset[str]().union(*axes.types(kept))
         over = (*replicas, *(name for name in inside if name in varies))
@@ -415,7 +412,7 @@ def adasum_delta(
         inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
         deltas = axes.to_each(deltas, names) if server else deltas
-        result, adasum_state = on_shards(who, names, combine)(deltas, state.adasum)
+        result, adasum_state = placement.on_shards(who, names, combine)(deltas, state.adasum)
         return result, AdasumDeltaState(PerReplica(inner_state), adasum_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

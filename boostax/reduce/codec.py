@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import axes, checks
-from boostax._core.gate import alternatives
+from boostax._core import axes, checks, gate
 
 PyTree = Any
 Arrays = Sequence[jax.Array]
@@ -155,7 +154,7 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
         held, late = axes.to_varying((message.held, list(message.late)), names)
         return message._replace(held=held, late=late)
 
-    return alternatives(index, [functools.partial(run, send) for send in sends])
+    return gate.alternatives(index, [functools.partial(run, send) for send in sends])
 
 
 def staged(

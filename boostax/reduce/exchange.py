@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax.reduce.codec import Arrays, Names
+from boostax.reduce.codec import Arrays, Names, PyTree
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes; so are leaves below SMALL_SLICE bytes
@@ -167,10 +167,8 @@ def chunks(
         packs leaves below 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB per slice if that is more.
       by_leaf: whether leaves begin at whole blocks.
     """
-    small, together = bucket_bytes, bucket_bytes
-    if small is None or together is None:
-        small = max(SMALL, SMALL_SLICE * slices)
-        together = max(TOGETHER, SLICE_TOGETHER * slices)
+    small = max(SMALL, SMALL_SLICE * slices) if bucket_bytes is None else bucket_bytes
+    together = max(TOGETHER, SLICE_TOGETHER * slices) if bucket_bytes is None else bucket_bytes
     result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
@@ -421,6 +419,14 @@ class Grid(NamedTuple):
         height = math.prod(shape[1:-1])
         lines = rows[:, : height * self.parts].reshape(len(rows), height, -1)
         return lines[..., : shape[-1]].reshape(shape)
+
+
+def spread(who: str, argument: str, allowed: str, value: PyTree, params: PyTree) -> list[Any]:
+    """Return the part of ``value``, a tree like the params or a prefix of one, for each leaf."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(value, params))
+    except ValueError as error:
+        raise ValueError(checks.message(who, argument, allowed, value, f"{error}.")) from error
 
 
 def check_bytes(who: str, bucket_bytes: Any) -> int | None:

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bound_axis, checks, trees
+from boostax._core import axes, bound_axis, checks, placement, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe, first_line
-from boostax._core.placement import on_shards
-from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, PyTree, map_per_leaf
 from boostax.reduce.mean import reduced
@@ -47,8 +45,8 @@ class CompressedState(NamedTuple):
         dense step; -1 before the first. ``None`` if it is not chosen at each step.
     """
 
-    residual: PerReplica
-    velocity: PerReplica
+    residual: replicas.PerReplica
+    velocity: replicas.PerReplica
     codec: PyTree
     unsent: jax.Array
     capacity: Any = None
@@ -137,7 +135,7 @@ def compress(
             axes.require_whole(updates, names, who, "boostax.on_mesh shards params in plain jit.")
         return how.update(updates, state)
 
-    update = update_fn if codec.whole else on_shards(who, names, update_fn)
+    update = update_fn if codec.whole else placement.on_shards(who, names, update_fn)
     lossy = codec.lossy and not error_feedback
     described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
     return optax.GradientTransformationExtraArgs(how.init, described(update))
@@ -167,9 +165,9 @@ class _Feedback(NamedTuple):
         shapes = [jax.eval_shape(exchange.real, leaves[i]) for i in chosen]
         spread = functools.partial(_spread, treedef, chosen)
 
-        def zeros(wanted: bool) -> PerReplica:
+        def zeros(wanted: bool) -> replicas.PerReplica:
             made = [jnp.zeros(x.shape, x.dtype) if wanted else None for x in shapes]
-            return PerReplica(axes.to_varying(spread(made), self.names))
+            return replicas.PerReplica(axes.to_varying(spread(made), self.names))
 
         return CompressedState(
             residual=zeros(self.error_feedback),
@@ -193,7 +191,7 @@ class _Feedback(NamedTuple):
         if self.error_feedback:
             paths = [trees.names(updates)[i] for i in chosen]
             pairs = (dict(zip(paths, x, strict=True)) for x in (held, flow))
-            require_like(self.who, "the residual", *pairs)
+            replicas.require_like(self.who, "the residual", *pairs)
         if self.momentum is not None:
             flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
         kept = zip(held, flow, strict=True)
@@ -221,8 +219,8 @@ class _Feedback(NamedTuple):
             # A codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         return treedef.unflatten([result[i] for i in range(len(leaves))]), CompressedState(
-            residual=PerReplica(spread(held)),
-            velocity=PerReplica(spread(moving)),
+            residual=replicas.PerReplica(spread(held)),
+            velocity=replicas.PerReplica(spread(moving)),
             codec=map_per_leaf(spread, jax.tree.map(keep, message.state, codec_state)),
             unsent=keep(unsent, state.unsent),
             capacity=keep(message.capacity, state.capacity) if self.codec.chooses else None,
@@ -299,9 +297,5 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
         return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
         return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(dense, tree))
-    except ValueError as error:
-        allowed = "a tree of bools that fits the gradients"
-        hint = f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
-        raise ValueError(checks.message(who, "dense", allowed, dense, hint)) from error
+    allowed = "a tree of bools that fits the gradients, or a function of path and leaf"
+    return exchange.spread(who, "dense", allowed, dense, tree)

@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bound_axis, checks, trees
+from boostax._core import axes, bound_axis, checks, gate, replicas, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.gate import Pending, gate_of, gated, has_gate, run, run_or_hold
-from boostax._core.replicas import PerReplica
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 
@@ -45,14 +43,14 @@ class _Own(NamedTuple):
     def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
         """Check the arguments that both factories share."""
         tx = checks.transformation(who, "inner", inner)
-        _require_no_gate(who, gate_of(inner) is not None)
+        _require_no_gate(who, gate.gate_of(inner) is not None)
         return cls(who, axes.required(who, axis_name), tx)
 
-    def init(self, params: PyTree) -> PerReplica:
+    def init(self, params: PyTree) -> replicas.PerReplica:
         """Return the optimizer's first state, per replica and in f32 or wider."""
         state = self.tx.init(trees.at_least_float32(params))
-        _require_no_gate(self.who, has_gate(state))
-        return PerReplica(axes.to_varying(state, self.names))
+        _require_no_gate(self.who, gate.has_gate(state))
+        return replicas.PerReplica(axes.to_varying(state, self.names))
 
     def gated(self, init: optax.TransformInitFn, average: Average, close: Average) -> Extended:
         """Return the transformation that averages after each step of the inner optimizer.
@@ -66,7 +64,7 @@ class _Own(NamedTuple):
 
         @describe(who, "own params", names, inner={"inner_state": self.tx})
         def step_fn(
-            grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+            grads: gate.Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
         ) -> Stepped:
             trees.require_gradients(grads.raw, who)
             axes.require_local(grads.raw, names, who)
@@ -74,8 +72,8 @@ class _Own(NamedTuple):
             own, old = axes.to_varying(params, names), state.inner_state.local
             # Wide params get wide updates, which may be the first term of a sum in f32.
             wide = trees.at_least_float32(own)
-            updates, inner = run(self.tx, grads, old, wide, apply=False, extra=extra)
-            inner = PerReplica(axes.unify(trees.cast_like(inner, old), old))
+            updates, inner = gate.run(self.tx, grads, old, wide, apply=False, extra=extra)
+            inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
             value = axes.unify(updates, own)
             value = optax.apply_updates(own, value) if apply else value
             # The inner state does not pass through the branch that averages.
@@ -88,7 +86,7 @@ class _Own(NamedTuple):
             value, new = close(state._replace(inner_state=None), own)
             return value, new._replace(inner_state=state.inner_state)
 
-        return gated(init, step_fn, flush_fn)
+        return gate.gated(init, step_fn, flush_fn)
 
 
 def _require_no_gate(who: str, found: bool) -> None:
@@ -131,7 +129,7 @@ class LocalUpdatesState(NamedTuple):
     anchor: PyTree
     reduction_state: optax.OptState
     outer_state: optax.OptState
-    inner_state: PerReplica
+    inner_state: replicas.PerReplica
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -227,8 +225,8 @@ def local_updates(
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
         drift, reduced = reduce.update(drift, state.reduction_state)
-        before = Pending(drift), state.outer_state, state.anchor
-        anchor, outer_state = run(outer_tx, *before, apply=True, extra={})
+        before = gate.Pending(drift), state.outer_state, state.anchor
+        anchor, outer_state = gate.run(outer_tx, *before, apply=True, extra={})
         since, syncs = jnp.zeros_like(state.since_sync), optax.safe_increment(state.syncs)
         new = state._replace(since_sync=since, syncs=syncs, anchor=anchor, outer_state=outer_state)
         return anchor, new._replace(reduction_state=reduced)
@@ -236,11 +234,11 @@ def local_updates(
     def average(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         state = state._replace(since_sync=state.since_sync + 1)
         heavy = functools.partial(through, functools.partial(synced, state), own, value, apply)
-        return run_or_hold(state.since_sync >= every, heavy, value, state, apply=True, who=who)
+        return gate.run_or_hold(state.since_sync >= every, heavy, value, state, apply=True, who=who)
 
     def close(state: LocalUpdatesState, own: PyTree) -> Stepped:
         heavy = functools.partial(through, functools.partial(synced, state), own, own, True)
-        return run_or_hold(state.since_sync > 0, heavy, own, state, apply=True, who=who)
+        return gate.run_or_hold(state.since_sync > 0, heavy, own, state, apply=True, who=who)
 
     return replica.gated(init_fn, average, close)
 
@@ -259,7 +257,7 @@ class PartialAverageState(NamedTuple):
     """
 
     partition: jax.Array
-    inner_state: PerReplica
+    inner_state: replicas.PerReplica
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -346,7 +344,7 @@ def partial_average(
             heavy = functools.partial(through, averaged, part, old, apply)
             due, held = state.partition == k, optax.EmptyState()
             # In one switch over all leaves XLA:CPU and XLA:GPU copy those that only pass through.
-            new, _ = run_or_hold(due, heavy, old, held, apply=True, who=who)
+            new, _ = gate.run_or_hold(due, heavy, old, held, apply=True, who=who)
             for i, x in zip(group, new, strict=True):
                 values[i] = x
         following = (state.partition + 1) % max(len(groups), 1)
@@ -362,15 +360,13 @@ def partitioning(
     who: str, partitions: Any, bucket_bytes: int | None
 ) -> Callable[[PyTree], list[list[int]]]:
     """Return a function from params to the indices of the leaves in each partition."""
-    hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
+    hint = "4 averages a quarter of the params per step; bucket_bytes= cuts them by size."
     bucket = exchange.check_bytes(who, bucket_bytes)
     if bucket is not None:
         why = "One of the two says what a partition is."
         checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
         sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
         return lambda params: exchange.fused(dict(sizes(params)), bucket)
-    known = partitions is not None
-    checks.require(who, "partitions", partitions, "given, or bucket_bytes", known, hint)
     if jax.tree_util.all_leaves([partitions]):
         count = checks.positive_int(who, "partitions", partitions, hint)
 
@@ -384,27 +380,18 @@ def partitioning(
         numbers = jax.tree.leaves(partitions)
         integers = all(hasattr(x, "__index__") for x in numbers)
         found = {int(x) for x in numbers} if integers else set[int]()
-        allowed = "a positive integer or a tree of the integers 0, 1, ... without a gap"
+        allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
         fits = bool(found) and found == set(range(len(found)))
         error = ValueError if integers else TypeError
         checks.require(who, "partitions", partitions, allowed, fits, hint, error)
-        count, label = len(found), functools.partial(_labels, who, partitions)
+        count = len(found)
+        label = functools.partial(exchange.spread, who, "partitions", allowed, partitions)
 
     def members(params: PyTree) -> list[list[int]]:
         labels = label(params)
         return [[i for i, mine in enumerate(labels) if mine == k] for k in range(count)]
 
     return members
-
-
-def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
-    """Return the partition of each leaf."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(partitions, params))
-    except ValueError as error:
-        allowed = f"a tree like the params, or a prefix of one, {jax.tree.structure(params)}"
-        message = checks.message(who, "partitions", allowed, partitions, f"{error}")
-        raise ValueError(message) from error
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks
-from boostax._core.gate import branch
-from boostax._core.layouts import LayoutName, named
+from boostax._core import axes, checks, gate, layouts
 from boostax.reduce.codec import Arrays, Codec, Message, PerLeaf, packed, staged, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
@@ -81,9 +79,12 @@ class PowerSgd(Codec):
         """Send one factor of each matrix."""
         # Leaves keep their dimensions: XLA would gather a sharded leaf to make a matrix of it.
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
+        ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in leaves]
 
         def send(left: bool) -> tuple[Any, Any, Factors]:
-            flat = self._bases((state.right if left else state.left).values, leaves)
+            old = (state.right if left else state.left).values
+            # QR completes zeros, so nothing becomes a NaN.
+            flat = [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(old, ranks, strict=True)]
             split = list(zip(leaves, flat, cuts, strict=True))
             bases = [q.reshape(*(x.shape[c:] if left else x.shape[:c]), -1) for x, q, c in split]
             local = [_contracted(x, q, c, left) for (x, _, c), q in zip(split, bases, strict=True)]
@@ -100,15 +101,10 @@ class PowerSgd(Codec):
         # decided, it would always send the same side.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
-        means, sent, state = branch(left, lambda: send(True), lambda: send(False))
+        means, sent, state = gate.branch(left, lambda: send(True), lambda: send(False))
         counts = PerLeaf([optax.safe_increment(n) for n in state.uses.values])
         last = PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves])
         return Message(means, unsent(leaves, sent), state._replace(uses=counts, side=last))
-
-    def _bases(self, factors: list[jax.Array], like: Arrays) -> list[jax.Array]:
-        """Return orthonormal columns; QR completes zeros, and nothing becomes a NaN."""
-        ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in like]
-        return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
 
 
 def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
@@ -145,7 +141,7 @@ def power_sgd_reduce(
     rank: int | Mapping[int, int] = 2,
     *,
     seed: int = 0,
-    layout: LayoutName | None = None,
+    layout: layouts.LayoutName | None = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -203,6 +199,6 @@ def power_sgd_reduce(
     who = "power_sgd_reduce"
 
     check = functools.partial(checks.positive_int, hint="1, 2 or 4 are usual.")
-    outputs = named(who, layout).outputs
+    outputs = layouts.named(who, layout).outputs
     codec = staged(who, "rank", rank, lambda r: PowerSgd(r, seed, outputs), check)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)

@@ -12,10 +12,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, bound_axis, checks, noise_scale, trees
+from boostax._core import axes, bound_axis, checks, noise_scale, placement, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.noise_scale import NoiseScaleState
-from boostax._core.placement import local_alone, mean_of_group, on_shards
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
 from boostax.reduce.exchange import Divide
@@ -112,7 +110,7 @@ def all_reduce(
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if op == "sum":  # The mean of equal gradients is right; their sum is not.
-            updates = local_alone(updates, names, who)
+            updates = placement.local_alone(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."
@@ -131,13 +129,13 @@ def all_reduce(
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
-    def init_fn(params: PyTree) -> SumState | NoiseScaleState | optax.EmptyState:
+    def init_fn(params: PyTree) -> SumState | noise_scale.NoiseScaleState | optax.EmptyState:
         if noise is not None:
             return noise_scale.fresh()
         return SumState() if op == "sum" else optax.EmptyState()
 
     # A mean in f32 is a plain sum, which XLA shards by itself.
-    update = update_fn if wire is None else on_shards(who, names, update_fn)
+    update = update_fn if wire is None else placement.on_shards(who, names, update_fn)
     if noise is not None:
         update = _measured(update, names, noise)
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
@@ -176,7 +174,7 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
     if not isinstance(inside, axes.Groups):
         return jax.tree.map(lambda x: reduced(x, inside, "after"), grads)
     if axes.vmapped(inside):
-        return jax.tree.map(lambda x: mean_of_group(x, inside) if x.size else x, grads)
+        return jax.tree.map(lambda x: placement.mean_of_group(x, inside) if x.size else x, grads)
 
     def mean(leaves: Arrays) -> list[jax.Array]:
         sent = exchange.chunks(leaves, axes.size(inside), by_leaf=False)

@@ -17,7 +17,6 @@ from jax import lax
 from boostax._core import axes, checks
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked, unsent
-from boostax.reduce.exchange import Alone, Chunk
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
@@ -83,7 +82,7 @@ class _Slices(NamedTuple):
     """
 
     leaves: Arrays
-    sent: list[Chunk]
+    sent: list[exchange.Chunk]
     grids: list[exchange.Grid]
     rows: list[jax.Array]
 
@@ -113,7 +112,7 @@ class _Slices(NamedTuple):
         rows = list(held)
         for k, (chunk, grid) in enumerate(zip(self.sent, self.grids, strict=True)):
             more = replicas * lost[k]
-            if isinstance(chunk, Alone) and not chunk.shape[chunk.dim] % chunk.slices:
+            if isinstance(chunk, exchange.Alone) and not chunk.shape[chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
                 # Leaves of different dtypes are computed in the widest.
                 late[chunk.leaf] = Late(chunk.dim, more.astype(self.leaves[chunk.leaf].dtype))

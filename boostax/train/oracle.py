@@ -18,9 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax._core import axes, checks, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
+from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, total, weigh
 from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
-from boostax.accumulate.weighting import divide, drop_empty, total, weigh
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
