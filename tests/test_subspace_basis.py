@@ -214,9 +214,9 @@ REFUSED = {
     "dim_reduce: basis must be shaped (3, 3) at 'b', got (2, 3). ": (
         lambda _: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
     ),
-    "dim_reduce: update must be given params, value, value_fn, got no value. boostax.make_train_"
-    "step gives value and value_fn, the loss of the same batch at other params.": lambda _: step(),
-    "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
+    "dim_reduce: update must be given params, value, value_fn, got 'no value'. make_train_step "
+    "gives value and value_fn, the loss of the batch at other params.": lambda _: step(),
+    "dim_reduce: update must be given params, value, value_fn, got 'no value_fn'.": (
         lambda _: step(value=1.0)
     ),
     "replace_basis: opt_state must be one with a state of dim_reduce, got 'none'.": (

@@ -29,9 +29,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import checks, gate, trees
+from boostax._core import checks, gate, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.replicas import owns_params
 
 PyTree = Any
 
@@ -56,9 +55,8 @@ class AverageParamsState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
-    def whole_params(self) -> bool:
+    def whole_params(self) -> None:
         """Mark that all params are averaged, so no transformation around this one may mask some."""
-        return True
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -177,7 +175,7 @@ def average_params(
     def init_fn(params: PyTree) -> AverageParamsState:
         inner_state = gate.init_inner(tx, params)
         allowed = "an optimizer that keeps params equal on all replicas"
-        got, fits = "local_updates or partial_average", not owns_params(inner_state)
+        got, fits = "local_updates or partial_average", not replicas.owns_params(inner_state)
         hint = "Their last synchronization averages over the replicas instead."
         checks.require(_WHO, "inner", got, allowed, fits, hint)
         averages = jax.tree.map(lambda p: _buffer(p, narrow, None if weight else slots), params)

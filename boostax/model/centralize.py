@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import checks, trees
+from boostax._core import checks, layouts, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.groups import few, matches
-from boostax._core.layouts import Kernels, LayoutName, named
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -34,7 +33,7 @@ def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
     return trees.saturate(wide - jnp.mean(wide, dims, keepdims=True), jnp.result_type(g))
 
 
-def _dims(rules: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
+def _dims(rules: Any, kernels: layouts.Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
     """Return the axes to average over, the input channels last; none for an unchanged leaf."""
     name, ndim, rule = trees.path_name(path), np.ndim(leaf), None
     if callable(rules):
@@ -61,7 +60,7 @@ def _known(rule: Any) -> Any:
 
 
 def centralize_gradients(
-    *, multiple_of: int | None = None, layout: LayoutName | None = None, axes: Axes = "auto"
+    *, multiple_of: int | None = None, layout: layouts.LayoutName | None = None, axes: Axes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     r"""Subtract from the gradient of each kernel its mean over the inputs, for every output unit.
 
@@ -132,12 +131,12 @@ def centralize_gradients(
     fits = callable(rules) or isinstance(rules, Mapping)
     checks.require(_WHO, "axes", axes, allowed, fits, hint, TypeError)
     patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
-    named(_WHO, layout)
+    layouts.named(_WHO, layout)
     least = 1 if multiple_of is None else multiple_of
     checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
 
     def dims_of(tree: PyTree) -> PyTree:
-        dims = functools.partial(_dims, rules, Kernels(_WHO, layout, tree))
+        dims = functools.partial(_dims, rules, layouts.Kernels(_WHO, layout, tree))
         return jax.tree_util.tree_map_with_path(dims, tree)
 
     @describe(_WHO, "centralize")

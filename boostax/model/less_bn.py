@@ -23,8 +23,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from boostax._core import checks, interpret, jaxprs
-from boostax._core.groups import matches
+from boostax._core import checks, groups, interpret, jaxprs
 
 PyTree = Any
 Remove = Sequence[str] | Callable[[str, bool], bool] | None
@@ -353,7 +352,7 @@ def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
     hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
     reasons: dict[str, str] = {}
     for pattern in map(str, remove):
-        hits = [x.path for x in norms if matches(x.path, pattern)]
+        hits = [x.path for x in norms if groups.matches(x.path, pattern)]
         checks.require(_WHO, "remove", pattern, "patterns that match BatchNorms", bool(hits), hint)
         reasons = dict.fromkeys(hits, f"matches {pattern!r}") | reasons
     return tuple(Norm(x.path, x.path in reasons, reasons.get(x.path, "no match")) for x in norms)

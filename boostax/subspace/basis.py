@@ -116,8 +116,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     gram = total(jax.tree.map(lambda x: dot(wide(x), wide(x)), rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
-    fits = n_components <= k
-    checks.require(who, "n_components", n_components, allowed, fits, "Take so many.")
+    checks.require(who, "n_components", n_components, allowed, n_components <= k, "Take so many.")
     # Rounding to bfloat16 leaves an error of half a percent.
     got, hint = "rows that are not", "Distances along them would be wrong."
     skew = np.abs(gram - np.eye(k)).max()

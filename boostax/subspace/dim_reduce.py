@@ -15,9 +15,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Holds, describe
-from boostax._core.gate import run_or_hold, told_by
 from boostax.subspace.basis import Basis, Dtype, PyTree, lift, project, stored, wide_dtype
 
 Names = tuple[str, ...]
@@ -144,8 +143,7 @@ def search(
     slack = rule.slack * jnp.abs(value)
 
     def go_on(carry: tuple[Any, ...]) -> jax.Array:
-        tried, _, accepted = carry
-        return ~accepted & (tried < rule.tries)
+        return ~carry[2] & (carry[0] < rule.tries)
 
     def attempt(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         tried, _, _ = carry
@@ -238,7 +236,7 @@ class DimReduceState(NamedTuple):
             to_mean=jnp.zeros_like(self.to_mean),
         )
 
-    passed = taken = told_by("finite")
+    passed = taken = gate.told_by("finite")
 
 
 # The branch of a step does not touch these fields: two of them say whether it was taken.
@@ -294,17 +292,6 @@ def _fresh(
     counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
     last = [jnp.zeros((), dtype) for dtype in (bool, jnp.float32, jnp.float32)]
     return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=rest)
-
-
-def _require_given(params: PyTree, value: ArrayLike | None, value_fn: LossAt | None) -> LossAt:
-    passed = {"params": params, "value": value, "value_fn": value_fn}
-    missing = [name for name, x in passed.items() if x is None]
-    if missing or value_fn is None:
-        raise ValueError(
-            f"{_WHO}: update must be given {', '.join(passed)}, got no {missing[0]}. boostax."
-            "make_train_step gives value and value_fn, the loss of the same batch at other params."
-        )
-    return value_fn
 
 
 def _measured(
@@ -455,11 +442,15 @@ def dim_reduce(
         *,
         value: Any = None,
         grad: PyTree = None,
-        value_fn: LossAt | None = None,
+        value_fn: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, DimReduceState]:
         raw = updates if grad is None else grad
-        loss_at = _require_given(params, value, value_fn)
+        passed = {"params": params, "value": value, "value_fn": value_fn}
+        missing = next((f"no {name}" for name, x in passed.items() if x is None), "")
+        allowed = f"given {', '.join(passed)}"
+        hint = "make_train_step gives value and value_fn, the loss of the batch at other params."
+        checks.require(_WHO, "update", missing, allowed, not missing, hint)
         trees.require_gradients(raw, _WHO)
         axes.require_local(raw, names, _WHO)
         inside, squares, now = _measured(state, raw, value, names, shards)
@@ -468,7 +459,7 @@ def dim_reduce(
 
         def step() -> tuple[PyTree, DimReduceState]:
             both = outside is not None
-            moved, total, shadow = _searched(how, names, state, inside, now, params, loss_at, both)
+            moved, total, shadow = _searched(how, names, state, inside, now, params, value_fn, both)
             if outside is not None:
                 wide = trees.at_least_float32((updates, params))
                 rest = jax.tree.map(lambda g, p: g - p.astype(g.dtype), wide[0], shadow)
@@ -481,7 +472,7 @@ def dim_reduce(
 
         # A gradient whose square overflows counts as not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
-        total, moved = run_or_hold(finite, step, params, held, apply=False, who=_WHO)
+        total, moved = gate.run_or_hold(finite, step, params, held, apply=False, who=_WHO)
         apart["skipped"], apart["finite"] = state.skipped + ~finite, finite
         return total, moved._replace(**apart)
 

@@ -146,14 +146,14 @@ def checkpoint_snapshots(
     there = sorted(folder.glob("*"), key=_numbered)
     written = [x for x in there if x.suffix == ".npz"]
     steps = [x for x in there if x.name.isdecimal()]
-    if bool(written) == bool(steps):
-        allowed = "a folder of .npz files, or of a subdirectory for each step"
-        hint = (
-            "safetensors.numpy.load_file gives arrays, and pca_basis takes a list of trees of them."
-        )
-        text = f"{who}: directory must be {allowed}, got {'both' if steps else 'none'} in {folder}."
-        error = ValueError if steps else FileNotFoundError
-        raise error(f"{text} A Checkpointer writes the latter. {hint}")
+    got, fits = f"{'both' if steps else 'none'} in {folder}", bool(written) != bool(steps)
+    allowed = "a folder of .npz files, or of a subdirectory for each step"
+    hint = (
+        "A Checkpointer writes the latter. safetensors.numpy.load_file gives arrays, and pca_basis "
+        "takes a list of trees of them."
+    )
+    error = ValueError if steps else FileNotFoundError
+    checks.require(who, "directory", got, allowed, fits, hint, error)
     if steps:
         return [_checkpoint(who, params, item, inside, x) for x in steps[-(last or 0) :]]
     names = named(who, params)

@@ -14,9 +14,8 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import checks, trees
+from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Dtype, PyTree, principal
 
 _WHO = "record_trajectory"
@@ -36,9 +35,8 @@ class TrajectoryState(NamedTuple):
     snapshots: PyTree
     holds = Holds(("recorded", "snapshots"), params=True)
 
-    def whole_params(self) -> bool:
+    def whole_params(self) -> None:
         """Mark that snapshots hold all params, so no transformation around it may mask some."""
-        return True
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -46,11 +44,7 @@ class TrajectoryState(NamedTuple):
 
 
 def record_trajectory(
-    size: int,
-    *,
-    every: int = 1,
-    start: int = 0,
-    dtype: Dtype = "float32",
+    size: int, *, every: int = 1, start: int = 0, dtype: Dtype = "float32"
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
@@ -93,8 +87,7 @@ def record_trajectory(
       2021.
     """
     hint = "It counts snapshots in memory; 40 are usual."
-    checks.positive_int(_WHO, "size", size, hint)
-    checks.require(_WHO, "size", size, "at least 2", size >= 2, hint)
+    checks.natural(_WHO, "size", size, hint, "an integer of at least 2", least=2)
     checks.positive_int(_WHO, "every", every, "It counts calls from one snapshot to the next.")
     checks.natural(_WHO, "start", start, "It counts calls before the first snapshot.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
@@ -115,7 +108,7 @@ def record_trajectory(
         held, since = state._replace(steps=None), state.steps - start
         write = lambda: ((), _written(held, params))  # noqa: E731
         due = jnp.logical_and(since >= 0, since % every == 0)
-        _, new = run_or_hold(due, write, (), held, apply=True, who=_WHO)
+        _, new = gate.run_or_hold(due, write, (), held, apply=True, who=_WHO)
         # XLA would copy donated params, which it may overwrite before the branch reads them, unless
         # the updates depend on the branch. The count is never negative, but no compiler knows that.
         unknown = new.recorded < 0
