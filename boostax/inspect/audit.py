@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audit a compiled program for its machine: memory, collectives, traffic, waste."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math
@@ -17,13 +15,9 @@ from jax.sharding import Mesh
 from boostax._core import checks
 from boostax._core.replicas import is_per_replica
 from boostax.accumulate.window import AccumulateState
-from boostax.inspect import collectives, hlo
+from boostax.inspect import collectives, hlo, tables, targets, traffic, waste
 from boostax.inspect.collectives import CompiledCollective
 from boostax.inspect.hlo import Ways
-from boostax.inspect.tables import text
-from boostax.inspect.targets import Argument, compile_program
-from boostax.inspect.traffic import cycles, traffic
-from boostax.inspect.waste import Waste, wastes
 
 PyTree: TypeAlias = Any
 WHO = "audit"
@@ -101,7 +95,7 @@ class Audit:
     flops: float
     unknown_loops: tuple[str, ...]
     compile_seconds: float
-    findings: tuple[Waste, ...]
+    findings: tuple[waste.Waste, ...]
     text: str = field(repr=False)
     window: str = ""
 
@@ -130,7 +124,7 @@ class Audit:
         return {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
 
     def __str__(self) -> str:
-        return text(self)
+        return tables.text(self)
 
 
 def audit(
@@ -179,7 +173,7 @@ def audit(
       Donate them: jax.jit(step, donate_argnums=...).
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
-    made = compile_program(program, args, target, depth)
+    made = targets.compile_program(program, args, target, depth)
     parsed = hlo.parse(made.compiled.as_text())
     listed = collectives.compiled_collectives(parsed, made.mesh, made.jaxpr)
     if params is None:
@@ -198,8 +192,8 @@ def audit(
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         collectives=listed,
-        traffic=traffic(parsed),
-        cycles=cycles(parsed),
+        traffic=traffic.traffic(parsed),
+        cycles=traffic.cycles(parsed),
         flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
         unknown_loops=tuple(x.instruction.name for x in loops if parsed.trips(x) is None),
         compile_seconds=made.seconds,
@@ -209,7 +203,7 @@ def audit(
         **_buffers(parsed, made.arguments),
         **_sent(parsed, listed, made.mesh),
     )
-    findings = wastes(found, [shape for shape, _ in sizes], made.mesh)
+    findings = waste.wastes(found, [shape for shape, _ in sizes], made.mesh)
     return dataclasses.replace(found, findings=tuple(findings))
 
 
@@ -242,7 +236,7 @@ def _window(args: tuple[Any, ...]) -> str:
     return next(found, "")
 
 
-def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, Any]:
+def _buffers(program: hlo.Program, arguments: Sequence[targets.Argument]) -> dict[str, Any]:
     """Find arguments that are donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
@@ -256,7 +250,7 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
     # Results in new buffers, by type: an argument of the same type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
-    not_donated: list[Argument] = []
+    not_donated: list[targets.Argument] = []
     for i, x in enumerate(used):
         if not x.info.donated and free[types[i]] > 0:
             free[types[i]] -= 1

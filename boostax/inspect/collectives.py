@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives of a compiled program: bytes, executions, mesh axes, source lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

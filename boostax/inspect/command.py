@@ -6,8 +6,6 @@ they may be jax.ShapeDtypeStruct. If the function has a parameter, it gets the d
 program for: those of the target, or those at hand.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from boostax._core import checks
+
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 # A table is a heading with numbered rows. A computation is a header and the lines up to "}".
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
@@ -291,12 +293,9 @@ def parse(text: str) -> Program:
         body = map(_instruction, filter(str.strip, lines.splitlines()))
         computations[name] = {i.name: i for i in body}
         entry = name if opened else entry
-    if not entry:
-        raise ValueError(
-            "audit: program must be compiled to HLO text with an ENTRY computation, got "
-            f"{header[:80]!r}. Pass a jax.jit function with its arguments, or what its lower() or "
-            "compile() returned."
-        )
+    allowed = "compiled to HLO text with an ENTRY computation"
+    hint = "Pass a jax.jit function with its arguments, or what its lower() or compile() returned."
+    checks.require("audit", "program", header[:80], allowed, bool(entry), hint)
     tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
     return Program(computations, entry, header, tables)
 

@@ -9,8 +9,6 @@ lowers it for the platform of the target, and its call is compiled over an equal
 target's devices, with the same specs and donation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -90,11 +88,10 @@ def target_devices(target: str) -> tuple[Any, ...]:
     try:
         devices = _described(given)
     except Exception as error:
-        raise RuntimeError(
-            f"target_devices: target must be one that a compiler at hand knows, got {target!r}: "
-            f"{str(error).splitlines()[0]}. In a checkout of boostax, pip install '.[aot]' "
-            "installs the compilers for TPU and NVIDIA GPU."
-        ) from error
+        allowed, why = "one that a compiler at hand knows", str(error).splitlines()[0]
+        hint = f"{why}. In a checkout, pip install '.[aot]' installs compilers for TPU and GPU."
+        words = checks.message("target_devices", "target", allowed, target, hint)
+        raise RuntimeError(words) from error
     return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
 
 

@@ -7,8 +7,6 @@ updates a slice in place writes the slice, so a scan over stacked layers reads t
 Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways
