@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1749,
     "boostax/subspace": 715,
     "boostax/testing": 842,
-    "boostax/train": 1166,
+    "boostax/train": 1094,
     "examples": 1500,
     "tests": 19407,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12956
+LIBRARY = 12884
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -93,13 +93,9 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['dropped_windows', 'micro_step', 'optimizer_steps']
     """
     found: dict[str, jax.Array] = {}
-    for node in trees.find(opt_state, _reports):
+    for node in trees.telling(opt_state, "metrics"):
         for name, scalar in node.metrics().items():
             numbered = (f"{name}_{number}" for number in itertools.count(1))
             unique = (x for x in itertools.chain((name,), numbered) if x not in found)
             found[next(unique)] = scalar
     return found
-
-
-def _reports(node: Any) -> bool:
-    return isinstance(node, tuple) and callable(getattr(node, "metrics", None))

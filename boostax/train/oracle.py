@@ -227,7 +227,27 @@ class Oracle:
         """Return the loss and the gradient of one replica; see ``value_and_grad``."""
         active, names = _active(active, params), self.names
         _require_trainable(params, active)
-        evaluate = functools.partial(self._evaluated, active, rules)
+
+        def evaluate(params: PyTree, rows: PyTree, scale: jax.Array, **given: Any) -> Any:
+            """Return the loss and the gradient of one micro-batch."""
+
+            def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+                loss, aux = self._loss_and_aux(trained, params, rows, given)
+                # In a typed map a loss that is averaged inside has the type of a value that is
+                # equal on all replicas, and its gradient would be 1/n of that in an untyped map.
+                loss = axes.to_varying(loss, names)
+                return loss * scale.astype(loss.dtype), (loss, aux)
+
+            grads, (loss, aux) = _grad(scaled_loss, params, active)
+            weight = as_aux(aux).weight
+            if weight is not None:
+                _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, names)
+                # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
+                new = carried.unless_empty(grads, params, rules, weight)
+                loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
+                grads = carried.put(grads, new)
+            return (loss, aux), grads
+
         how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
         sliced = microbatch(evaluate, self.count, has_aux=True, **how)
         # Carried records of cotangents must equal the records of the whole batch, however it is
@@ -246,34 +266,6 @@ class Oracle:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)
         grads = carried.put(grads, new)
         return ((loss, aux) if self.has_aux else loss), grads
-
-    def _evaluated(
-        self,
-        active: PyTree,
-        rules: carried.Rules,
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        **kwargs: Any,
-    ) -> tuple[PyTree, PyTree]:
-        """Return the loss and the gradient of one micro-batch."""
-
-        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            loss, aux = self._loss_and_aux(trained, params, batch, kwargs)
-            # In a typed map a loss that is averaged inside has the type of a value that is equal
-            # on all replicas, and its gradient would be 1/n of the gradient in an untyped map.
-            loss = axes.to_varying(loss, self.names)
-            return loss * scale.astype(loss.dtype), (loss, aux)
-
-        grads, (loss, aux) = _grad(scaled_loss, params, active)
-        weight = as_aux(aux).weight
-        if weight is not None:
-            _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, self.names)
-            # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
-            new = carried.unless_empty(grads, params, rules, weight)
-            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
-            grads = carried.put(grads, new)
-        return (loss, aux), grads
 
     def _loss_and_aux(self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
         """Return the result of the loss, for params of which only some are trained."""
@@ -308,7 +300,7 @@ class Oracle:
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """Map ``fn(params, batch, given, ...)`` over the replicas of global arrays."""
-        names, lead, whole = self.names, PartitionSpec(self.names), PartitionSpec()
+        names, whole = self.names, PartitionSpec()
 
         def run(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
             own = is_per_replica(params)
@@ -316,11 +308,11 @@ class Oracle:
             def each(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
                 params = jax.tree.map(lambda x: x[0], params.local) if own else params
                 if "key" in given:
-                    key = jax.random.fold_in(given["key"], axes.index(names))
-                    given = given | {"key": key}
+                    given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
                 return fn(params, batch, given, *more)
 
-            specs = lead if own else whole, self.rows, whole, *(whole for _ in more)
+            of_params = PartitionSpec(names) if own else whole
+            specs = of_params, self.rows, whole, *(whole for _ in more)
             # The loss of one replica needs no types: loops may start from constants, and kernels
             # and libraries need not say over which axes their results vary.
             how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
@@ -73,18 +72,13 @@ class Placing:
 
     def shardings(self, state: TrainState) -> TrainState:
         """Return the sharding of each leaf of a placed state."""
-
-        def of_part(spec: PartitionSpec, part: PyTree) -> PyTree:
-            return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
-
-        # The specs may be a prefix of the tree: one spec may apply to a whole subtree of params.
-        return jax.tree.map(of_part, self.specs(state), state)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
 
     def specs(self, state: TrainState) -> TrainState:
-        """Return the specs of a placed state."""
+        """Return the spec of each leaf of a placed state."""
         whole, place = PartitionSpec(), self.placement(state.params)
         specs = specs_of(place, self.shard_optimizer, state.params, state.opt_state)
-        return TrainState(whole, *specs, model_state=whole, key=whole)
+        return jax.tree.broadcast(TrainState(whole, *specs, model_state=whole, key=whole), state)
 
     def of_params(self, params: PyTree) -> PyTree:
         """Return the spec of each param: from ``param_specs``, or else from its sharding."""
@@ -116,10 +110,6 @@ class Placing:
         at = {trees.plain_path(path): spec for path, spec in specs}
         return Placement(self.mesh, self.names, at)
 
-    def rows(self, size: int) -> np.ndarray[Any, Any]:
-        """Return the rows of a batch that belong to this process, ascending."""
-        return own_rows(self.rows_sharding, size)
-
     def batch(self, batch: PyTree) -> PyTree:
         """Place a batch, or this process's rows of it; or give its types shardings."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -137,7 +127,7 @@ class Placing:
     def _require_even(self, path: Any, leaf: Any) -> None:
         rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
         whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
-        replicas = self.replicas if whole else len(self.rows(self.replicas))
+        replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
         if rows and rows % (replicas * self.microbatches) == 0:
             return
         of = "replicas" if whole else "this process's replicas"
@@ -147,10 +137,3 @@ class Placing:
             f"{getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'!r}. Pad the "
             "batch and give the padding no weight (boostax.Aux.weight)."
         )
-
-
-def local_shapes(state: TrainState) -> PyTree:
-    """Return the types of one replica's params."""
-    if not isinstance(state.params, PerReplica):
-        return state.params
-    return jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), state.params)

@@ -101,11 +101,8 @@ def make_train_step(
     names = axes.of_mesh(who, axis_name, mesh)
     if mesh is None:
         hint = "Pass mesh=, or leave it out on one device."
-        for name, value in {
-            "axis_name": axis_name,
-            "param_specs": param_specs,
-            "gather": gather,
-        }.items():
+        needy = {"axis_name": axis_name, "param_specs": param_specs, "gather": gather}
+        for name, value in needy.items():
             checks.absent(who, name, value, "None without a mesh", hint)
         checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
     if gather is not None:
@@ -117,16 +114,11 @@ def make_train_step(
     )
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
     rules = as_policy(who, policy)
-    oracle = value_and_grad(
-        _reporting(loss_fn) if has_aux else loss_fn,
-        axis_name=names or None,
-        mesh=mesh,
-        policy=rules,
-        microbatches=slices,
-        has_aux=has_aux,
-        accumulator_dtype=accumulator_dtype,
-    )
-    how: Any = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
+    how: Any = {"policy": rules, "microbatches": slices, "accumulator_dtype": accumulator_dtype}
+    loss_fn = _reporting(loss_fn) if has_aux else loss_fn
+    where: Any = {"mesh": mesh, "axis_name": names or None}
+    oracle = value_and_grad(loss_fn, has_aux=has_aux, **where, **how)
+    how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
     _judge(step)
