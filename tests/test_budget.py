@@ -17,7 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 566,
+    "boostax": 559,
     "boostax/_core": 2437,
     "boostax/accumulate": 541,
     "boostax/chain": 324,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1749,
     "boostax/subspace": 715,
     "boostax/testing": 842,
-    "boostax/train": 1094,
+    "boostax/train": 1073,
     "examples": 1500,
     "tests": 19407,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12884
+LIBRARY = 12856
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

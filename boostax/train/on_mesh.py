@@ -186,14 +186,11 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
+    hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=)."
     for path, sharding in shardings.items():
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
-            raise ValueError(
-                f"{who}: params must be placed on one mesh by jax.sharding.NamedSharding, got "
-                f"{sharding} at {trees.path_name(path) or 'the root'!r}. Try "
-                "jax.device_put(params, NamedSharding(mesh, PartitionSpec())), or of shapes "
-                "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
-            )
+        got = f"{sharding} at {trees.path_name(path) or 'the root'}"
+        fits = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        checks.require(who, "params", got, "placed on one mesh by NamedSharding", fits, hint)
     names = axes.of_mesh(who, axis_name, mesh)
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 

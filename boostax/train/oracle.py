@@ -432,12 +432,10 @@ def _require_uncrossed(
         return ()
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
-    if crossed:
-        raise ValueError(
-            "value_and_grad: Aux.weight must be left out of a loss through which gradients go from "
-            f"replica to replica, got one and a collective over {', '.join(sorted(crossed))}. "
-            "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
-        )
+    allowed = "left out of a loss through which gradients go from replica to replica"
+    got = f"one and a collective over {', '.join(sorted(crossed))}"
+    hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
+    checks.require(_WHO, "Aux.weight", got, allowed, not crossed, hint)
 
 
 def _active(active: PyTree, params: PyTree) -> PyTree:
