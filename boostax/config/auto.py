@@ -52,16 +52,11 @@ class Boost:
         hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
         allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
         checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
-        finish, frozen = config.get("dim_reduce", {"every": None}), config.get("freeze")
+        finish = config.get("dim_reduce", {"every": None})
         every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
-        partial = {"average_params": config.get("average_params"), "dim_reduce.every": every}
-        for apart, beside, hint in (
-            (f"reduce {kind!r}", {"freeze": frozen} | partial, "They would differ by replica."),
-            ("freeze", partial, "Frozen params are missing."),
-        ):
-            on = kind in ("partial", "local") if apart != "freeze" else frozen is not None
-            for name, value in beside.items() if on else ():
-                checks.absent(_WHO, name, value, f"None with {apart}", hint)
+        every = every if kind in ("partial", "local") else None
+        hint = "Its snapshots would differ by replica."
+        checks.absent(_WHO, "dim_reduce.every", every, f"None with reduce {kind!r}", hint)
 
     @property
     def policy(self) -> boostax.precision.Policy | None:

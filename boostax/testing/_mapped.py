@@ -60,8 +60,7 @@ def over_devices(
 ) -> Callable[..., Any]:
     """Map ``fn`` over all devices, on one data axis."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-    how: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
-    return jax.shard_map(fn, mesh=mesh, **how)
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def assert_like(
@@ -243,9 +242,8 @@ class Placed:
 
     def stack(self, stacked: PyTree) -> PerReplica:
         """Place a stacked tree like the params on the mesh, each replica's part on its devices."""
-        lead = lambda spec: PartitionSpec(AXIS, *without(spec, (AXIS,)))  # noqa: E731
-        where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, lead(spec)))  # noqa: E731
-        return PerReplica(jax.tree.map(where, stacked, self.specs))
+        specs = {x: PartitionSpec(AXIS, *without(y, (AXIS,))) for x, y in self.specs.items()}
+        return PerReplica(dataclasses.replace(self, specs=specs).place(stacked))
 
     def cut(self, name: str) -> int:
         """Return the dimension of a param that is sharded within a replica."""
