@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 559,
+    "boostax": 555,
     "boostax/_core": 2437,
     "boostax/accumulate": 541,
     "boostax/chain": 324,
-    "boostax/config": 991,
+    "boostax/config": 977,
     "boostax/freeze": 501,
     "boostax/inspect": 1262,
     "boostax/model": 560,
     "boostax/precision": 1302,
     "boostax/reduce": 1749,
     "boostax/subspace": 715,
-    "boostax/testing": 842,
-    "boostax/train": 1073,
+    "boostax/testing": 834,
+    "boostax/train": 1051,
     "examples": 1500,
     "tests": 19407,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12856
+LIBRARY = 12808
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
 import optax
@@ -18,6 +18,8 @@ from boostax.config import keys, mindspore, singa
 from boostax.model.less_bn import LessBNReport, changed
 
 PyTree = Any
+# A user's factories by name, each with the key that it replaces or stands behind.
+Own: TypeAlias = Mapping[str, tuple[keys.Factory, str]]
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
 # Parts that may stand beside a dim_reduce that begins at once.
@@ -39,7 +41,7 @@ class Boost:
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
-    own: Mapping[str, tuple[keys.Factory, str]] = dataclasses.field(default_factory=dict[str, Any])
+    own: Own = dataclasses.field(default_factory=dict[str, Any])
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -107,9 +109,7 @@ class Boost:
         checks.require(who, "axis_name", None, f"given with the reduction {kind!r}", fits, hint)
         if finish.keys() & {*keys.FILES}:
             allowed = "left out with dim_reduce from the first step on"
-            hint = (
-                "It takes whole, unchanged gradients. strict=False drops MindSpore's other parts."
-            )
+            hint = "It takes whole, raw gradients. strict=False drops MindSpore's other parts."
             for name, value in self.config.items():
                 if name not in _WITH_FILES and (name, value) != ("reduce", _MEAN):
                     checks.absent(who, f"config.{name}", value, allowed, hint)
@@ -246,7 +246,7 @@ class Boost:
         return optax.with_extra_args_support(keys.chained(parts))
 
 
-def _reduction(config: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Any]:
+def _reduction(config: Mapping[str, Any], own: Own) -> tuple[str, Any]:
     """Return the kind of the reduction, or the name of a user's, and its arguments."""
     asked = config.get("reduce", _MEAN)
     users = [(name, config[name]) for name, (_, key) in own.items() if key == "reduce"]
@@ -329,13 +329,10 @@ def auto(
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
-    config, notes = _read(data, level or "O0", strict is not False, own)
-    return Boost(config, notes, own, strict is not False)
+    return _read(data, level or "O0", strict is not False, own)
 
 
-def _read(
-    data: dict[str, Any], level: str, strict: bool, own: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _read(data: dict[str, Any], level: str, strict: bool, own: Own) -> Boost:
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
     theirs = {*mindspore.KEYS} if mindspore.is_mindspore(data) else set[str]()
     if not strict:  # MindSpore ignores unknown keys.
@@ -361,13 +358,11 @@ def _read(
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
-    return config, notes
+    return Boost(config, notes, own, strict)
 
 
-def _owned(
-    data: dict[str, Any], factories: Sequence[keys.Factory]
-) -> dict[str, tuple[keys.Factory, str]]:
-    """Return the user's own factories that a dictionary names, each with its key in the order."""
+def _owned(data: dict[str, Any], factories: Sequence[keys.Factory]) -> Own:
+    """Return the user's factories that a dictionary names, each with its key in the order."""
     found: dict[str, tuple[keys.Factory, str]] = {}
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))

@@ -9,16 +9,10 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, handshake, replicas, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
-from boostax._core.replicas import (
-    PerReplica,
-    is_per_replica,
-    require_replicas,
-    specs_like,
-    stack_replicas,
-)
+from boostax._core.replicas import PerReplica, is_per_replica
 
 PyTree = Any
 _WHO = "on_mesh"
@@ -101,7 +95,7 @@ def placed_on(
 
         def make(params: PyTree) -> PyTree:
             with axes.binding(place.names):
-                return stack_replicas(tx.init(params), place.replicas)
+                return replicas.stack_replicas(tx.init(params), place.replicas)
 
         shapes = jax.eval_shape(make, params)
         of_state = specs(params, shapes)[1]
@@ -144,7 +138,7 @@ def placed_on(
         return trees.put_back(new, params), state
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
-        require_replicas(_WHO, (params, state), place.replicas)
+        replicas.require_replicas(_WHO, (params, state), place.replicas)
         of_params, of_state = specs(params, state)
         own = is_per_replica(params)
 
@@ -177,8 +171,8 @@ def specs_of(
             )
         owners[path] = x.shape, spec
     shared_out = place.replicas if shard_optimizer else None
-    of_params = specs_like(owners, params, place.names)
-    return of_params, specs_like(owners, state, place.names, shared_out)
+    of_params = replicas.specs_like(owners, params, place.names)
+    return of_params, replicas.specs_like(owners, state, place.names, shared_out)
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:

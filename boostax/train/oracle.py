@@ -485,17 +485,12 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         # Some callables have no signature that Python can read.
         return
     try:
-        takes.bind_partial(None, None)
+        takes.bind_partial(None, None, **kwargs)
     except TypeError as error:
-        allowed = "a function of (params, batch)"
-        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, _ROWS)) from error
-    for name in kwargs:
-        try:
-            takes.bind_partial(**{name: None})
-        except TypeError as error:
-            allowed = f"a function that takes {name}="
-            hint = _TAKEN.get(name, f"Leave {name}= out of the call.")
-            raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
+        name = next((name for name in kwargs if repr(name) in str(error)), "")
+        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
+        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
+        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
