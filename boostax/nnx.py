@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from boostax._core import axes, checks, replicas, trees
 from boostax._core.replicas import PerReplica
 from boostax._core.trees import all_finite
-from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, own_of
+from boostax.accumulate import aux as auxiliary
+from boostax.accumulate.aux import Aux
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
@@ -166,8 +167,8 @@ class Optimizer(nnx.Optimizer[_M]):
                 _, _, _, still, left = self._split(merged)
                 _require_kept(still, frozen, left, model_state)
                 value, given_aux = result if has_aux else (result, Aux())
-                told = as_aux(given_aux)._replace(model_state=left)
-                return value, Beside(told, own_of(given_aux))
+                told = auxiliary.as_aux(given_aux)._replace(model_state=left)
+                return value, auxiliary.Beside(told, auxiliary.own_of(given_aux))
 
             active = self._active(params, opt_state) if active is None else active
             gradients_of = value_and_grad(loss, has_aux=True, **how)
@@ -178,7 +179,7 @@ class Optimizer(nnx.Optimizer[_M]):
             keep = all_finite(aux.told.model_state)
             choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
             nnx.update(model, jax.tree.map(choose, aux.told.model_state, rest))
-            aux = as_given(aux.told._replace(model_state=None), aux.own, given_aux)
+            aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, given_aux)
             return ((value, aux) if has_aux else value), grads
 
         return fn
@@ -208,8 +209,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
     def _split(self, model: Any) -> tuple[Any, ...]:
         """Return the graph, then the arrays of trained params, keys, other params and the rest."""
-        filters = self.wrt, nnx.RngKey, nnx.Param, ...
-        graph, *states = nnx.split(model, *filters, **self.more)
+        graph, *states = nnx.split(model, self.wrt, nnx.RngKey, nnx.Param, ..., **self.more)
         return (graph, *nnx.as_pure(states))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:

@@ -116,7 +116,10 @@ class Boost:
             residual = None if "residual_rate" in finish else inner
             return self._finish(place | {"source": keys.FILES, "residual": residual})
         order = list(keys.ORDER)
-        if self.config.get("accumulate", {}).get("drop") == "window":
+        drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
+        hint = "'window' puts the scaler inside."
+        checks.choice("accumulate", "drop", drop, ("micro-batch", "window"), hint)
+        if drop == "window":
             # If the scaler is inside the window, an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")

@@ -420,18 +420,16 @@ def _require_uncrossed(
     """
     if not names:
         return
-    crossed: frozenset[str] = frozenset()
+    programs: list[Any] = []
 
-    def look(trained: PyTree) -> tuple[()]:
-        nonlocal crossed
+    def look(trained: PyTree) -> None:
         _, tangent = jax.linearize(fn, trained)
         value, pullback = jax.vjp(fn, trained)
         # A typed sum sends nothing backward; a tangent shows no backward rule of the loss's own.
-        programs = jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)
-        crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
-        return ()
+        programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
+    crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
     allowed = "left out of a loss through which gradients go from replica to replica"
     got = f"one and a collective over {', '.join(sorted(crossed))}"
     hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
@@ -464,16 +462,13 @@ def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
     trees.require_dense(trained, "value_and_grad", "params")
-    for path, x in jax.tree_util.tree_leaves_with_path(trained):
+    allowed = "floating or complex arrays where they are trained"
+    hint = "Keep it apart (in model_state, or by equinox.partition or nnx.split), or pass active=."
+    for name, x in trees.named(trained):
         dtype = getattr(x, "dtype", None)
-        if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
-            allowed = "floating or complex arrays where they are trained"
-            name = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'!r}"
-            raise TypeError(
-                f"value_and_grad: params must be {allowed}, got {name}. Keep it apart from them "
-                "(in model_state, or by equinox.partition or nnx.split), or pass active= with "
-                "False for it."
-            )
+        fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
+        got = f"{dtype or type(x).__name__} at {name or 'the root'}"
+        checks.require(_WHO, "params", got, allowed, fits, hint, TypeError)
 
 
 def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -498,14 +493,12 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
     loss: Any = result[0] if has_aux and pair else result
     aux = result[1] if has_aux and pair else Aux()
     scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
-    if isinstance(loss, float) or (scalar and pair == has_aux):
-        return trees.at_least_float32(jnp.asarray(loss)), aux
-    wanted = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
+    fits = isinstance(loss, float) or (scalar and pair == has_aux)
+    allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
-    raise TypeError(
-        f"value_and_grad: loss_fn must return {wanted}, got {got!r}. Take the mean over the batch; "
-        "return (loss, aux) exactly if has_aux=True."
-    )
+    hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
+    checks.require(_WHO, "the result of loss_fn", got, allowed, fits, hint, TypeError)
+    return trees.at_least_float32(jnp.asarray(loss)), aux
 
 
 def _over_replicas(

@@ -128,12 +128,10 @@ class Placing:
         rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
         whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
         replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
-        if rows and rows % (replicas * self.microbatches) == 0:
-            return
+        what = "the leading dimension of every batch leaf"
         of = "replicas" if whole else "this process's replicas"
-        raise ValueError(
-            "make_train_step: the leading dimension of every batch leaf must be divisible by "
-            f"{of} x microbatches = {replicas} x {self.microbatches}, got shape "
-            f"{getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'!r}. Pad the "
-            "batch and give the padding no weight (boostax.Aux.weight)."
-        )
+        allowed = f"divisible by {of} x microbatches = {replicas} x {self.microbatches}"
+        got = f"shape {getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'}"
+        fits = rows > 0 and rows % (replicas * self.microbatches) == 0
+        hint = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
+        checks.require("make_train_step", what, got, allowed, fits, hint)
