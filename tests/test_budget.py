@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1749,
     "boostax/subspace": 715,
     "boostax/testing": 831,
-    "boostax/train": 1042,
+    "boostax/train": 1038,
     "examples": 1500,
     "tests": 19407,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12795
+LIBRARY = 12791
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

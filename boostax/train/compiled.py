@@ -27,8 +27,7 @@ from boostax.train.apply import apply_gradients, metrics
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
 from boostax.train.oracle import Oracle
-from boostax.train.placing import Placing
-from boostax.train.state import TrainState
+from boostax.train.state import Placing, TrainState
 
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
