@@ -349,7 +349,7 @@ def test_a_batch_that_does_not_divide(mesh, batch):
     tx = REDUCING["all_reduce"](SGD, axis_name="data")
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", microbatches=2)
     state = step.init(jnp.ones(2))
-    with pytest.raises(ValueError, match="make_train_step: .* = 8 x 2, got 'shape .* at x'"):
+    with pytest.raises(ValueError, match=r"make_train_step: .* = 8 x 2, got 'shape .* at x'"):
         step(state, {"x": batch})
     # The state was not donated to a step that did not run.
     assert bool(step(state, {"x": jnp.ones((16, 2))})[1]["applied"])

@@ -296,6 +296,7 @@ class Programs:
     def _taken(
         self, state: TrainState, batch: PyTree, **extra: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return the state and the report of a step."""
         step, params, opt_state = self._step, state.params, state.opt_state
         active: PyTree = True
         if "depth" in extra:

@@ -463,7 +463,7 @@ def _require_trainable(params: PyTree, active: Any) -> None:
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
     trees.require_dense(trained, "value_and_grad", "params")
     allowed = "floating or complex arrays where they are trained"
-    hint = "Keep it apart (in model_state, or by equinox.partition or nnx.split), or pass active=."
+    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
     for name, x in trees.named(trained):
         dtype = getattr(x, "dtype", None)
         fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
