@@ -57,14 +57,10 @@ __version__ = "0.3.0"
 
 # These load on first use, because they import many modules.
 _LATE = {
-    "config": "",
-    "compat": "",
-    "inspect": "",
-    "audit": "boostax.inspect.audit",
-    "auto": "boostax.config.auto",
-    "explain": "boostax.inspect.explain",
+    **dict.fromkeys(("config", "compat", "inspect"), ""),
+    **dict.fromkeys(("audit", "explain"), "boostax.inspect"),
+    **dict.fromkeys(("auto", "migrate_state"), "boostax.config"),
     "less_bn": "boostax.model.less_bn",
-    "migrate_state": "boostax.config.migrate",
 }
 if not TYPE_CHECKING:  # Without this guard a type checker would accept any name of the package.
     __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))

@@ -179,9 +179,7 @@ class Checkpointer:
         """
         step = self._existing(step)
         record = self._record(step)
-        saved = jax.tree.map(resharding.typed, target)
-        if reshard:
-            saved = resharding.as_saved(target, record["leaves"])
+        saved = resharding.as_saved(target, record["leaves"] if reshard else {})
         if unlike := _unlike(record, _parts(target), _named(saved)):
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
@@ -331,11 +329,6 @@ def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-@jax.jit
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _checksum(leaf) for name, leaf in leaves.items()}
-
-
 def _checksum(leaf: jax.Array) -> jax.Array:
     """Return the sum of all words mod 2**32, each multiplied by another odd number.
 
@@ -355,6 +348,9 @@ def _checksum(leaf: jax.Array) -> jax.Array:
         factor = factor + count * jnp.uint32(stride % 2**32)
         stride *= words.shape[axis]
     return jnp.sum(words * factor, dtype=jnp.uint32)
+
+
+_checksums = jax.jit(lambda leaves: {name: _checksum(x) for name, x in leaves.items()})
 
 
 def _text_checksum(record: dict[str, Any]) -> int:

@@ -144,7 +144,7 @@ class Optimizer(nnx.Optimizer[_M]):
             does not name.
         """
         names = axes.canonical(_WHO, self.axis_name)
-        where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
+        how |= {"mesh": self.mesh, "axis_name": self.axis_name}
 
         def fn(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
             graph, params, keys, frozen, rest = self._split(model)
@@ -154,8 +154,10 @@ class Optimizer(nnx.Optimizer[_M]):
             hint = "Let loss_fn take it: arrays that it closes over are not split over replicas."
             checks.require(_WHO, "batch", batch, allowed, fits, hint, TypeError)
             opt_state = nnx.as_pure(self.opt_state)
+            given_aux: PyTree = Aux()
 
             def loss(params: Any, batch: Any, model_state: Any, held: Any, **scales: Any) -> Any:
+                nonlocal given_aux
                 keys, frozen = held
                 # Each replica draws different random numbers.
                 fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
@@ -164,12 +166,12 @@ class Optimizer(nnx.Optimizer[_M]):
                 result = loss_fn(merged, *batch, **given, **scales)
                 _, _, _, still, left = self._split(merged)
                 _require_kept(still, frozen, left, model_state)
-                value, aux = result if has_aux else (result, Aux())
-                told, own = (aux, ()) if isinstance(aux, Aux) else (Aux(), (aux,))
-                return value, auxiliary.Beside(told._replace(model_state=left), own)
+                value, given_aux = result if has_aux else (result, Aux())
+                told = auxiliary.as_aux(given_aux)._replace(model_state=left)
+                return value, auxiliary.Beside(told, auxiliary.own_of(given_aux))
 
             active = self._active(params, opt_state) if active is None else active
-            gradients_of = value_and_grad(loss, has_aux=True, **where, **how)
+            gradients_of = value_and_grad(loss, has_aux=True, **how)
             held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
             given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
@@ -177,7 +179,8 @@ class Optimizer(nnx.Optimizer[_M]):
             keep = all_finite(aux.told.model_state)
             choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
             nnx.update(model, jax.tree.map(choose, aux.told.model_state, rest))
-            return ((value, _aux(aux)) if has_aux else value), grads
+            aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, given_aux)
+            return ((value, aux) if has_aux else value), grads
 
         return fn
 
@@ -206,8 +209,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
     def _split(self, model: Any) -> tuple[Any, ...]:
         """Return the graph, then the arrays of trained params, keys, other params and the rest."""
-        filters = self.wrt, nnx.RngKey, nnx.Param, ...
-        graph, *states = nnx.split(model, *filters, **self.more)
+        graph, *states = nnx.split(model, self.wrt, nnx.RngKey, nnx.Param, ..., **self.more)
         return (graph, *nnx.as_pure(states))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
@@ -215,8 +217,8 @@ class Optimizer(nnx.Optimizer[_M]):
         if self.freezing is None:
             return True
         first, *others = self.freezing.freezing.plan(params).drawn
-        chosen = self.freezing.choice(params, opt_state) if others else None
-        return self.freezing.active(params, first) if chosen is None else chosen
+        freezing = self.freezing
+        return freezing.choice(params, opt_state) if others else freezing.active(params, first)
 
 
 def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
@@ -228,11 +230,3 @@ def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) ->
     for (name, new), old in zip(trees.named(still), jax.tree.leaves(frozen), strict=True):
         hint = "Use a separate type for variables that the loss sets: class Average(nnx.Variable)."
         checks.require(_WHO, "loss_fn", name, "a function that sets no nnx.Param", new is old, hint)
-
-
-def _aux(aux: auxiliary.Beside) -> PyTree:
-    """Return the aux of the loss, combined over micro-batches and replicas."""
-    own = aux.own.local if replicas.is_per_replica(aux.own) else aux.own
-    if not own:
-        return aux.told._replace(model_state=None)
-    return PerReplica(own[0]) if replicas.is_per_replica(aux.own) else own[0]

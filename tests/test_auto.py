@@ -213,9 +213,9 @@ MISTAKES = (
     ({"dim_reduce": {"shrink": 2}}, r"dim_reduce: shrink must be in \(0, 1\), got 2"),
     ({"dim_reduce": {"residual_rate": -1}}, "dim_reduce: residual_rate must be positive, got -1"),
     ({"policy": "O2"}, "auto: loss_scale must be given where policy computes in float16, got None"),
-    ({"freeze": True, "local_updates": 2}, "auto: freeze must be None with reduce 'local', got"),
+    ({"freeze": {"groups": 3}, "local_updates": 2}, "scheduled_freeze: inner must keep params equ"),
     ({"dim_reduce": True, "local_updates": 2}, "auto: dim_reduce.every must be None with reduce"),
-    ({"average_params": True, "freeze": True}, "auto: average_params must be None with freeze"),
+    ({"freeze": {"groups": 3}, "average_params": True}, "scheduled_freeze: inner must not keep w"),
     ("01", "auto: spec must be a level, a dictionary, or the path .*, got '01'. Did you mean 'O1'"),
     (3, "auto: spec must be a level, a dictionary, or the path of a .json file, got 3"),
     ({"singa": {"dist_option": "sparse"}}, "singa: dist_option must be 'plain' or .*'sparse'"),
@@ -237,7 +237,7 @@ MISTAKES = (
 def test_a_mistake_is_refused_by_name(spec, text):
     """Names when they are read, values by their factories when the chain is built."""
     with pytest.raises((ValueError, TypeError), match=f"^{text}"):
-        auto(spec).optimizer(optax.sgd(0.1), mlp(), axis_name="data")
+        auto(spec).optimizer(optax.sgd(0.1), mlp(), axis_name="data").init(mlp())
 
 
 WITHIN = {"reduce": {"kind": "adasum", "within": "cores"}}

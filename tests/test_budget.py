@@ -17,7 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 566,
+    "boostax": 555,
     "boostax/_core": 2437,
     "boostax/accumulate": 518,
     "boostax/chain": 299,

@@ -347,8 +347,7 @@ def test_a_batch_that_does_not_divide(mesh, batch):
     tx = REDUCING["all_reduce"](SGD, axis_name="data")
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", microbatches=2)
     state = step.init(jnp.ones(2))
-    got = re.escape(f"got shape {batch.shape} at 'x'")
-    with pytest.raises(ValueError, match=f"make_train_step: .* = 8 x 2, {got}"):
+    with pytest.raises(ValueError, match=f"make_train_step: batch .* = 8 x 2 in its .* {got}"):
         step(state, {"x": batch})
     # The state was not donated to a step that did not run.
     assert bool(step(state, {"x": jnp.ones((16, 2))})[1]["applied"])
@@ -360,5 +359,5 @@ def test_a_loss_that_is_no_floating_scalar(result, has_aux):
     if has_aux:
         result = result[0] if isinstance(result, tuple) else (result, {})
     f = boostax.value_and_grad(lambda w, x: result, has_aux=has_aux)
-    with pytest.raises(TypeError, match="value_and_grad: loss_fn must return"):
+    with pytest.raises(TypeError, match="value_and_grad: the result of loss_fn must be"):
         f(jnp.ones(2), (), jnp.ones(2))

@@ -516,7 +516,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: init(recorded, GROUPS, [0, 1]), "not keep whole params for a schedule that"),
         (lambda: init(optax.MultiSteps(adamw(), 2), GROUPS, [0, 1]), "optax.MultiSteps"),
         (lambda: make(boostax.dynamic_loss_scale(tx)), "Put it outermost"),
-        (lambda: make(hidden).init(params), "must stand outermost"),
+        (lambda: make(hidden).init(params), "scheduled_freeze must be outermost"),
         (lambda: tx._replace(update=hidden.update).active(params, 0), "the one that it was made"),
         (lambda: boostax.freeze.active_groups(adamw().init(params)), "ScheduledFreezeState"),
         (lambda: oracle(params, (), batch, active=[1, 2]), "active must be"),

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
 import optax
@@ -17,6 +17,8 @@ from boostax.config import keys, mindspore, singa
 from boostax.model.less_bn import LessBNReport, changed
 
 PyTree = Any
+# A user's factories by name, each with the key that it replaces or stands behind.
+Own: TypeAlias = Mapping[str, tuple[keys.Factory, str]]
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
 # Parts that may stand beside a dim_reduce that begins at once.
@@ -38,7 +40,7 @@ class Boost:
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
-    own: Mapping[str, tuple[keys.Factory, str]] = dataclasses.field(default_factory=dict[str, Any])
+    own: Own = dataclasses.field(default_factory=dict[str, Any])
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -51,16 +53,11 @@ class Boost:
         hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
         allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
         checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
-        finish, frozen = config.get("dim_reduce", {"every": None}), config.get("freeze")
+        finish = config.get("dim_reduce", {"every": None})
         every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
-        partial = {"average_params": config.get("average_params"), "dim_reduce.every": every}
-        for apart, beside, hint in (
-            (f"reduce {kind!r}", {"freeze": frozen} | partial, "They would differ by replica."),
-            ("freeze", partial, "Frozen params are missing."),
-        ):
-            on = kind in ("partial", "local") if apart != "freeze" else frozen is not None
-            for name, value in beside.items() if on else ():
-                checks.absent(_WHO, name, value, f"None with {apart}", hint)
+        every = every if kind in ("partial", "local") else None
+        hint = "Its snapshots would differ by replica."
+        checks.absent(_WHO, "dim_reduce.every", every, f"None with reduce {kind!r}", hint)
 
     @property
     def policy(self) -> boostax.precision.Policy | None:
@@ -111,16 +108,17 @@ class Boost:
         checks.require(who, "axis_name", None, f"given with the reduction {kind!r}", fits, hint)
         if finish.keys() & {*keys.FILES}:
             allowed = "left out with dim_reduce from the first step on"
-            hint = (
-                "It takes whole, unchanged gradients. strict=False drops MindSpore's other parts."
-            )
+            hint = "It takes whole, raw gradients. strict=False drops MindSpore's other parts."
             for name, value in self.config.items():
                 if name not in _WITH_FILES and (name, value) != ("reduce", _MEAN):
                     checks.absent(who, f"config.{name}", value, allowed, hint)
             residual = None if "residual_rate" in finish else inner
             return self._finish(place | {"source": keys.FILES, "residual": residual})
         order = list(keys.ORDER)
-        if self.config.get("accumulate", {}).get("drop") == "window":
+        drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
+        hint = "'window' puts the scaler inside."
+        checks.choice("accumulate", "drop", drop, ("micro-batch", "window"), hint)
+        if drop == "window":
             # If the scaler is inside the window, an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
@@ -250,7 +248,7 @@ class Boost:
         return optax.with_extra_args_support(keys.chained(parts))
 
 
-def _reduction(config: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Any]:
+def _reduction(config: Mapping[str, Any], own: Own) -> tuple[str, Any]:
     """Return the kind of the reduction, or the name of a user's, and its arguments."""
     asked = config.get("reduce", _MEAN)
     users = [(name, config[name]) for name, (_, key) in own.items() if key == "reduce"]
@@ -333,13 +331,10 @@ def auto(
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
-    config, notes = _read(data, level or "O0", strict is not False, own)
-    return Boost(config, notes, own, strict is not False)
+    return _read(data, level or "O0", strict is not False, own)
 
 
-def _read(
-    data: dict[str, Any], level: str, strict: bool, own: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _read(data: dict[str, Any], level: str, strict: bool, own: Own) -> Boost:
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
     theirs = {*mindspore.KEYS} if mindspore.is_mindspore(data) else set[str]()
     if not strict:  # MindSpore ignores unknown keys.
@@ -365,13 +360,11 @@ def _read(
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
-    return config, notes
+    return Boost(config, notes, own, strict)
 
 
-def _owned(
-    data: dict[str, Any], factories: Sequence[keys.Factory]
-) -> dict[str, tuple[keys.Factory, str]]:
-    """Return the user's own factories that a dictionary names, each with its key in the order."""
+def _owned(data: dict[str, Any], factories: Sequence[keys.Factory]) -> Own:
+    """Return the user's factories that a dictionary names, each with its key in the order."""
     found: dict[str, tuple[keys.Factory, str]] = {}
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))

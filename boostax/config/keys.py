@@ -67,13 +67,6 @@ _FINISH = {"n_components": 20, "every": 10, "start": 0, "rule": "boostax", "resi
 _UNSET = dict.fromkeys((*FILES, "residual_rate", "shrink", "slope"))
 
 
-def _window(options: types.SimpleNamespace) -> dict[str, Any]:
-    """Check ``drop``: an overflow drops its micro-batch or its whole window."""
-    hint = "'window' puts the scaler inside."
-    checks.choice("", "drop", options.drop, ("micro-batch", "window"), hint)
-    return {}
-
-
 def _axes(options: types.SimpleNamespace) -> dict[str, Any]:
     """Exclude the normalized head of LessBN from centralization, as MindSpore does."""
     report, axes_of = options.less_bn, options.axes
@@ -166,7 +159,7 @@ _CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
 # For each factory with arguments that are not data: the function that makes them, their names, and
 # the defaults of the data that replace them.
 _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
-    "accumulate": (_window, "", {"every": 1, "drop": "micro-batch"}),
+    "accumulate": (lambda _: {}, "", {"every": 1, "drop": "micro-batch"}),
     "centralize_gradients": (_axes, "", _CENTRALIZE),
     "dim_reduce": (_finish, "basis residual rule", _FINISH | _UNSET),
     "group_loss_scale": (lambda options: {"labels": _groups(options)}, "labels", _GROUPS),

@@ -32,6 +32,7 @@ PyTree: TypeAlias = Any
 _FLUSH = "boostax.flush(old_tx, state, params)"
 # Scales by the path of their scaler; "" for the product of those that apply to every gradient.
 Unit: TypeAlias = dict[str, Any]
+Notes: TypeAlias = list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _fits(old: Leaf, new: Leaf) -> bool:
     return old.shape == new.shape and (new.replicas is not None or (old.replicas or 1) == 1)
 
 
-def _matched(olds: States, news: States, notes: list[str]) -> Sources:
+def _matched(olds: States, news: States, notes: Notes) -> Sources:
     """Find the sources of the states of a class: the best fit first, then in order.
 
     One old state may become several, and several may become one if each holds the moments of
@@ -327,7 +328,7 @@ def _windows(leaves: list[Leaf], found: Sources) -> dict[Path, int]:
 
 
 def _settle_windows(
-    olds: list[Leaf], found: Sources, before: dict[Path, Unit], scaled: set[Path], notes: list[str]
+    olds: list[Leaf], found: Sources, before: dict[Path, Unit], scaled: set[Path], notes: Notes
 ) -> None:
     """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
     for at, count in _windows(olds, {}).items():
@@ -348,9 +349,7 @@ def _settle_windows(
                 del found[y]
 
 
-def _converted(
-    new: Leaf, old: Leaf, before: Unit, after: Unit, stale: bool, notes: list[str]
-) -> Leaf:
+def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, stale: bool, notes: Notes) -> Leaf:
     """Return an old array in the dtype and in the units of its new position."""
     kind, one, factor = _measured(new), {"": 1.0}, 1.0
     if kind and not stale and one | before != one | after:
@@ -401,7 +400,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.array(np.asarray(x), like.dtype, copy=True)
 
 
-def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
+def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
     """Set the next depth to the new schedule's depth after the steps taken so far."""
     variants = variants_of(tx)
     new = state if variants is None else variants.resumed(params, state)
@@ -412,9 +411,7 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTr
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
-def _report(
-    olds: list[Leaf], news: list[Leaf], found: Sources, notes: list[str]
-) -> MigrationReport:
+def _report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: Notes) -> MigrationReport:
     """Report for each state whether it was kept, made anew or dropped."""
     used = {old.path for old in found.values()}
     rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]

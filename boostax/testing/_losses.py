@@ -51,7 +51,7 @@ def check_loss(
       ...   return jax.lax.fori_loop(0, 2, lambda i, total: total + jnp.mean((w - x) ** 2), 0.0)
       >>> boostax.testing.check_loss(loss, jnp.float32(1.0), jnp.arange(8.0), only="own loop")
     """
-    expected = _in_steps(loss_fn, params, batch, optax.sgd(_RATE), {})
+    expected = _in_steps(loss_fn, params, batch, optax.sgd(_RATE))
     roads = {only: ROADS[only]} if only else ROADS
     for name, road in roads.items():
         found = road(loss_fn, params, batch)
@@ -63,26 +63,14 @@ def check_loss(
             assert worst <= rtol * scale, f"{name}: params differ by {worst}, of up to {scale}"
 
 
-def _followed(step: Callable[..., Any], carry: Any, batch: PyTree) -> Trained:
-    """Return the params, first in the carry, after some calls of ``(carry, batch)``; the losses."""
-    losses = list[float]()
-    for _ in range(_STEPS):
-        *carry, loss = step(*carry, batch)
-        losses.append(float(loss))
-    return jax.device_get(carry[0]), losses
-
-
-def _in_steps(
-    loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, how: Mapping[str, Any]
-) -> Trained:
+def _in_steps(loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, **how: Any) -> Trained:
+    """Return the params after some calls of a train step, and the losses."""
     step = make_train_step(loss_fn, tx, **how)
-
-    def call(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+    state, losses = step.init(params), list[float]()
+    for _ in range(_STEPS):
         state, reported = step(state, batch)
-        return state, reported["loss"]
-
-    state, losses = _followed(call, (step.init(params),), batch)
-    return state.params, losses
+        losses.append(float(reported["loss"]))
+    return jax.device_get(state.params), losses
 
 
 def _reduced() -> optax.GradientTransformation:
@@ -106,7 +94,7 @@ def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..
         if shard:
             spec = functools.partial(_spec, shard, sizes[shard])
             how["param_specs"] = jax.tree.map(spec, params)
-        return _in_steps(loss_fn, params, batch, _reduced(), how)
+        return _in_steps(loss_fn, params, batch, _reduced(), **how)
 
     return road
 
@@ -121,7 +109,11 @@ def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
         loss, grads = gradient(params, state, batch)
         return *apply_gradients(tx, grads, state, params), loss
 
-    return _followed(step, (params, tx.init(params)), batch)
+    state, losses = tx.init(params), list[float]()
+    for _ in range(_STEPS):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return jax.device_get(params), losses
 
 
 def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
@@ -131,8 +123,8 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
     from boostax.nnx import Optimizer
 
-    whole, tree = NamedSharding(_mesh(data=4), PartitionSpec()), jax.tree.structure(params)
-    placed = jax.device_put(jax.tree.leaves(params), whole)
+    leaves, tree = jax.tree.flatten(params)
+    placed = jax.device_put(leaves, NamedSharding(_mesh(data=4), PartitionSpec()))
     model = nnx.List([nnx.Param(x) for x in placed])
     optimizer = Optimizer(model, _reduced(), wrt=nnx.Param, axis_name="data")
     values = lambda model: tree.unflatten([x[...] for x in model])  # noqa: E731

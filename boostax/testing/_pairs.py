@@ -240,11 +240,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     arrays.assert_same(reshard_state(there, 2), carry, "there and back")
     # Training continues with more replicas.
     _, on = follow(more.step(tx), there, more.grads(case.calls))
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(on) if _inexact(x)), "there"
-
-
-def _inexact(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    assert trees.all_finite(on), "there"
 
 
 PAIR_LAWS = laws_in(globals())

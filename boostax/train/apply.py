@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core import trees
+from boostax._core import checks, trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import is_per_replica
 
@@ -51,15 +51,11 @@ def apply_gradients(
       0.5
     """
     peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
-    if peers and "weight" in extra_args:
-        raise ValueError(
-            "apply_gradients: weight must be left out around optax.MultiSteps, got one: it weighs "
-            "all micro-steps alike. Use boostax.accumulate(..., normalize='weight')."
-        )
-    like = grads
-    if is_per_replica(grads) and not is_per_replica(params):
-        like = grads.local
-    own = params
+    weight = extra_args.get("weight") if peers else None
+    hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
+    checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
+    apart = is_per_replica(grads) and not is_per_replica(params)
+    like, own = grads.local if apart else grads, params
     holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
     if holes:
         # Equinox's filters leave None for the gradient of a function in a module.
@@ -93,13 +89,9 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['dropped_windows', 'micro_step', 'optimizer_steps']
     """
     found: dict[str, jax.Array] = {}
-    for node in trees.find(opt_state, _reports):
+    for node in trees.telling(opt_state, "metrics"):
         for name, scalar in node.metrics().items():
             numbered = (f"{name}_{number}" for number in itertools.count(1))
             unique = (x for x in itertools.chain((name,), numbered) if x not in found)
             found[next(unique)] = scalar
     return found
-
-
-def _reports(node: Any) -> bool:
-    return isinstance(node, tuple) and callable(getattr(node, "metrics", None))

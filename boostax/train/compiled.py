@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from boostax._core import axes, checks, trees
 from boostax._core.describe import asked, variants_of
 from boostax._core.gate import outermost_passed, passed
-from boostax._core.placement import Placement
+from boostax._core.placement import own_rows
 from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
 from boostax._core.trees import Pruning, all_finite
 from boostax.accumulate import carried
@@ -25,10 +25,9 @@ from boostax.accumulate.window import flush
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
 from boostax.train.gather import Gather, gathering
-from boostax.train.on_mesh import placed_on
+from boostax.train.on_mesh import local_types, placed_on
 from boostax.train.oracle import Oracle
-from boostax.train.placing import Placing, local_shapes
-from boostax.train.state import TrainState
+from boostax.train.state import Placing, TrainState
 
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
@@ -72,10 +71,8 @@ class TrainStep:
     @functools.cached_property
     def placing(self) -> Placing | None:
         """Return the placement of state and batches; ``None`` without a mesh."""
-        if self.mesh is None:
-            return None
-        how = self.microbatches, self.param_specs, self.shard_optimizer
-        return Placing(self.mesh, self.names, *how)
+        how = self.names, self.microbatches, self.param_specs, self.shard_optimizer
+        return None if self.mesh is None else Placing(self.mesh, *how)
 
     @property
     def replicas(self) -> int:
@@ -119,13 +116,10 @@ class TrainStep:
             params = self.policy.store_params(params)
         with axes.binding(self.names):
             opt_state = self.tx.init(params)
-        varies = trees.find(opt_state, lambda node: callable(getattr(node, "coming", None)))
-        if varies and variants_of(self.tx) is None:
-            raise ValueError(
-                "make_train_step: scheduled_freeze must stand outermost, got it inside another "
-                "transformation, where the whole backward pass would be paid for. Wrap the scaler "
-                "or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
-            )
+        fits = variants_of(self.tx) is not None or not trees.telling(opt_state, "coming")
+        got = "inside another transformation, where the whole backward pass would be paid for"
+        hint = "Put the scaler or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
+        checks.require("make_train_step", "scheduled_freeze", got, "outermost", fits, hint)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
@@ -187,16 +181,15 @@ class TrainStep:
 
     def common_params(self, state: TrainState) -> PyTree:
         """Return the params for an evaluation: the mean of per-replica params."""
-        if not isinstance(state.params, PerReplica):
-            return state.params
-        return _mean_of_replicas(state.params)
+        return _mean_of_replicas(state.params) if is_per_replica(state.params) else state.params
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
         """Return the rows of a global batch of ``size`` that this process hands to the step.
 
         Rows are ascending. These are all rows unless the mesh spans several processes.
         """
-        return np.arange(size) if self.placing is None else self.placing.rows(size)
+        here = self.placing
+        return np.arange(size) if here is None else own_rows(here.rows_sharding, size)
 
     def place(self, batch: PyTree) -> PyTree:
         """Place a batch on the mesh, as a call does."""
@@ -215,8 +208,7 @@ class TrainStep:
         specs = self.placing and self.placing.of_params(state.params)
         key = structure, types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
-            placement = self.placing and self.placing.placement(state.params)
-            self._programs[key] = Programs(self, state, structure, placement)
+            self._programs[key] = Programs(self, state, structure)
         return self._programs[key]
 
     def _coming(self, state: TrainState) -> int | None:
@@ -228,90 +220,17 @@ class TrainStep:
         if not self._varies_on_host(state):
             return None
         coming = state.opt_state.coming()
-        if isinstance(coming, jax.ShapeDtypeStruct):
-            raise ValueError(
-                "TrainStep: depth must be given with a state of shapes alone, got None. A state "
-                "with values says itself what is frozen next."
-            )
+        known = not isinstance(coming, jax.ShapeDtypeStruct)
+        hint = "A state with values says itself what is frozen next."
+        checks.require("TrainStep", "depth", None, "given with a state of shapes", known, hint)
         return int(coming)
-
-    def _checked(self, run: Any, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
-        """Run a function of a state, and check the state while the function is traced."""
-        require_replicas("make_train_step", state, self.replicas)
-        if depth is None:
-            self._require_fit(state)
-        return run(state, *batch)
 
     def _require_fit(self, state: TrainState) -> None:
         """Refuse an optimizer state of other params, which could broadcast unnoticed."""
         make = lambda p: stack_replicas(self._unplaced(p, None, None).opt_state, self.replicas)  # noqa: E731
-        wanted = jax.eval_shape(make, local_shapes(state))
+        wanted = jax.eval_shape(make, local_types(state.params))
         hint = "It is of other params: step.init makes one."
         trees.require_shapes("TrainStep", "opt_state", state.opt_state, wanted, hint)
-
-    def _step(
-        self, depth: int | None, placement: Placement | None, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        tx, oracle = self._placed(placement), self.oracle
-        params, opt_state = state.params, state.opt_state
-        active: PyTree = True
-        extra: dict[str, Any] = {} if depth is None else {"depth": depth}
-        variants = variants_of(self.tx)
-        if variants is not None:
-            found_out = depth is None
-            active = (
-                variants.choice(params, opt_state) if found_out else variants.active(params, depth)
-            )
-        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        given = {"key": key, "model_state": state.model_state}
-        seen = self._gathered(placement, params, opt_state)
-        value, grads = oracle(seen(params), opt_state, batch, active=active, **given)
-        loss, aux = value if self.has_aux else (value, Aux())
-        # This is for line searches; without one it is not called and not compiled.
-        loss_at, wanted = oracle.loss_at(batch, **given), asked(self.tx)
-        value_fn = lambda params: loss_at(seen(params))  # noqa: E731
-        extra |= {"value": loss, "value_fn": value_fn}
-        extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
-        extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
-        extra |= {} if aux.weight is None else {"weight": aux.weight}
-        params, opt_state = apply_gradients(tx, grads, opt_state, params, **extra)
-        model_state = state.model_state
-        if model_state is not None and aux.model_state is not None:
-            # An overflow in the forward pass reaches statistics of the model before any gradient.
-            keep = outermost_passed(opt_state) & all_finite(aux.model_state)
-            model_state = jax.tree.map(
-                lambda new, old: jnp.where(keep, new, old), aux.model_state, model_state
-            )
-        steps = optax.safe_increment(state.step)
-        new_state = TrainState(steps, params, opt_state, model_state, state.key)
-        reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
-        given_by_loss = _named(aux.metrics)
-        for name in sorted(given_by_loss.keys() & reported.keys()):
-            allowed = "by names that the step's report does not have"
-            hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."
-            raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
-        return new_state, given_by_loss | reported
-
-    def _flush(
-        self, depth: int | None, placement: Placement | None, state: TrainState
-    ) -> TrainState:
-        extra = {} if depth is None else {"depth": depth}
-        closed = flush(self._placed(placement), state.opt_state, state.params, **extra)
-        return state._replace(params=closed[0], opt_state=closed[1])
-
-    def _placed(self, placement: Placement | None) -> optax.GradientTransformation:
-        """Return the optimizer for one device, or for global arrays."""
-        return self.tx if placement is None else placed_on(self.tx, placement, self.shard_optimizer)
-
-    def _gathered(
-        self, placement: Placement | None, params: PyTree, opt_state: PyTree
-    ) -> Callable[[PyTree], PyTree]:
-        """Return the function from params to those that the loss gets."""
-        if self.gather is None or placement is None:
-            return lambda params: params
-        # A carried leaf is not a weight, so its history is not rounded.
-        exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
-        return gathering("make_train_step", self.gather, placement, exact)
 
 
 class Programs:
@@ -325,18 +244,18 @@ class Programs:
       coming: the depth of the next call.
     """
 
-    def __init__(
-        self, step: TrainStep, state: TrainState, structure: Any, placement: Placement | None
-    ):
-        self._step, self._structure, placing = step, structure, step.placing
-        self._placement = placement
-        self._specs: Any = placing and jax.tree.broadcast(placing.specs(state), state)
+    def __init__(self, step: TrainStep, state: TrainState, structure: Any):
+        self._step, self._structure, self._tx = step, structure, step.tx
+        self._placement: Any = step.placing and step.placing.placement(state.params)
+        self._specs: Any = step.placing and step.placing.specs(state)
+        if self._placement is not None:
+            self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], Any] = {}
         if self._variants is not None:
             step._require_fit(state)
-            self._params = local_shapes(state)
+            self._params = local_types(state.params)
             self.coming = self._variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
@@ -355,15 +274,71 @@ class Programs:
         """Return the step or the flush at a depth; ``None`` reads the depth from the state."""
         key = kind, depth
         if key not in self.compiled:
-            step, of_step = self._step, kind == "step"
-            run: Any = step._step if of_step else step._flush
-            run, where = functools.partial(run, depth, self._placement), None
+            where = None
             if self._placement is not None:
                 where = self._placement.shardings(self.part(depth).take(self._specs))
-                where = (where, None) if of_step else where
-            checked = functools.partial(step._checked, run, depth)
+                where = (where, None) if kind == "step" else where
+            checked = functools.partial(self._checked, kind, depth)
             self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
         return self.compiled[key]
+
+    def _checked(self, kind: Kind, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
+        """Take a step, or flush, and check the state while the program is traced."""
+        require_replicas("make_train_step", state, self._step.replicas)
+        if depth is None:
+            self._step._require_fit(state)
+        extra: dict[str, Any] = {} if depth is None else {"depth": depth}
+        if kind == "step":
+            return self._taken(state, *batch, **extra)
+        params, opt_state = flush(self._tx, state.opt_state, state.params, **extra)
+        return state._replace(params=params, opt_state=opt_state)
+
+    def _taken(
+        self, state: TrainState, batch: PyTree, **extra: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return the state and the report of a step."""
+        step, params, opt_state = self._step, state.params, state.opt_state
+        active: PyTree = True
+        if "depth" in extra:
+            active = self._variants.active(params, extra["depth"])
+        elif self._variants is not None:
+            active = self._variants.choice(params, opt_state)
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        given = {"key": key, "model_state": state.model_state}
+        seen = self._gathering(params, opt_state)
+        value, grads = step.oracle(seen(params), opt_state, batch, active=active, **given)
+        loss, aux = value if step.has_aux else (value, Aux())
+        # This is for line searches; without one it is not called and not compiled.
+        loss_at, wanted = step.oracle.loss_at(batch, **given), asked(step.tx)
+        value_fn = lambda params: loss_at(seen(params))  # noqa: E731
+        extra |= {"value": loss, "value_fn": value_fn}
+        extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
+        extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
+        extra |= {} if aux.weight is None else {"weight": aux.weight}
+        params, opt_state = apply_gradients(self._tx, grads, opt_state, params, **extra)
+        model_state = state.model_state
+        if model_state is not None and aux.model_state is not None:
+            # An overflow in the forward pass reaches statistics of the model before any gradient.
+            keep = outermost_passed(opt_state) & all_finite(aux.model_state)
+            choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
+            model_state = jax.tree.map(choose, aux.model_state, model_state)
+        steps = optax.safe_increment(state.step)
+        new_state = TrainState(steps, params, opt_state, model_state, state.key)
+        reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
+        given_by_loss = {name or "aux": x for name, x in trees.named(aux.metrics)}
+        for name in sorted(given_by_loss.keys() & reported.keys()):
+            allowed = "by names that the step's report does not have"
+            hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."
+            raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
+        return new_state, given_by_loss | reported
+
+    def _gathering(self, params: PyTree, opt_state: PyTree) -> Callable[[PyTree], PyTree]:
+        """Return the function from params to those that the loss gets."""
+        if self._step.gather is None:
+            return lambda params: params
+        # A carried leaf is not a weight, so its history is not rounded.
+        exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
+        return gathering("make_train_step", self._step.gather, self._placement, exact)
 
 
 def _mean_gradient(grads: PyTree) -> PyTree:
@@ -382,9 +357,3 @@ def _own(x: Any) -> jax.Array:
     """Copy an array, so that it can be donated, in a strong dtype, so that a step traces once."""
     copy = jnp.array(x, copy=True)
     return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
-
-
-def _named(tree: PyTree) -> dict[str, jax.Array]:
-    """Flatten a tree of metrics into a dictionary by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {trees.path_name(path) or "aux": leaf for path, leaf in leaves}

@@ -72,13 +72,10 @@ def gathering(
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` of a known placement; leaves named in ``exact`` are left out."""
     checks.choice(who, "dtype", dtype, ("bfloat16", "int8"), "Leave it out for whole elements.")
-    cut = {path: spec for path, spec in place.specs.items() if spec != _whole(place, spec)}
-    if not cut:
-        raise ValueError(
-            f"{who}: params must be sharded over {', '.join(place.names)} to be gathered as "
-            f"{dtype}, got none that are. Shard them (FSDP), or store them low: "
-            "boostax.precision.store(optimizer, params='remainder')."
-        )
+    cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
+    allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
+    hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
+    checks.require(who, "params", {*place.specs.values()}, allowed, bool(cut), hint)
 
     def gather(params: PyTree) -> PyTree:
         if is_per_replica(params):
@@ -95,16 +92,12 @@ def gathering(
         narrow = lambda xs: [  # noqa: E731
             _gathered(x, spec, place, dtype) for x, spec in zip(xs, chosen.values(), strict=True)
         ]
-        specs = [_whole(place, spec) for spec in chosen.values()]
+        specs = [without(spec, place.names) for spec in chosen.values()]
         new = place.pinned(narrow, specs)([found[i] for i in chosen])
         after = dict(enumerate(found)) | dict(zip(chosen, new, strict=True))
         return jax.tree.unflatten(treedef, list(after.values()))
 
     return gather
-
-
-def _whole(place: Placement, spec: PartitionSpec) -> PartitionSpec:
-    return without(spec, place.names)
 
 
 def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather) -> jax.Array:
@@ -119,7 +112,7 @@ def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather
     def travel(coded: jax.Array) -> jax.Array:
         # The first constraint keeps the code sharded, so that XLA gathers the code.
         here = PartitionSpec(*entries)
-        return at(at(coded, here), _whole(place, here))
+        return at(at(coded, here), without(here, place.names))
 
     return rounded(x, shards, dtype, travel)
 

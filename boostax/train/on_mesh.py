@@ -9,16 +9,10 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, handshake, replicas, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
-from boostax._core.replicas import (
-    PerReplica,
-    is_per_replica,
-    require_replicas,
-    specs_like,
-    stack_replicas,
-)
+from boostax._core.replicas import PerReplica, is_per_replica
 
 PyTree = Any
 _WHO = "on_mesh"
@@ -101,7 +95,7 @@ def placed_on(
 
         def make(params: PyTree) -> PyTree:
             with axes.binding(place.names):
-                return stack_replicas(tx.init(params), place.replicas)
+                return replicas.stack_replicas(tx.init(params), place.replicas)
 
         shapes = jax.eval_shape(make, params)
         of_state = specs(params, shapes)[1]
@@ -130,7 +124,8 @@ def placed_on(
             value, state = inner.update(local, state, params, **given, **fixed)
             return (optax.apply_updates(params, value) if apply else value), state
 
-        arrays = {k: x for k, x in extra.items() if _of_arrays(x)}
+        of_arrays = lambda x: all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))  # noqa: E731
+        arrays = {k: x for k, x in extra.items() if of_arrays(x)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
         # Pinned to the shards of the params, gradients are cut where they are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
@@ -143,7 +138,7 @@ def placed_on(
         return trees.put_back(new, params), state
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
-        require_replicas(_WHO, (params, state), place.replicas)
+        replicas.require_replicas(_WHO, (params, state), place.replicas)
         of_params, of_state = specs(params, state)
         own = is_per_replica(params)
 
@@ -161,10 +156,11 @@ def specs_of(
     place: Placement, shard_optimizer: bool, params: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Return the specs of stacked params and of an optimizer state, or of their types."""
-    params, state = _of_one((params, state))
-    leaves = jax.tree_util.tree_leaves_with_path(params.local if is_per_replica(params) else params)
+    one = lambda x: PerReplica(local_types(x)) if is_per_replica(x) else x  # noqa: E731
+    params, state = jax.tree.map(one, (params, state), is_leaf=is_per_replica)
     owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
-    for path, x in leaves:
+    leaves = params.local if is_per_replica(params) else params
+    for path, x in jax.tree_util.tree_leaves_with_path(leaves):
         spec = place.spec(path)
         if spec is None:
             raise ValueError(
@@ -175,12 +171,8 @@ def specs_of(
             )
         owners[path] = x.shape, spec
     shared_out = place.replicas if shard_optimizer else None
-    of_params = specs_like(owners, params, place.names)
-    return of_params, specs_like(owners, state, place.names, shared_out)
-
-
-def _of_arrays(tree: PyTree) -> bool:
-    return all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
+    of_params = replicas.specs_like(owners, params, place.names)
+    return of_params, replicas.specs_like(owners, state, place.names, shared_out)
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
@@ -188,14 +180,11 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
+    hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=)."
     for path, sharding in shardings.items():
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
-            raise ValueError(
-                f"{who}: params must be placed on one mesh by jax.sharding.NamedSharding, got "
-                f"{sharding} at {trees.path_name(path) or 'the root'!r}. Try "
-                "jax.device_put(params, NamedSharding(mesh, PartitionSpec())), or of shapes "
-                "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
-            )
+        got = f"{sharding} at {trees.path_name(path) or 'the root'}"
+        fits = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        checks.require(who, "params", got, "placed on one mesh by NamedSharding", fits, hint)
     names = axes.of_mesh(who, axis_name, mesh)
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
@@ -211,45 +200,32 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
         spec = getattr(jax.typeof(x).sharding, "spec", PartitionSpec())
         if not spec.unreduced:
             return x
-        if set(spec.unreduced) != set(place.names):
-            allowed = f"unreduced over all of {place.names}, or over none"
-            hint = "jax.reshard over the others first."
-            raise ValueError(checks.message(_WHO, "gradients", allowed, spec, hint))
+        allowed = f"unreduced over all of {place.names}, or over none"
+        fits, hint = {*spec.unreduced} == {*place.names}, "jax.reshard over the others first."
+        checks.require(_WHO, "gradients", spec, allowed, fits, hint)
         # In JAX 0.10.0 a spec is iterated instead.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
-        lead = jax.shard_map(
-            lambda part: place.replicas * part[None],
-            mesh=place.mesh,
-            in_specs=spec,
-            out_specs=PartitionSpec(place.names, *parts),
-            check_vma=False,  # A checked map has no type for an unreduced value.
-        )
-        return lead(x)
+        how: Any = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
+        # A checked map has no type for an unreduced value.
+        lead = lambda part: place.replicas * part[None]  # noqa: E731
+        return jax.shard_map(lead, mesh=place.mesh, check_vma=False, **how)(x)
 
     return jax.tree.map(stacked, grads)
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, place: Placement) -> None:
     """Refuse gradients that are reduced already: shaped like the params, without the replicas."""
-    params = _of_one(params)
-    params = params.local if is_per_replica(params) else params
-    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    types = jax.tree_util.tree_leaves_with_path(local_types(params))
+    shapes = {path: x.shape for path, x in types}
+    hint = "boostax.value_and_grad(loss, mesh=mesh) returns such; jax.grad's are reduced already."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
         shape = shapes.get(path, leaf.shape[1:])
-        if leaf.shape != (place.replicas, *shape):
-            raise ValueError(
-                f"{_WHO}: gradients must be local to each replica, shaped "
-                f"{(place.replicas, *shape)} for a param of {shape}, got {leaf.shape}. "
-                "boostax.value_and_grad(loss, mesh=mesh, axis_name=...) returns such; those of "
-                "jax.grad are reduced already."
-            )
+        wanted = place.replicas, *shape
+        allowed = f"local to each replica, shaped {wanted} for a param of {shape}"
+        checks.require(_WHO, "gradients", leaf.shape, allowed, leaf.shape == wanted, hint)
 
 
-def _of_one(tree: PyTree) -> PyTree:
-    """Return the types of one replica's part of a tree."""
+def local_types(params: PyTree) -> PyTree:
+    """Return the types of one replica's params; params that are not ``PerReplica`` unchanged."""
     cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
-    return jax.tree.map(
-        lambda x: PerReplica(jax.tree.map(cut, x.local)) if is_per_replica(x) else x,
-        tree,
-        is_leaf=is_per_replica,
-    )
+    return jax.tree.map(cut, params.local) if is_per_replica(params) else params

@@ -226,7 +226,27 @@ class Oracle:
         """Return the loss and the gradient of one replica; see ``value_and_grad``."""
         active, names = _active(active, params), self.names
         _require_trainable(params, active)
-        evaluate = functools.partial(self._evaluated, active, rules)
+
+        def evaluate(params: PyTree, rows: PyTree, scale: jax.Array, **given: Any) -> Any:
+            """Return the loss and the gradient of one micro-batch."""
+
+            def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+                loss, aux = self._loss_and_aux(trained, params, rows, given)
+                # In a typed map a loss that is averaged inside has the type of a value that is
+                # equal on all replicas, and its gradient would be 1/n of that in an untyped map.
+                loss = axes.to_varying(loss, names)
+                return loss * scale.astype(loss.dtype), (loss, aux)
+
+            grads, (loss, aux) = _grad(scaled_loss, params, active)
+            weight = as_aux(aux).weight
+            if weight is not None:
+                _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, names)
+                # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
+                new = carried.unless_empty(grads, params, rules, weight)
+                loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
+                grads = carried.put(grads, new)
+            return (loss, aux), grads
+
         how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
         sliced = microbatch(evaluate, self.count, has_aux=True, **how)
         # Carried records of cotangents must equal the records of the whole batch, however it is
@@ -245,34 +265,6 @@ class Oracle:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)
         grads = carried.put(grads, new)
         return ((loss, aux) if self.has_aux else loss), grads
-
-    def _evaluated(
-        self,
-        active: PyTree,
-        rules: carried.Rules,
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        **kwargs: Any,
-    ) -> tuple[PyTree, PyTree]:
-        """Return the loss and the gradient of one micro-batch."""
-
-        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            loss, aux = self._loss_and_aux(trained, params, batch, kwargs)
-            # In a typed map a loss that is averaged inside has the type of a value that is equal
-            # on all replicas, and its gradient would be 1/n of the gradient in an untyped map.
-            loss = axes.to_varying(loss, self.names)
-            return loss * scale.astype(loss.dtype), (loss, aux)
-
-        grads, (loss, aux) = _grad(scaled_loss, params, active)
-        weight = as_aux(aux).weight
-        if weight is not None:
-            _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, self.names)
-            # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
-            new = carried.unless_empty(grads, params, rules, weight)
-            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
-            grads = carried.put(grads, new)
-        return (loss, aux), grads
 
     def _loss_and_aux(self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
         """Return the result of the loss, for params of which only some are trained."""
@@ -307,7 +299,7 @@ class Oracle:
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """Map ``fn(params, batch, given, ...)`` over the replicas of global arrays."""
-        names, lead, whole = self.names, PartitionSpec(self.names), PartitionSpec()
+        names, whole = self.names, PartitionSpec()
 
         def run(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
             own = is_per_replica(params)
@@ -315,11 +307,11 @@ class Oracle:
             def each(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
                 params = jax.tree.map(lambda x: x[0], params.local) if own else params
                 if "key" in given:
-                    key = jax.random.fold_in(given["key"], axes.index(names))
-                    given = given | {"key": key}
+                    given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
                 return fn(params, batch, given, *more)
 
-            specs = lead if own else whole, self.rows, whole, *(whole for _ in more)
+            of_params = PartitionSpec(names) if own else whole
+            specs = of_params, self.rows, whole, *(whole for _ in more)
             # The loss of one replica needs no types: loops may start from constants, and kernels
             # and libraries need not say over which axes their results vary.
             how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
@@ -427,24 +419,20 @@ def _require_uncrossed(
     """
     if not names:
         return
-    crossed: frozenset[str] = frozenset()
+    programs: list[Any] = []
 
-    def look(trained: PyTree) -> tuple[()]:
-        nonlocal crossed
+    def look(trained: PyTree) -> None:
         _, tangent = jax.linearize(fn, trained)
         value, pullback = jax.vjp(fn, trained)
         # A typed sum sends nothing backward; a tangent shows no backward rule of the loss's own.
-        programs = jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)
-        crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
-        return ()
+        programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
-    if crossed:
-        raise ValueError(
-            "value_and_grad: Aux.weight must be left out of a loss through which gradients go from "
-            f"replica to replica, got one and a collective over {', '.join(sorted(crossed))}. "
-            "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
-        )
+    crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
+    allowed = "left out of a loss through which gradients go from replica to replica"
+    got = f"one and a collective over {', '.join(sorted(crossed))}"
+    hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
+    checks.require(_WHO, "Aux.weight", got, allowed, not crossed, hint)
 
 
 def _active(active: PyTree, params: PyTree) -> PyTree:
@@ -473,16 +461,13 @@ def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
     trees.require_dense(trained, "value_and_grad", "params")
-    for path, x in jax.tree_util.tree_leaves_with_path(trained):
+    allowed = "floating or complex arrays where they are trained"
+    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
+    for name, x in trees.named(trained):
         dtype = getattr(x, "dtype", None)
-        if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
-            allowed = "floating or complex arrays where they are trained"
-            name = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'!r}"
-            raise TypeError(
-                f"value_and_grad: params must be {allowed}, got {name}. Keep it apart from them "
-                "(in model_state, or by equinox.partition or nnx.split), or pass active= with "
-                "False for it."
-            )
+        fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
+        got = f"{dtype or type(x).__name__} at {name or 'the root'}"
+        checks.require(_WHO, "params", got, allowed, fits, hint, TypeError)
 
 
 def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -494,17 +479,12 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         # Some callables have no signature that Python can read.
         return
     try:
-        takes.bind_partial(None, None)
+        takes.bind_partial(None, None, **kwargs)
     except TypeError as error:
-        allowed = "a function of (params, batch)"
-        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, _ROWS)) from error
-    for name in kwargs:
-        try:
-            takes.bind_partial(**{name: None})
-        except TypeError as error:
-            allowed = f"a function that takes {name}="
-            hint = _TAKEN.get(name, f"Leave {name}= out of the call.")
-            raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
+        name = next((name for name in kwargs if repr(name) in str(error)), "")
+        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
+        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
+        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
@@ -512,14 +492,12 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
     loss: Any = result[0] if has_aux and pair else result
     aux = result[1] if has_aux and pair else Aux()
     scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
-    if isinstance(loss, float) or (scalar and pair == has_aux):
-        return trees.at_least_float32(jnp.asarray(loss)), aux
-    wanted = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
+    fits = isinstance(loss, float) or (scalar and pair == has_aux)
+    allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
-    raise TypeError(
-        f"value_and_grad: loss_fn must return {wanted}, got {got!r}. Take the mean over the batch; "
-        "return (loss, aux) exactly if has_aux=True."
-    )
+    hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
+    checks.require(_WHO, "the result of loss_fn", got, allowed, fits, hint, TypeError)
+    return trees.at_least_float32(jnp.asarray(loss)), aux
 
 
 def _over_replicas(

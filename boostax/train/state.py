@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a training run carries from step to step."""
+"""The state that a training run carries, and its placement on a mesh, with that of batches."""
 
+import dataclasses
+import functools
+import math
 from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from boostax._core import checks, trees
+from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
+from boostax._core.replicas import PerReplica, owns_params, stack_replicas
+from boostax.train.on_mesh import specs_of
 
 PyTree = Any
 
@@ -22,3 +33,122 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     model_state: PyTree
     key: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placing:
+    """The mesh of a step, and how it shards a state and a batch.
+
+    Attributes:
+      mesh: mesh of one process or of several.
+      names: replica axes.
+      microbatches: slices per replica and call.
+      param_specs: see ``make_train_step``.
+      shard_optimizer: see ``make_train_step``.
+    """
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    microbatches: int
+    param_specs: PyTree
+    shard_optimizer: bool
+
+    @functools.cached_property
+    def replicas(self) -> int:
+        """Return the number of replicas."""
+        return math.prod(self.mesh.shape[x] for x in self.names)
+
+    @functools.cached_property
+    def spans_processes(self) -> bool:
+        """Return whether devices of other processes belong to the mesh."""
+        return len({x.process_index for x in self.mesh.devices.flat}) > 1
+
+    @functools.cached_property
+    def rows_sharding(self) -> NamedSharding:
+        """Return the sharding of a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(self.names))
+
+    def state(self, state: TrainState) -> TrainState:
+        """Place the state of one replica, from ``tx.init``, on all; or give its types shardings."""
+        specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
+        given = len(jax.tree.leaves(specs))
+        allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
+        hint = "Use PartitionSpec() for a replicated leaf, not None."
+        checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
+        here = dataclasses.replace(self, param_specs=specs)
+        if owns_params(state.opt_state):
+            state = state._replace(params=PerReplica(state.params))
+        stack = functools.partial(stack_replicas, replicas=self.replicas)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+            state = jax.eval_shape(stack, state)
+            typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+            return jax.tree.map(typed, state, here.shardings(state))
+        # On the host, all stacked replicas are views of one array.
+        state = stack(on_host(state) if self.spans_processes else state)
+        return place(state, here.shardings(state))
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Return the sharding of each leaf of a placed state."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
+
+    def specs(self, state: TrainState) -> TrainState:
+        """Return the spec of each leaf of a placed state."""
+        whole, place = PartitionSpec(), self.placement(state.params)
+        specs = specs_of(place, self.shard_optimizer, state.params, state.opt_state)
+        return jax.tree.broadcast(TrainState(whole, *specs, model_state=whole, key=whole), state)
+
+    def of_params(self, params: PyTree) -> PyTree:
+        """Return the spec of each param: from ``param_specs``, or else from its sharding."""
+        own = isinstance(params, PerReplica)
+        params = params.local if own else params
+        if self.param_specs is not None:
+            return self.param_specs
+
+        def found(x: Any) -> PartitionSpec:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding):
+                return PartitionSpec()
+            if sharding.mesh != self.mesh:
+                self._require_known(sharding.spec)
+            return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
+
+        return jax.tree.map(found, params)
+
+    def _require_known(self, spec: PartitionSpec) -> None:
+        """Refuse an axis that the step's mesh lacks: the param would come back unsharded."""
+        known = self.mesh.axis_names
+        used = (name for x in spec for name in (x if isinstance(x, tuple) else (x,)) if name)
+        allowed, hint = f"sharded over axes of the step's mesh, {known}", "Pass their mesh to it."
+        checks.require("make_train_step", "params", spec, allowed, set(used) <= set(known), hint)
+
+    def placement(self, params: PyTree) -> Placement:
+        """Return the placement of params."""
+        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params))
+        at = {trees.plain_path(path): spec for path, spec in specs}
+        return Placement(self.mesh, self.names, at)
+
+    def batch(self, batch: PyTree) -> PyTree:
+        """Place a batch, or this process's rows of it; or give its types shardings."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        for path, leaf in leaves:
+            self._require_even(path, leaf)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
+            typed = functools.partial(jax.ShapeDtypeStruct, sharding=self.rows_sharding)
+            return jax.tree.map(lambda x: typed(x.shape, x.dtype), batch)
+        if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
+            return batch
+        if self.spans_processes:
+            return place_rows(batch, self.rows_sharding)
+        return jax.device_put(batch, self.rows_sharding)
+
+    def _require_even(self, path: Any, leaf: Any) -> None:
+        rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
+        whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
+        replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
+        of = "replicas" if whole else "this process's replicas"
+        parts, name = f"{replicas} x {self.microbatches}", trees.path_name(path) or "the root"
+        allowed = f"divisible by {of} x microbatches = {parts} in its leading dimension at {name!r}"
+        got = getattr(leaf, "shape", ())
+        fits = rows > 0 and rows % (replicas * self.microbatches) == 0
+        hint = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
+        checks.require("make_train_step", "batch", got, allowed, fits, hint)

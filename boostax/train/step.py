@@ -3,7 +3,6 @@
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,6 @@ from boostax.train.gather import Gather
 from boostax.train.oracle import value_and_grad
 
 PyTree = Any
-# The findings in a chain by its ``update``, and by the policy and the axes of a step.
-_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def make_train_step(
@@ -101,32 +98,22 @@ def make_train_step(
     names = axes.of_mesh(who, axis_name, mesh)
     if mesh is None:
         hint = "Pass mesh=, or leave it out on one device."
-        for name, value in {
-            "axis_name": axis_name,
-            "param_specs": param_specs,
-            "gather": gather,
-        }.items():
+        needy = {"axis_name": axis_name, "param_specs": param_specs, "gather": gather}
+        for name, value in needy.items():
             checks.absent(who, name, value, "None without a mesh", hint)
         checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
     if gather is not None:
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
-    hint = (
-        "1 takes the batch whole. The step cuts it: a stacked one is x.reshape(-1, *x.shape[2:])."
-    )
+    hint = "The step cuts the batch: a stacked one is x.reshape(-1, *x.shape[2:])."
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
     rules = as_policy(who, policy)
-    oracle = value_and_grad(
-        _reporting(loss_fn) if has_aux else loss_fn,
-        axis_name=names or None,
-        mesh=mesh,
-        policy=rules,
-        microbatches=slices,
-        has_aux=has_aux,
-        accumulator_dtype=accumulator_dtype,
-    )
-    how: Any = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
+    how: Any = {"policy": rules, "microbatches": slices, "accumulator_dtype": accumulator_dtype}
+    loss_fn = _reporting(loss_fn) if has_aux else loss_fn
+    where: Any = {"mesh": mesh, "axis_name": names or None}
+    oracle = value_and_grad(loss_fn, has_aux=has_aux, **where, **how)
+    how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
     _judge(step)
@@ -135,18 +122,11 @@ def make_train_step(
 
 def _judge(step: TrainStep) -> None:
     """Refuse a chain that is wrong in every run; warn once of its other findings."""
-    try:
-        known = _JUDGED.setdefault(step.tx.update, {})
-    except TypeError:  # a callable that has no weak references, or no hash
-        known = {}
-    if (step.policy, step.names) not in known:
-        # The modules that read chains are loaded with the first step, not with the library.
-        from boostax.chain.findings import findings
-        from boostax.chain.parts import read, rows
+    # The modules that read chains are loaded with the first step, not with the library.
+    from boostax.chain.findings import findings
+    from boostax.chain.parts import read, rows
 
-        found = findings(rows(read(step.tx)), step)
-        known[step.policy, step.names] = sorted(found, key=lambda x: not x.certain)
-    for finding in known[step.policy, step.names]:
+    for finding in sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain):
         if finding.certain:
             allowed = "a chain whose parts fit each other and the step"
             raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
