@@ -77,22 +77,21 @@ class Pending(NamedTuple):
         return jax.tree.map(product, trees.at_least_float32(self.raw))
 
     def usable(self) -> jax.Array:
-        """Return whether the gradients and their squares are finite, with room for sums of them.
+        """Return whether both the gradients and the sum of their squares are finite.
 
         Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
-        the second moment of Adam infinite for good. Each leaf's norm must be below 2**48 in f32
-        (see ``largest_usable``). A sum of squares fuses with what made the gradient on CPU, v5e and
-        H100; of maxima, XLA:CPU loses NaN. Sparse gradients are judged by their data, before rows
-        of one index are added.
+        the second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
+        the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
+        their data, before rows of one index are added.
         """
-        leaves = [x for x in jax.tree.leaves(self.value()) if trees.is_inexact(x.dtype)]
-        squares = [jnp.sum((x * x.conj()).real) for x in leaves]
-        return trees.all_true([x < largest_usable(x.dtype) ** 2 for x in squares])
-
-
-def largest_usable(dtype: Any) -> float:
-    """Return the bound of usable gradients: the squares of 2**32 of them add up in their dtype."""
-    return 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
+        by_dtype: dict[Any, list[jax.Array]] = {}
+        for largest in trees.largest_magnitudes(self.raw):
+            by_dtype.setdefault(largest.dtype, []).append(largest)
+        flags: list[jax.Array] = []
+        for dtype, found in by_dtype.items():
+            limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
+            flags.append((self._replace(raw=jnp.stack(found)).value() < limit).all())
+        return trees.all_true(flags)
 
 
 class Step(Protocol):

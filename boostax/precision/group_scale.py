@@ -137,9 +137,8 @@ def _look(
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
         found = scaled._replace(raw=trees.largest_magnitudes(members)).value()
-        usable = trees.all_true([x < gate.largest_usable(x.dtype) for x in found])
         top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in found)])
-        return ~usable, jnp.max(top)
+        return ~scaled.usable(), jnp.max(top)
 
     bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
     both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])
