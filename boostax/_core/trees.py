@@ -101,23 +101,34 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 
     A reduction of the leaf itself fuses with the operation that made it. With an elementwise
     ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
+    A float maximum may lose NaN: an all-reduce of maxima does on XLA:CPU, for a leaf that is
+    sharded, and other backends do not define its result. Leaves are widened because XLA:CPU takes
+    twice as long over f16 on a processor without vectors of f16.
     """
     inexact = [x for x in jax.tree.leaves(tree) if is_inexact(jnp.result_type(x))]
-    return [_largest(magnitude(x)) for x in inexact]
+    wide = [at_least_float32(magnitude(x)) for x in inexact]
+    return lax.platform_dependent(wide, cpu=_by_extremes, default=_by_bits) if wide else []
 
 
-def _largest(x: jax.Array) -> jax.Array:
-    """Return the maximum of magnitudes, in f32 or wider.
+def _by_bits(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return maxima of magnitudes as unsigned integers: the same order, with NaN after infinity."""
+    bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
+    most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
+    return [lax.bitcast_convert_type(x, leaf.dtype) for x, leaf in zip(most, leaves, strict=True)]
 
-    The minimum is computed with it. For a leaf that XLA shards, an all-reduce of maxima loses a
-    shard's NaN on XLA:CPU, and other backends do not define its result. A reduction with two
-    results becomes no all-reduce: the results of all shards are gathered and compared. The leaf is
-    widened because XLA:CPU takes twice as long over f16 on a processor without vectors of f16.
+
+def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return maxima of magnitudes, each reduced together with the minimum.
+
+    A reduction with two results becomes no all-reduce: the results of all shards are gathered and
+    compared. XLA:CPU would write out bits, and TPU reads a gradient again for a pair.
     """
-    x = at_least_float32(x)
-    zero = np.zeros((), x.dtype)
-    most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
-    return lax.select(lax.ne(least, least), least, most)
+    found = []
+    for x in leaves:
+        zero = np.zeros((), x.dtype)
+        most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
+        found.append(lax.select(lax.ne(least, least), least, most))
+    return found
 
 
 # JAX traces a module's function once for all leaves.
@@ -130,7 +141,7 @@ def magnitude(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         # The modulus of a finite number can overflow; its parts cannot.
         return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
-    return jnp.abs(x)
+    return lax.abs(x)
 
 
 def counts(*marks: jax.Array) -> jax.Array:
