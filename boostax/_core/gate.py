@@ -297,8 +297,8 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     With checking on, the types of the predicate and of the results have been checked already.
     """
     sent = axes.of_program(heavy.program)
-    unseen = lambda name: not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))  # noqa: E731
-    missing = ", ".join(repr(x) for x in sorted(sent - frozenset(names)) if unseen(x))
+    seen = axes.tracked((*names, *sent))
+    missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
     if missing:
         raise ValueError(
             f"{who}: axis_name must name all axes over which what is inside communicates, got "
@@ -306,7 +306,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
             "separately deadlock in that collective, or average values from different steps. Pass "
             "them in axis_name."
         )
-    if names and sent.isdisjoint(names) and unseen(names[0]):
+    if names and sent.isdisjoint(names) and names[0] not in seen:
         raise ValueError(
             f"{who}: axis_name must be left out where nothing inside reduces, got {names}. Local "
             f"gradients want a reduction inside, such as boostax.all_reduce({names[0]!r}): "
