@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax import precision
 
-REFUSED, ALONE = "got some of a loss that was not", "leaves scales= alone"
+REFUSED, ALONE = "some of a loss that was not", "leaves scales= alone"
 W = {"body": jnp.ones(3), "head": jnp.full(3, 0.5)}
 X = jnp.arange(24.0).reshape(8, 3) / 10
 LABELS = {"body": 0, "head": 1}

@@ -194,10 +194,9 @@ def require_readable() -> None:
     seen = sends.count((jaxprs.AXIS,)) == 2 * (len(COLLECTIVES) + 1) + 1
     found["sent"] = names if seen else frozenset()
     wrong = [name for name, axes in found.items() if axes != names]
-    if wrong:
-        what, allowed = "the axes over which values vary or are sent", f"readable for {[*found]}"
-        danger = "Already summed gradients, and replicas that diverge, would go unnoticed."
-        raise jaxprs.unreadable(what, allowed, wrong, danger)
+    what, allowed = "the axes over which values vary or are sent", f"readable for {[*found]}"
+    danger = "Already summed gradients, and replicas that diverge, would go unnoticed."
+    jaxprs.require(what, allowed, wrong, not wrong, danger)
 
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
@@ -467,14 +466,9 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 
     JAX accepts such a predicate.
     """
-    axes = varying(predicate)
-    if axes:
-        names = ", ".join(repr(name) for name in sorted(axes))
-        raise ValueError(
-            f"{who}: the decision to run the inner transformation must be the same on all "
-            f"replicas, but the gradients differ over the mesh axes {names} and axis_name does not "
-            "name them all. Pass the missing axes in axis_name, or reduce the gradients first."
-        )
+    over, what = sorted(varying(predicate)), "the decision to run the inner transformation"
+    hint = "Gradients differ over these axes: name all in axis_name, or reduce gradients first."
+    checks.require(who, what, over, "the same on all replicas", not over, hint)
 
 
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
@@ -505,13 +499,10 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        others = sorted(varying(leaf) - frozenset(names))
-        if others:
-            raise ValueError(
-                f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
-                f"{_name(path)!r} sharded over {', '.join(others)}. {hint}"
-            )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sharded = [_name(path) for path, leaf in leaves if varying(leaf).difference(names)]
+    allowed = f"whole on every device of a replica (axes {names})"
+    checks.require(who, "leaves", sharded[:6], allowed, not sharded, hint)
 
 
 def _name(path: tuple[Any, ...]) -> str:

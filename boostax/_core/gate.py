@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped
 from boostax._core.placement import settled
 
@@ -171,11 +171,9 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 
 def require_no_gate(who: str, state: Any) -> None:
     """Refuse the state of an optimizer with a gate inside."""
-    if has_gate(state):
-        raise ValueError(
-            f"{who}: inner must be an optimizer without gates, got one that may hold a step back. "
-            f"Put it inside them: dynamic_loss_scale({who}(adamw(...)))."
-        )
+    got = [type(node).__name__ for node in _gates(state)]
+    hint = f"They may hold a step back: put {who} inside them, dynamic_loss_scale({who}(...))."
+    checks.require(who, "inner", got, "an optimizer without gates", not got, hint)
 
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
@@ -210,10 +208,7 @@ def run(
 
 
 def flush_inner(
-    tx: optax.GradientTransformationExtraArgs,
-    state: Any,
-    params: PyTree,
-    extra: dict[str, Any],
+    tx: optax.GradientTransformationExtraArgs, state: Any, params: PyTree, extra: dict[str, Any]
 ) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that no gate leads to.
 
@@ -222,12 +217,10 @@ def flush_inner(
     own = gate_of(tx)
     if own is not None:
         return own.flush(state, params, **extra)
-    if trees.telling(state, "held"):
-        raise ValueError(
-            "flush: tx must be a boostax gate such as accumulate(...) or "
-            f"dynamic_loss_scale(accumulate(...)), got {type(tx).__name__} that hides one. Put the "
-            "gate outside optax.chain and the like."
-        )
+    hidden = [type(node).__name__ for node in trees.telling(state, "held")]
+    allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
+    hint = "The gate of these states is hidden: put it outside optax.chain and the like."
+    checks.require("flush", "tx", hidden, allowed, not hidden, hint)
     return params, state
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
-from boostax._core import trees
+from boostax._core import checks, trees
 
 PyTree = Any
 Grads = TypeVar("Grads")
@@ -92,20 +92,17 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     if not isinstance(scale, Tracer):
         return
     marks = [m for m in (_mark(scale), *_enclosing(scale)) if m.loss]
-    if not marks:
-        raise ValueError(
-            f"{who}: gradients must be those of a loss multiplied by the scale in this opt_state, "
-            "got some of a loss that was not. Take them from boostax.value_and_grad(loss_fn)("
-            "params, opt_state, batch), or differentiate boostax.precision.scale_loss(loss, "
-            "opt_state); boostax.precision.assume_scaled(grads, opt_state) vouches for gradients "
-            "of another jax.jit."
-        )
-    if groups > 1 and not any(m.crossed for m in marks):
-        raise ValueError(
-            f"{who}: loss_fn must use the scales of the groups, got one that leaves scales= alone. "
-            "Put boostax.precision.scale_boundary(x, scales, outer, inner) on every edge between "
-            "groups."
-        )
+    allowed = "those of a loss multiplied by the scale in this opt_state"
+    hint = (
+        "Take them from boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
+        "differentiate boostax.precision.scale_loss(loss, opt_state); boostax.precision."
+        "assume_scaled(grads, opt_state) vouches for gradients of another jax.jit."
+    )
+    got = "some of a loss that was not"
+    checks.require(who, "gradients", got, allowed, bool(marks), hint)
+    fits, got = groups == 1 or any(m.crossed for m in marks), "one that leaves scales= alone"
+    hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
+    checks.require(who, "loss_fn", got, "one that uses the scales of the groups", fits, hint)
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
@@ -145,11 +142,10 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
     scales = _scales(opt_state)
     within = any(one is other for one in scales for other in _INSIDE.get())
     before = _SCALED.get(id(loss))
-    if within or (scales and before is not None and before() is loss):
-        raise ValueError(
-            "scale_loss: loss must be multiplied by the scale once, got one that is multiplied "
-            "already. boostax.value_and_grad does so by itself: return the plain loss there."
-        )
+    twice = within or (bool(scales) and before is not None and before() is loss)
+    hint = "boostax.value_and_grad does so by itself: return the plain loss there."
+    allowed, got = "multiplied by the scale once", "one that is multiplied already"
+    checks.require("scale_loss", "loss", got, allowed, not twice, hint)
     key = id(product)
     _SCALED[key] = weakref.ref(product, lambda _: _SCALED.pop(key, None))
     for scale in scales:

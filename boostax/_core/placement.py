@@ -173,11 +173,9 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
 
     @look.def_vmap
     def rule(size: int, batched: Any, mark: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
-        if not any(jax.tree.leaves(batched[1])):
-            raise ValueError(
-                f"{who}: gradients must be local to each replica, got some that are already equal "
-                f"over {', '.join(names)}. Remove the reduction before it."
-            )
+        local, got = any(jax.tree.leaves(batched[1])), f"equal ones over {', '.join(names)}"
+        hint = "Remove the reduction before it."
+        checks.require(who, "gradients", got, "local to each replica", local, hint)
         return grads, batched[1]
 
     for name in names:
@@ -290,13 +288,9 @@ def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     @call.def_vmap
     def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         (grads, own, _), common = batched
-        for path, differs in jax.tree_util.tree_leaves_with_path(grads):
-            if not differs:
-                raise ValueError(
-                    f"{who}: gradients must be local to each replica, but the leaf "
-                    f"{trees.path_name(path)!r} is already equal over the axis {name!r}. Leave out "
-                    "what reduces it before."
-                )
+        equal = [path for path, differs in trees.named(grads) if not differs]
+        hint = f"These leaves are equal over the axis {name!r}: leave out what reduces them before."
+        checks.require(who, "gradients", equal[:6], "local to each replica", not equal, hint)
         assert not any(jax.tree.leaves(common)), "what replicas share differs"
         whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
         local = (local[0], jax.tree.map(whole, local[1], own), local[2])
@@ -331,14 +325,15 @@ def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
 def _require_common(shared: list[PyTree]) -> None:
     """Refuse arrays that differ per replica outside a ``PerReplica``."""
     leaves = jax.tree.leaves(shared)
-    for x, differs in zip(leaves, _differing(leaves), strict=True):
-        if differs:
-            raise ValueError(
-                "on_mesh: params and updates must be the same on all replicas, got some that "
-                f"differ (shape {x.shape}). Put a reduction, such as boostax.all_reduce, first in "
-                "the innermost chain, and give every scaler and window around it the axis_name "
-                "(optax.MultiSteps has none: boostax.accumulate takes its place)."
-            )
+    pairs = zip(leaves, _differing(leaves), strict=True)
+    shapes = sorted({x.shape for x, differs in pairs if differs})
+    hint = (
+        "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in the "
+        "innermost chain, and give every scaler and window around it the axis_name "
+        "(optax.MultiSteps has none: boostax.accumulate takes its place)."
+    )
+    what, allowed = "params and updates", "the same on all replicas"
+    checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
 
 
 def _differing(values: list[Any]) -> list[bool]:

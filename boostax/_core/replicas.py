@@ -59,14 +59,13 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
 
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
-    for name, x in _local_arrays(state):
-        if x.shape[:1] != (replicas,):
-            raise ValueError(
-                f"{who}: state must have a leading dimension of {replicas} in what differs per "
-                f"replica, got shape {x.shape} at {name!r}. "
-                "boostax.reshard_state(state, n) takes a state to n replicas, "
-                "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
-            )
+    got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
+    allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
+    hint = (
+        "boostax.reshard_state(state, n) takes a state to n replicas, "
+        "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
+    )
+    checks.require(who, "state", got[:6], allowed, not got, hint)
 
 
 def require_stacked(who: str, state: PyTree) -> None:
@@ -215,10 +214,10 @@ def state_specs(
     """
     names = axes.canonical("state_specs", axis_name)
     param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    spec_leaves = jax.tree.leaves(param_specs)
-    if param_specs is None:
-        spec_leaves = [PartitionSpec()] * len(param_leaves)
-    got, wanted = len(spec_leaves), len(param_leaves)
+    wanted = len(param_leaves)
+    whole = param_specs is None
+    spec_leaves = [PartitionSpec()] * wanted if whole else jax.tree.leaves(param_specs)
+    got = len(spec_leaves)
     allowed = f"a tree of PartitionSpec with one for each of the {wanted} param leaves"
     hint = "Use PartitionSpec() for a replicated leaf, not None."
     checks.require("state_specs", "param_specs", got, allowed, got == wanted, hint)
@@ -246,7 +245,6 @@ def specs_like(
       shared_out: the number of replicas, to shard over the replicas state that is equal on all of
         them.
     """
-    lead = names[0] if len(names) == 1 else names
 
     def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
         return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
@@ -275,7 +273,7 @@ def specs_like(
             return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
             of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
-            led = lambda inner, x: PartitionSpec(lead, *of(inner, x))  # noqa: E731
+            led = lambda inner, x: PartitionSpec(names, *of(inner, x))  # noqa: E731
             return jax.tree_util.tree_map_with_path(led, node)
         spec = owner_spec(path, node)
         # Integers are counts, or codes; codes have the spec of a param.
@@ -293,25 +291,22 @@ def _shared_out(
     spec: PartitionSpec, leaf: jax.Array, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
     """Shard over the replicas the first dimension that is whole and that their number divides."""
-    if spec != without(spec, names):
-        return spec
     entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-    free = [size if entry is None else 0 for size, entry in zip(leaf.shape, entries, strict=True)]
-    dim = next((i for i, size in enumerate(free) if size and size % replicas == 0), None)
-    if dim is None:
+    pairs = zip(entries, leaf.shape, strict=True)
+    free = [entry is None and size > 0 and size % replicas == 0 for entry, size in pairs]
+    if spec != without(spec, names) or True not in free:
         return spec
-    lead = names[0] if len(names) == 1 else names
-    return PartitionSpec(*entries[:dim], lead, *entries[dim + 1 :])
+    dim = free.index(True)
+    return PartitionSpec(*entries[:dim], names, *entries[dim + 1 :])
 
 
 def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     """Return a spec without some axes."""
 
     def kept(entry: Any) -> Any:
-        if not isinstance(entry, tuple):
-            return None if entry in names else entry
-        rest = tuple(name for name in entry if name not in names)
-        return rest if len(rest) > 1 else rest[0] if rest else None
+        if isinstance(entry, tuple):
+            return tuple(name for name in entry if name not in names)
+        return None if entry in names else entry
 
     return PartitionSpec(*map(kept, spec))
 

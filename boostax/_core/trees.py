@@ -244,13 +244,11 @@ def require_params(params: PyTree, who: str, hint: str) -> None:
 
 def require_arrays(params: PyTree, who: str) -> None:
     """Refuse leaves that no compiled step can take, such as functions in a module."""
-    for name, leaf in named(params):
-        if not _is_number(leaf):
-            raise TypeError(
-                f"{who}: params must be arrays, got {type(leaf).__name__} at {name!r}. "
-                "params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in "
-                "the loss."
-            )
+    got = [(name, type(leaf).__name__) for name, leaf in named(params) if not _is_number(leaf)]
+    hint = (
+        "params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss."
+    )
+    checks.require(who, "params", got[:6], "arrays", not got, hint, TypeError)
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:
@@ -369,19 +367,14 @@ def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who
     # An init may refuse params that differ per replica, so it gets shapes without varying axes.
     bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
     whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
-    there = {path: (place, leaf) for place, (path, leaf) in enumerate(whole)}
-    state = jax.eval_shape(tx.init, bare(fewer))
-    places: list[int] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        place, found = there.get(path, (-1, None))
-        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(
-                f"{who}: inner must keep its state leaf by leaf, got one whose "
-                f"{path_name(path) or 'only leaf'!r} depends on which leaves there are. A "
-                "flattened optimizer cannot be frozen in part: use it on the leaves."
-            )
-        places.append(place)
-    return Pruning(structure, jax.tree.structure(state), tuple(places))
+    there = {(path, x.shape, x.dtype): place for place, (path, x) in enumerate(whole)}
+    some, part = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(fewer)))
+    places = [there.get((path, x.shape, x.dtype), -1) for path, x in some]
+    lost = [path_name(path) for place, (path, _) in zip(places, some, strict=True) if place < 0]
+    hint = "These depend on which leaves there are, as optax.flatten's do: use it on the leaves."
+    allowed = "an optimizer that keeps its state leaf by leaf"
+    checks.require(who, "inner", lost[:6], allowed, not lost, hint)
+    return Pruning(structure, part, tuple(places))
 
 
 class Replay(NamedTuple):
