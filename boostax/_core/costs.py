@@ -151,8 +151,7 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
             count *= eqn.params["length"]
         stack = _stack(eqn, place)
         if name != "cond":
-            while True:
-                yield _Place(sizes, count, place.branches, stack)
+            yield from itertools.repeat(_Place(sizes, count, place.branches, stack))
         cond, question = next(conds), _question(eqn, place.made)
         for branch in itertools.count():
             taken = cond, branch

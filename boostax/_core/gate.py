@@ -84,14 +84,14 @@ class Pending(NamedTuple):
         the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
         their data, before rows of one index are added.
         """
-        by_dtype: dict[Any, list[jax.Array]] = {}
-        for largest in trees.largest_magnitudes(self.raw):
-            by_dtype.setdefault(largest.dtype, []).append(largest)
-        flags: list[jax.Array] = []
-        for dtype, found in by_dtype.items():
+        largest = trees.largest_magnitudes(self.raw)
+
+        def small(dtype: Any) -> jax.Array:
+            found = jnp.stack([x for x in largest if x.dtype == dtype])
             limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
-            flags.append((self._replace(raw=jnp.stack(found)).value() < limit).all())
-        return trees.all_true(flags)
+            return (self._replace(raw=found).value() < limit).all()
+
+        return trees.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
 
 
 class Step(Protocol):

@@ -28,19 +28,20 @@ Grads = TypeVar("Grads")
 
 @dataclasses.dataclass
 class Mark:
-    """The uses of a scale in its trace.
+    """The uses of a scale in its trace, or the origin of a loss.
 
     Attributes:
-      loss: whether a loss was multiplied by it.
-      crossed: whether a boundary between two groups used the scale.
+      loss: whether a loss was multiplied by this scale.
+      crossed: whether a boundary between two groups used this scale.
+      product: whether this is a loss that was multiplied by a scale.
     """
 
     loss: bool = False
     crossed: bool = False
+    product: bool = False
 
 
 _MARKS: dict[int, tuple[weakref.ref[Any], Mark]] = {}
-_SCALED: dict[int, weakref.ref[Any]] = {}
 _INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("inside", default=())
 
 
@@ -141,13 +142,11 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
     """Record a scaled loss; refuse a loss that is scaled already, or that other code scales."""
     scales = _scales(opt_state)
     within = any(one is other for one in scales for other in _INSIDE.get())
-    before = _SCALED.get(id(loss))
-    twice = within or (bool(scales) and before is not None and before() is loss)
+    twice = within or (bool(scales) and _mark(loss).product)
     hint = "boostax.value_and_grad does so by itself: return the plain loss there."
     allowed, got = "multiplied by the scale once", "one that is multiplied already"
     checks.require("scale_loss", "loss", got, allowed, not twice, hint)
-    key = id(product)
-    _SCALED[key] = weakref.ref(product, lambda _: _SCALED.pop(key, None))
+    _keep(product, Mark(product=True))
     for scale in scales:
         _mark(scale).loss = True
     return product
@@ -159,7 +158,7 @@ def _scales(state: PyTree) -> list[Any]:
 
 
 def _mark(scale: object) -> Mark:
-    """Return the mark of a tracer; for any other array, return a new mark that is not kept."""
+    """Return the mark of an array, or a new one, which is kept if the array is a tracer."""
     found = _MARKS.get(id(scale))
     if found is not None and found[0]() is scale:
         return found[1]

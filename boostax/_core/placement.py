@@ -30,11 +30,12 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from boostax._core import axes, checks, trees
-from boostax._core.axes import Groups, in_group
+from boostax._core.describe import Stepped
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
 
 PyTree = Any
 Path = tuple[Any, ...]
+Update = Callable[..., Stepped]
 
 _HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
 
@@ -185,9 +186,7 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     return grads
 
 
-def on_shards(
-    who: str, names: tuple[str, ...], update: Callable[..., tuple[PyTree, PyTree]]
-) -> Callable[..., tuple[PyTree, PyTree]]:
+def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
     In a function that is mapped over named axes it is ``update`` itself. Within ``Placement.each``
@@ -196,9 +195,7 @@ def on_shards(
     """
 
     @functools.wraps(update)
-    def placed(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def placed(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         here = _here()
         if here is None:
             return update(updates, state, params, **extra)
@@ -248,13 +245,13 @@ def on_shards(
     return placed
 
 
-def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
+def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:
     """Average over this replica's group of neighbours, under ``jax.vmap``.
 
     On global arrays it is a sum over a dimension that XLA shards, as all sums are there.
     """
     if _here() is None:
-        return in_group(x, groups).mean(0)
+        return axes.in_group(x, groups).mean(0)
 
     def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         rows = local[1].reshape(*groups.members.shape, *x.shape)
