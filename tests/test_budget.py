@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 566,
-    "boostax/_core": 2437,
+    "boostax/_core": 2295,
     "boostax/accumulate": 541,
     "boostax/chain": 324,
     "boostax/config": 991,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1749,
     "boostax/subspace": 715,
     "boostax/testing": 842,
-    "boostax/train": 1166,
+    "boostax/train": 1165,
     "examples": 1500,
     "tests": 19407,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12956
+LIBRARY = 12813
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

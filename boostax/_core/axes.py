@@ -78,11 +78,9 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
     """
     replicas = size(names)
     inside = min(devices, replicas)
-    if replicas % inside:
-        raise ValueError(
-            f"{who}: within must divide the {replicas} replicas of {', '.join(map(repr, names))}, "
-            f"got {devices}. It is the number of devices of a server."
-        )
+    allowed = f"a divisor of the {replicas} replicas of {', '.join(map(repr, names))}"
+    hint = "It is the number of devices of a server."
+    checks.require(who, "within", devices, allowed, not replicas % inside, hint)
     numbers = np.arange(replicas).reshape(-1, inside)
     return Groups(names, numbers.T), Groups(names, numbers)
 

@@ -122,10 +122,9 @@ def _description(tx: Made) -> Description:
 def _reducing(tx: Made, who: str) -> Made:
     """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
     bound, reduced, over = axes.bound(), _REDUCED.get(), _description(tx).axes
-    if bound not in ((), axes.UNNAMED) and not set(over) <= set(bound):
-        allowed = f"among the axes of the step around it, {bound}"
-        hint = "Leave it out: the step names its own."
-        raise ValueError(checks.message(who, "axis_name", allowed, over, hint))
+    fits, hint = set(over) <= set(bound), "Leave it out: the step names its own."
+    allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
+    checks.require(who, "axis_name", over, allowed, free or fits, hint)
     if reduced is not None:
         reduced.update(over)
     return tx

@@ -99,13 +99,21 @@ class Placement:
             found.append(result)
             return local, common
 
-        sizes = [self.mesh.shape[name] for name in self.names]
-        for name, size in reversed([*zip(self.names, sizes, strict=True)]):
+        for name in reversed(self.names):
+            size = self.mesh.shape[name]
             one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
-        split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
-        merged = lambda x: x.reshape(self.replicas, *x.shape[len(sizes) :])  # noqa: E731
-        local, common = one(jax.tree.map(split, stacked), shared)
-        return _joined(jax.tree.map(merged, local), common, found[-1])
+        local, common = one(self.by_axis(stacked), shared)
+        return _joined(self.by_replica(local), common, found[-1])
+
+    def by_axis(self, tree: PyTree) -> PyTree:
+        """Split the dimension of the replicas into one for each replica axis."""
+        sizes = [self.mesh.shape[name] for name in self.names]
+        return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), tree)
+
+    def by_replica(self, tree: PyTree) -> PyTree:
+        """Merge the dimensions of the replica axes into one."""
+        rank = len(self.names)
+        return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[rank:]), tree)
 
     def spec(self, path: Path) -> PartitionSpec | None:
         """Return the spec of the param at a path; ``None`` if there is no such param."""
@@ -116,13 +124,10 @@ class Placement:
         if len(self.names) == len(self.mesh.axis_names):
             return PartitionSpec()
         spec = self.spec(path)
-        if spec is None:
-            raise ValueError(
-                f"{who}: gradients must have the params' paths where a mesh has axes besides "
-                f"{', '.join(self.names)}, got one at {trees.path_name(path)!r}. Put the reduction "
-                "outside whatever renames or flattens them."
-            )
-        return without(spec, self.names)
+        allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
+        hint = "Put the reduction outside whatever renames or flattens them."
+        checks.require(who, "gradients", trees.path_name(path), allowed, spec is not None, hint)
+        return without(spec or PartitionSpec(), self.names)
 
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
         """Return ``fn`` on arrays that XLA shards, with results of these specs.
@@ -229,12 +234,8 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
         island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
 
         def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            rank = len(here.names)
-            one_dim = lambda x: x.reshape(here.replicas, *x.shape[rank:])  # noqa: E731
-            merged = jax.tree.map(one_dim, local[:2])
-            means, own, shared = island(merged, shared)
-            sizes = [here.mesh.shape[name] for name in here.names]
-            return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared
+            means, own, shared = island(here.by_replica(local[:2]), shared)
+            return means, here.by_axis(own), shared
 
         # Each vmap passes stacked arguments only if one of them differs over its axis.
         marks = [lax.axis_index(name) for name in here.names]
@@ -322,20 +323,7 @@ def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
 def _require_common(shared: list[PyTree]) -> None:
     """Refuse arrays that differ per replica outside a ``PerReplica``."""
     leaves = jax.tree.leaves(shared)
-    pairs = zip(leaves, _differing(leaves), strict=True)
-    shapes = sorted({x.shape for x, differs in pairs if differs})
-    hint = (
-        "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in the "
-        "innermost chain, and give every scaler and window around it the axis_name "
-        "(optax.MultiSteps has none: boostax.accumulate takes its place)."
-    )
-    what, allowed = "params and updates", "the same on all replicas"
-    checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
-
-
-def _differing(values: list[Any]) -> list[bool]:
-    """Return for each value whether the current ``jax.vmap`` maps it."""
-    seen = [False] * len(values)
+    differing = [False] * len(leaves)
 
     @custom_vmap
     def look(values: list[Any]) -> list[Any]:
@@ -343,14 +331,20 @@ def _differing(values: list[Any]) -> list[bool]:
 
     @look.def_vmap
     def rule(size: int, mapped: Any, values: list[Any]) -> tuple[list[Any], list[bool]]:
-        del size
-        seen[:] = map(operator.or_, seen, mapped[0])
+        differing[:] = map(operator.or_, differing, mapped[0])
         # A value that this vmap does not map may be mapped by one around it.
         return look(values), mapped[0]
 
-    if values:
-        look(values)
-    return seen
+    if leaves:
+        look(leaves)
+    shapes = sorted({x.shape for x, differs in zip(leaves, differing, strict=True) if differs})
+    hint = (
+        "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in the "
+        "innermost chain, and give every scaler and window around it the axis_name "
+        "(optax.MultiSteps has none: boostax.accumulate takes its place)."
+    )
+    what, allowed = "params and updates", "the same on all replicas"
+    checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -401,8 +395,7 @@ def on_host(tree: PyTree) -> PyTree:
     """Copy arrays of this process's devices to NumPy; PRNG keys and spread arrays stay."""
 
     def fetch(x: Any) -> Any:
-        stays = not x.is_fully_addressable or _is_key(x)
-        return x if stays else np.asarray(x)
+        return x if not x.is_fully_addressable or _is_key(x) else np.asarray(x)
 
     return jax.tree.map(fetch, tree)
 

@@ -213,19 +213,17 @@ def state_specs(
       P('data',)
     """
     names = axes.canonical("state_specs", axis_name)
-    param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    wanted = len(param_leaves)
-    whole = param_specs is None
-    spec_leaves = [PartitionSpec()] * wanted if whole else jax.tree.leaves(param_specs)
-    got = len(spec_leaves)
-    allowed = f"a tree of PartitionSpec with one for each of the {wanted} param leaves"
-    hint = "Use PartitionSpec() for a replicated leaf, not None."
-    checks.require("state_specs", "param_specs", got, allowed, got == wanted, hint)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if param_specs is None:
+        param_specs = [PartitionSpec()] * len(leaves)
+    specs = jax.tree.leaves(param_specs)
+    allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
+    fits, hint = len(specs) == len(leaves), "Use PartitionSpec() for a replicated leaf, not None."
+    checks.require("state_specs", "param_specs", len(specs), allowed, fits, hint)
     allowed = "the size of the replica axis with shard_optimizer"
     given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
     checks.require("state_specs", "replicas", replicas, allowed, given, hint)
-    pairs = zip(param_leaves, spec_leaves, strict=True)
-    owners = {path: (leaf.shape, spec) for (path, leaf), spec in pairs}
+    owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return specs_like(owners, state, names, replicas if shard_optimizer else None)
 

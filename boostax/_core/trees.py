@@ -245,9 +245,7 @@ def require_params(params: PyTree, who: str, hint: str) -> None:
 def require_arrays(params: PyTree, who: str) -> None:
     """Refuse leaves that no compiled step can take, such as functions in a module."""
     got = [(name, type(leaf).__name__) for name, leaf in named(params) if not _is_number(leaf)]
-    hint = (
-        "params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss."
-    )
+    hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
     checks.require(who, "params", got[:6], "arrays", not got, hint, TypeError)
 
 
@@ -482,6 +480,7 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 
 # A program that holds a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
+_DENSE = "Convert with .todense()."
 
 
 def _is_sparse(node: object) -> bool:
@@ -494,8 +493,10 @@ def dense(tree: PyTree, who: str) -> PyTree:
     def on_leaf(path: Any, x: Any) -> Any:
         if not _is_sparse(x):
             return x
-        if type(x).__name__ != "BCOO" or x.n_batch or not x.n_sparse:
-            _refuse_sparse(who, "gradients", "dense arrays or BCOO with n_batch=0", path, x)
+        got = type(x).__name__, path_name(path)
+        fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
+        allowed = "dense arrays or BCOO with n_batch=0"
+        checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
         # The type of x.todense() lacks the axes over which it varies. The sum is in f32
         # or wider, so that rows of one index are rounded once.
         zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
@@ -507,14 +508,6 @@ def dense(tree: PyTree, who: str) -> PyTree:
 
 def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
     """Refuse sparse leaves."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse):
-        if _is_sparse(x):
-            _refuse_sparse(who, what, "dense arrays", path, x)
-
-
-def _refuse_sparse(who: str, what: str, allowed: str, path: tuple[Any, ...], x: object) -> None:
-    name = path_name(path) or "the root"
-    raise TypeError(
-        f"{who}: {what} must be {allowed}, got {type(x).__name__} at {name!r}. Convert with "
-        ".todense()."
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
+    got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
+    checks.require(who, what, got[:6], "dense arrays", not got, _DENSE, TypeError)
