@@ -58,7 +58,7 @@ BLIND = {
             "shard_map": ("shard_map",),
         }.items()
     },
-    "no program inside": (interpret, "bodies", lambda eqn: [], "inside equations"),
+    "no program inside": (interpret, "bodies", lambda eqns: [()] * len(eqns), "inside equations"),
     "a scan turned round": (
         interpret,
         "scan_operands",

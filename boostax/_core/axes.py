@@ -119,16 +119,15 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
     return names
 
 
-# The hint for plain jit, by argument.
-_IN_JIT = {
-    "axis_name": "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
-    "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either.",
-    "shard_axes": "leave shard_axes out in plain jit, where the shards are XLA's.",
-}
+# The hint for plain jit, where the shards are XLA's and the step binds the replica axes.
+_IN_JIT = (
+    "in plain jit leave it out and wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
+    "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either."
+)
 
 
 def require_bound(
-    names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str | None = None
+    names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str = _IN_JIT
 ) -> None:
     """Raise unless every axis is bound around the code that is traced."""
     for name in names:
@@ -138,7 +137,7 @@ def require_bound(
             raise ValueError(
                 f"{who}: {argument} must name an axis of the surrounding jax.shard_map, jax.pmap "
                 f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
-                f"jax.shard_map, or {hint or _IN_JIT[argument]}"
+                f"jax.shard_map, or {hint}"
             ) from error
 
 
@@ -213,7 +212,8 @@ def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
 def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
     """Return the named axes over which equations communicate."""
-    return frozenset(x for eqn in eqns for x in sent_over(eqn) if isinstance(x, str))
+    found = [sent_over(eqn) for eqn in eqns if eqn.primitive.name in _SENDING]
+    return frozenset(name for names in found for name in names if isinstance(name, str))
 
 
 def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:

@@ -84,13 +84,14 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
     found = list(_listed(jaxpr.jaxpr))
-    inside = [
-        [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
-        for c in found
-    ]
-    ways = collections.Counter(cond for cond, _ in set(itertools.chain(*inside)))
-    shares = (1 / math.prod(ways[cond] for cond, _ in taken) for taken in inside)
-    return [dataclasses.replace(c, share=share) for c, share in zip(found, shares, strict=True)]
+
+    def taken(c: Collective) -> list[tuple[Any, int]]:
+        """Return the branches around a collective, each with all that leads to its cond."""
+        return [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
+
+    ways = collections.Counter(cond for cond, _ in {x for c in found for x in taken(c)})
+    share = lambda c: 1 / math.prod(ways[cond] for cond, _ in taken(c))  # noqa: E731
+    return [dataclasses.replace(c, share=share(c)) for c in found]
 
 
 @functools.cache

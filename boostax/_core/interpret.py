@@ -78,11 +78,12 @@ def scan_operands(
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
 
 
-def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
-    """Return the programs inside an equation: a called program, branches, the parts of a loop."""
-    held: list[Any] = jax.tree.leaves([*eqn.params.values()])
-    programs = [x for x in held if isinstance(x, (jaxprs.Jaxpr, jaxprs.ClosedJaxpr))]
-    return [x.jaxpr if isinstance(x, jaxprs.ClosedJaxpr) else x for x in programs]
+def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
+    """Return the programs inside each equation: a called program, branches, the parts of a loop."""
+    kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
+    held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
+    found = [[x for x in leaves if isinstance(x, kinds)] for leaves in held]
+    return [[x.jaxpr if isinstance(x, kinds[1]) else x for x in programs] for programs in found]
 
 
 def equations(
@@ -97,10 +98,11 @@ def equations(
       context: the context that is yielded with each of its equations.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
     """
-    for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
+    eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
+    for eqn, programs in zip(eqns, bodies(eqns), strict=True):
         yield eqn, context
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
-        for body, inner in zip(bodies(eqn), inside, strict=False):
+        for body, inner in zip(programs, inside, strict=False):
             yield from equations(body, inner, enter)
 
 

@@ -75,9 +75,8 @@ def require_stacked(who: str, state: PyTree) -> None:
     reads the first device's value, and the other values would be lost.
     """
     for name, x in _local_arrays(state):
-        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
         key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if not concrete or key or not x.is_fully_replicated:
+        if isinstance(x, Tracer) or key or not getattr(x, "is_fully_replicated", False):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):

@@ -257,14 +257,15 @@ def overwritten(path: tuple[Any, ...]) -> bool:
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that are not gradients: integers, bools, float0, new values of leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not carried and overwritten(path):
+        # Most paths need no text of their own, which takes longer.
+        if not carried and OVERWRITE in str(path) and overwritten(path):
             raise ValueError(
                 f"{who}: gradients must be gradients, got the new value of a leaf at "
                 f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
                 "leaves and passes on the others."
             )
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not is_inexact(dtype):
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             raise TypeError(
                 f"{who}: gradients must be floating or complex arrays, got {kind} at "
@@ -305,7 +306,7 @@ def nodes(tree: PyTree) -> list[Any]:
     flatten = jax.tree_util.default_registry.flatten_one_level
     while waiting:
         node = waiting.pop()
-        if _is_variable(node):
+        if hasattr(node, "__jax_array__") and not isinstance(node, jax.Array):
             return nodes(arrays(tree))
         if node is not None:
             found.append(node)
