@@ -178,7 +178,6 @@ def require_no_gate(who: str, state: Any) -> None:
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
     """Flush a wrapper around an optimizer without gates, in which no window is open."""
-    del extra
     return params, state
 
 
@@ -308,27 +307,23 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
         )
 
 
-def branch(
-    predicate: jax.Array,
-    work: Callable[..., PyTree],
-    hold: Callable[..., PyTree],
-    *operands: PyTree,
-) -> PyTree:
+Branch = Callable[..., PyTree]
+
+
+def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) -> PyTree:
     """Run ``work(*operands)`` where the predicate holds, else ``hold(*operands)``, in place.
 
     Every branch that carries state is one of these. Both must return the same types.
     """
-    return alternatives(predicate.astype(jnp.int32), [hold, work], *operands)
+    return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
 
-def alternatives(
-    index: jax.Array, branches: Sequence[Callable[..., PyTree]], *operands: PyTree
-) -> PyTree:
+def alternatives(index: jax.Array, branches: Sequence[Branch]) -> PyTree:
     """Run the branch at an index; all must return the same types.
 
     This is a switch because an index keeps the order of the branches.
     """
-    return lax.switch(index.astype(jnp.int32), branches, *operands)
+    return lax.switch(index.astype(jnp.int32), branches)
 
 
 def passed(state: PyTree) -> jax.Array:
