@@ -41,6 +41,7 @@ from boostax._core.describe import Stepped
 from boostax._core.placement import settled
 
 PyTree = Any
+Extended = optax.GradientTransformationExtraArgs
 
 
 class Pending(NamedTuple):
@@ -138,9 +139,9 @@ class GatedUpdate:
         return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
-def gated(init: Any, step: Step, flush: Flush) -> optax.GradientTransformationExtraArgs:
+def gated(init: Any, step: Step, flush: Flush) -> Extended:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
-    return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))
+    return Extended(init, GatedUpdate(step, flush))
 
 
 def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
@@ -182,13 +183,7 @@ def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
 
 
 def run(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: Pending,
-    state: Any,
-    params: PyTree,
-    *,
-    apply: bool,
-    extra: dict[str, Any],
+    tx: Extended, grads: Pending, state: Any, params: PyTree, *, apply: bool, extra: dict[str, Any]
 ) -> Stepped:
     """Run the transformation inside a gate: its own gate if it has one, else update (and apply).
 
@@ -206,9 +201,7 @@ def run(
     return trees.as_updates(updates, params), state
 
 
-def flush_inner(
-    tx: optax.GradientTransformationExtraArgs, state: Any, params: PyTree, extra: dict[str, Any]
-) -> Stepped:
+def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that no gate leads to.
 
     A state in which gradients may wait has a method ``held()``.
@@ -223,7 +216,7 @@ def flush_inner(
     return params, state
 
 
-def flush_of(tx: optax.GradientTransformationExtraArgs, flag: str) -> Flush:
+def flush_of(tx: Extended, flag: str) -> Flush:
     """Make the ``flush`` of a gate that keeps no gradients itself.
 
     Args:

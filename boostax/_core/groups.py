@@ -18,10 +18,12 @@ from jax.tree_util import DictKey, GetAttrKey
 from boostax._core import checks, trees
 
 PyTree = Any
+# Paths of layers in the order of the forward pass; ``None`` for the order of the tree.
+Order = Sequence[str] | None
 
 
 def prefix_groups(
-    params: PyTree, n: int, *, order: Sequence[str] | None = None, level: int | None = None
+    params: PyTree, n: int, *, order: Order = None, level: int | None = None
 ) -> PyTree:
     r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
 
@@ -159,7 +161,7 @@ class Labels:
 
 
 def mindspore_groups(
-    params: PyTree, n: int, *, order: Sequence[str] | None = None, removed: Sequence[str] = ()
+    params: PyTree, n: int, *, order: Order = None, removed: Sequence[str] = ()
 ) -> Labels:
     """Return groups with which depth ``i`` trains the same params as ``GradientFreeze`` at index i.
 
@@ -279,11 +281,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
 
 
 def _layers(
-    who: str,
-    params: PyTree,
-    order: Sequence[str] | None,
-    level: int | None = None,
-    removed: Sequence[str] = (),
+    who: str, params: PyTree, order: Order, level: int | None = None, removed: Sequence[str] = ()
 ) -> dict[tuple[Any, ...], list[int]]:
     """Return the indices of the leaves of each layer, in the order of the forward pass.
 

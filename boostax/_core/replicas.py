@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 from boostax._core import axes, checks, handshake, trees
 
 PyTree = Any
+# The shape and spec of each param, by its path.
+ParamSpecs = Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]
 
 
 class ByBlock(NamedTuple):
@@ -228,10 +230,7 @@ def state_specs(
 
 
 def specs_like(
-    owners: Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]],
-    state: PyTree,
-    names: tuple[str, ...],
-    shared_out: int | None = None,
+    owners: ParamSpecs, state: PyTree, names: tuple[str, ...], shared_out: int | None = None
 ) -> PyTree:
     """Return the specs of a state of one replica, from those of the params; see ``state_specs``.
 
