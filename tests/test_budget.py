@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 566,
-    "boostax/_core": 2273,
+    "boostax/_core": 2274,
     "boostax/accumulate": 541,
     "boostax/chain": 324,
     "boostax/config": 991,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12791
+LIBRARY = 12792
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
