@@ -511,7 +511,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: init(adamw(), GROUPS, [1, -1]), r"schedule must be .*, got \[1, -1\]"),
         (lambda: init(adamw(), GROUPS, "3"), "schedule must be"),
         (lambda: init(window, GROUPS, 1, moments="per_group"), "without a loss scaler or a window"),
-        (lambda: init(optax.flatten(adamw()), GROUPS, [0, 1]), "keep its state leaf by leaf"),
+        (lambda: init(optax.flatten(adamw()), GROUPS, [0, 1]), "keeps its state leaf by leaf"),
         (lambda: init(local, GROUPS, [0, 1]), "params equal on all replicas"),
         (lambda: init(recorded, GROUPS, [0, 1]), "not keep whole params for a schedule that"),
         (lambda: init(optax.MultiSteps(adamw(), 2), GROUPS, [0, 1]), "optax.MultiSteps"),

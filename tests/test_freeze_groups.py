@@ -433,7 +433,7 @@ REFUSED = [
     (lambda: prefix(2, order="z"), r"order must be .+, got 'z'\. boostax\.freeze\.forward_order"),
     (lambda: prefix(2, order=[0]), r"order must be path names .+, got \[0\]\. "),
     (lambda: prefix(2, order=ODD), r"order must .+, got \['q', 'm/k'\]\. .+match no .+ 'a/bias'"),
-    (lambda: prefix(2, order=["z/bias"]), r"order must be .+, got none for 'a', 'm'\. Say where"),
+    (lambda: prefix(2, order=["z/bias"]), r"order must be .+\. None matches 'a', 'm'\. Say where"),
     (lambda: given_as([0, True], PAIR), r"groups must be integers, got True\. .+ group of '1'"),
     (lambda: given_as([0, np.bool_(True)], PAIR), r"groups must be integers, got np\.True_\. "),
     (lambda: given_as(lambda *_: 0.5, ZMA), r"groups must be integers, got 0\.5\. .+ 'a/bias'"),

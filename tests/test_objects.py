@@ -254,7 +254,7 @@ def test_a_policy_leaves_what_is_no_array(level):
 
 def test_a_module_with_functions_is_refused_by_a_step():
     step = boostax.make_train_step(mlp_loss, GATES["dynamic_loss_scale"]())
-    with pytest.raises(TypeError, match="got custom_jvp at 'activation'"):
+    with pytest.raises(TypeError, match=r"got .*'activation', 'custom_jvp'"):
         step.init(MLP)
 
 

@@ -228,7 +228,7 @@ def test_a_leaf_without_elements_divides_by_no_zero():
 
 def test_servers_of_unequal_size_are_refused():
     with pytest.raises(
-        ValueError, match=r"within must divide the 8 replicas of 'data', got 3\. It"
+        ValueError, match=r"within must be a divisor of the 8 replicas of 'data', got 3\. It"
     ):
         jax.eval_shape(lambda: by_a_step(of_servers("data", 3), a_mesh(8), calls=1))
     with pytest.raises(ValueError, match=r"^adasum_delta: within must be a mesh axis name"):

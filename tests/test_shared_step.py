@@ -177,7 +177,7 @@ def test_a_part_that_decides_for_each_replica_is_refused():
     with pytest.raises(ValueError, match="all_reduce inside apply_if_finite: it keeps local"):
         made(tx, True)
     step = made(hidden(tx), True)
-    with pytest.raises(ValueError, match="must be the same on all replicas, got some that differ"):
+    with pytest.raises(ValueError, match=r"must be the same on all replicas, got .* differ"):
         step.lower(step.init(initial()), batch(0))
 
 

@@ -78,11 +78,9 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
     """
     replicas = size(names)
     inside = min(devices, replicas)
-    if replicas % inside:
-        raise ValueError(
-            f"{who}: within must divide the {replicas} replicas of {', '.join(map(repr, names))}, "
-            f"got {devices}. It is the number of devices of a server."
-        )
+    allowed = f"a divisor of the {replicas} replicas of {', '.join(map(repr, names))}"
+    hint = "It is the number of devices of a server."
+    checks.require(who, "within", devices, allowed, not replicas % inside, hint)
     numbers = np.arange(replicas).reshape(-1, inside)
     return Groups(names, numbers.T), Groups(names, numbers)
 
@@ -102,8 +100,7 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     if axis_name is None:
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    words = bool(names) and all(isinstance(name, str) for name in names)
-    fits = words and len(set(names)) == len(names)
+    fits = all(isinstance(name, str) for name in names) and 0 < len(set(names)) == len(names)
     allowed = "a mesh axis name or a tuple of different ones"
     checks.require(who, argument, axis_name, allowed, fits, "Use None on a single device.")
     return names
@@ -122,23 +119,15 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
     return names
 
 
-def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
-    """Return axis names as a tuple; refuse ``None``."""
-    names = canonical(who, axis_name)
-    checks.require(who, "axis_name", axis_name, "a mesh axis", bool(names), "Try 'data'.")
-    return names
-
-
-# The hint for plain jit, by argument.
-_IN_JIT = {
-    "axis_name": "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
-    "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either.",
-    "shard_axes": "leave shard_axes out in plain jit, where the shards are XLA's.",
-}
+# The hint for plain jit, where the shards are XLA's and the step binds the replica axes.
+_IN_JIT = (
+    "in plain jit leave it out and wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
+    "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either."
+)
 
 
 def require_bound(
-    names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str | None = None
+    names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str = _IN_JIT
 ) -> None:
     """Raise unless every axis is bound around the code that is traced."""
     for name in names:
@@ -148,7 +137,7 @@ def require_bound(
             raise ValueError(
                 f"{who}: {argument} must name an axis of the surrounding jax.shard_map, jax.pmap "
                 f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
-                f"jax.shard_map, or {hint or _IN_JIT[argument]}"
+                f"jax.shard_map, or {hint}"
             ) from error
 
 
@@ -180,12 +169,10 @@ def require_readable() -> None:
     names, found = frozenset([jaxprs.AXIS]), dict[str, frozenset[str]]()
 
     def read(equal: jax.Array, local: jax.Array) -> jax.Array:
-        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
         cast, typed = lax.pcast(equal, jaxprs.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
-        summed = lax.psum(local, jaxprs.AXIS)
-        values = [_varying(x) for x in (local, cast, typed, equal, summed)]
-        found.update(manual=manual, local=values[0], cast=values[1], typed=values[2])
-        found.update(equal=names - values[3], summed=names - values[4])
+        found.update(manual=_manual(), local=_varying(local), cast=_varying(cast))
+        found.update(typed=_varying(typed), equal=names - _varying(equal))
+        found["summed"] = names - _varying(lax.psum(local, jaxprs.AXIS))
         return send(local)
 
     def send(local: jax.Array) -> jax.Array:
@@ -197,21 +184,16 @@ def require_readable() -> None:
         x, local = jax.ShapeDtypeStruct((4,), jnp.float32), jax.P(jaxprs.AXIS)
         typed = jax.make_jaxpr(jax.shard_map(read, in_specs=(jax.P(), local), **specs))(x, x)
         plain = jax.shard_map(send, in_specs=local, check_vma=False, **specs)
-        programs = typed, jax.make_jaxpr(plain)(x)
-    sends = [
-        sent_over(eqn) for program in programs for eqn, _ in interpret.equations(program.jaxpr)
-    ]
+        programs = typed.jaxpr, jax.make_jaxpr(plain)(x).jaxpr
+    sends = [sent_over(eqn) for program in programs for eqn, _ in interpret.equations(program)]
     # Both programs have one collective of each kind and a gather that is typed as equal; only the
     # first has a sum.
     seen = sends.count((jaxprs.AXIS,)) == 2 * (len(COLLECTIVES) + 1) + 1
     found["sent"] = names if seen else frozenset()
     wrong = [name for name, axes in found.items() if axes != names]
-    if wrong or not found:
-        danger = "Already summed gradients, and replicas that diverge, would go unnoticed."
-        allowed = f"readable for {', '.join(found)} values"
-        raise jaxprs.unreadable(
-            "the axes over which values vary or are sent", allowed, wrong, danger
-        )
+    what, allowed = "the axes over which values vary or are sent", f"readable for {[*found]}"
+    danger = "Already summed gradients, and replicas that diverge, would go unnoticed."
+    jaxprs.require(what, allowed, wrong, not wrong, danger)
 
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
@@ -270,10 +252,14 @@ def _backward(eqn: jaxprs.JaxprEqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
+def tracked(names: tuple[str, ...]) -> frozenset[str]:
+    """Return the axes over which JAX tracks here whether values vary; none without checking."""
+    return varying(jax.eval_shape(lambda: to_varying(jnp.zeros(()), names)))
+
+
 def types(tree: PyTree) -> list[frozenset[str]]:
     """Return the varying axes of each leaf."""
-    require_readable()
-    return list(map(_varying, jax.tree.leaves(tree)))
+    return [varying(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
@@ -420,13 +406,12 @@ def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, tuple(name for name in names if name in known) if known else names)
 
 
-def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
+def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...] = ()) -> jax.Array:
     """Sum the parts of single leaves over the replicas, and over the shards of each leaf.
 
     A leaf that is whole on all devices counts once. There is one collective for each set of axes
     over which leaves are sharded.
     """
-    parts = parts or [jnp.zeros((), dtype)]
     return summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
@@ -436,21 +421,19 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     A leaf that is whole on all devices counts once; only varying types can tell that it is whole.
     There is one collective for each set of axes over which leaves are sharded.
     """
-    if names and not varying(to_varying(jnp.zeros(()), names)):
-        require_bound(names, who, "shard_axes")
-        allowed = "left out where JAX does not track which leaves are sharded"
-        raise ValueError(checks.message(who, "shard_axes", allowed, names, "Leave check_vma on."))
-    return summed(parts or [jnp.zeros(())], lambda x: varying(x) & frozenset(names))
+    require_bound(names, who, "shard_axes")
+    allowed = "left out where JAX does not track which leaves are sharded"
+    fits = not names or bool(tracked(names))
+    checks.require(who, "shard_axes", names, allowed, fits, "Leave check_vma on.")
+    return summed(parts, lambda x: varying(x) & frozenset(names))
 
 
 def summed(
-    parts: list[jax.Array],
-    over: Callable[[jax.Array], frozenset[str]],
-    names: tuple[str, ...] = (),
+    parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]], names: tuple[str, ...] = ()
 ) -> jax.Array:
     """Sum the parts over ``names`` and each part's own axes, by one collective per set of axes."""
     sums: dict[frozenset[str], jax.Array] = {}
-    for part in parts:
+    for part in parts or [jnp.zeros((), jnp.float32)]:
         sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
     totals = [
         lax.psum(to_varying(x, names), (*names, *sorted(more))) if names or more else x
@@ -481,14 +464,9 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 
     JAX accepts such a predicate.
     """
-    axes = varying(predicate)
-    if axes:
-        names = ", ".join(repr(name) for name in sorted(axes))
-        raise ValueError(
-            f"{who}: the decision to run the inner transformation must be the same on all "
-            f"replicas, but the gradients differ over the mesh axes {names} and axis_name does not "
-            "name them all. Pass the missing axes in axis_name, or reduce the gradients first."
-        )
+    over, what = sorted(varying(predicate)), "the decision to run the inner transformation"
+    hint = "Gradients differ over these axes: name all in axis_name, or reduce gradients first."
+    checks.require(who, what, over, "the same on all replicas", not over, hint)
 
 
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
@@ -504,10 +482,9 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
     if wanted.intersection(*map(_varying, jax.tree.leaves(grads))) == wanted:
         return
-    # Without checking, nothing is typed as varying, even after a cast.
-    probe = varying(to_varying(jnp.zeros(()), names))
+    wanted = tracked(names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        missing = sorted((wanted & probe) - varying(leaf))
+        missing = sorted(wanted - varying(leaf))
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
@@ -521,13 +498,10 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        others = sorted(varying(leaf) - frozenset(names))
-        if others:
-            raise ValueError(
-                f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
-                f"{_name(path)!r} sharded over {', '.join(others)}. {hint}"
-            )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sharded = [_name(path) for path, leaf in leaves if varying(leaf).difference(names)]
+    allowed = f"whole on every device of a replica (axes {names})"
+    checks.require(who, "leaves", sharded[:6], allowed, not sharded, hint)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import optax
 
 from boostax._core import axes, checks
 from boostax._core.describe import Description
-from boostax._core.gate import gate_of, gated, init_inner
+from boostax._core.gate import Extended, gate_of, gated, init_inner
 
 PyTree = Any
-Made = optax.GradientTransformationExtraArgs
-Factory = TypeVar("Factory", bound=Callable[..., Made])
+Factory = TypeVar("Factory", bound=Callable[..., Extended])
 
 _REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("reduced", default=None)
 
@@ -32,7 +30,7 @@ def reduction(factory: Factory) -> Factory:
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
-    def made(*args: Any, **kwargs: Any) -> Made:
+    def made(*args: Any, **kwargs: Any) -> Extended:
         given = signature.bind(*args, **kwargs)
         who = given.arguments.get("name") or factory.__name__
         if given.arguments.get("axis_name") is not None:
@@ -40,9 +38,9 @@ def reduction(factory: Factory) -> Factory:
             return tx._replace(init=lambda params: _reducing(tx, who).init(params))
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
-        known: dict[tuple[str, ...], Made] = {}
+        known: dict[tuple[str, ...], Extended] = {}
 
-        def bound(params: PyTree) -> Made:
+        def bound(params: PyTree) -> Extended:
             over = axes.bound()
             hint = f"Name it, {who}('data'), or leave it to make_train_step or on_mesh around it."
             checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
@@ -60,13 +58,13 @@ def gate(factory: Factory) -> Factory:
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
-    def made(*args: Any, **kwargs: Any) -> Made:
+    def made(*args: Any, **kwargs: Any) -> Extended:
         alone, given = factory(*args, **kwargs), signature.bind(*args, **kwargs)
         if given.arguments.get("axis_name") is not None:
             return alone
-        known: dict[tuple[str, ...], Made] = {(): alone}
+        known: dict[tuple[str, ...], Extended] = {(): alone}
 
-        def bound(params: PyTree) -> Made:
+        def bound(params: PyTree) -> Extended:
             over = axes.bound()
             if over not in known:
                 reduced = _reduced_inside(alone, params)
@@ -81,13 +79,13 @@ def gate(factory: Factory) -> Factory:
 
 
 def _called(
-    factory: Callable[..., Made], given: inspect.BoundArguments, over: Sequence[str]
-) -> Made:
+    factory: Callable[..., Extended], given: inspect.BoundArguments, over: Sequence[str]
+) -> Extended:
     told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": tuple(over)})
     return factory(*told.args, **told.kwargs)
 
 
-def _delayed(sample: Made, pick: Callable[[PyTree], Made]) -> Made:
+def _delayed(sample: Extended, pick: Callable[[PyTree], Extended]) -> Extended:
     """Return a transformation that is chosen at each call, with the description of ``sample``."""
 
     def init(params: PyTree) -> Any:
@@ -101,7 +99,7 @@ def _delayed(sample: Made, pick: Callable[[PyTree], Made]) -> Made:
             chosen = pick(updates if params is None else params)
             return chosen.update(updates, state, params, **extra)
 
-        return Made(init, update)
+        return Extended(init, update)
 
     @functools.wraps(own.step)
     def step(grads: Any, state: Any, params: PyTree, **how: Any) -> Any:
@@ -115,23 +113,22 @@ def _delayed(sample: Made, pick: Callable[[PyTree], Made]) -> Made:
     return gated(init, step, flush)
 
 
-def _description(tx: Made) -> Description:
+def _description(tx: Extended) -> Description:
     return tx.update.description  # type: ignore[attr-defined]
 
 
-def _reducing(tx: Made, who: str) -> Made:
+def _reducing(tx: Extended, who: str) -> Extended:
     """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
     bound, reduced, over = axes.bound(), _REDUCED.get(), _description(tx).axes
-    if bound not in ((), axes.UNNAMED) and not set(over) <= set(bound):
-        allowed = f"among the axes of the step around it, {bound}"
-        hint = "Leave it out: the step names its own."
-        raise ValueError(checks.message(who, "axis_name", allowed, over, hint))
+    fits, hint = set(over) <= set(bound), "Leave it out: the step names its own."
+    allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
+    checks.require(who, "axis_name", over, allowed, free or fits, hint)
     if reduced is not None:
         reduced.update(over)
     return tx
 
 
-def _reduced_inside(tx: Made, params: PyTree) -> set[str]:
+def _reduced_inside(tx: Extended, params: PyTree) -> set[str]:
     """Return the axes over which something inside a gate reduces, as its ``init`` reports them."""
     reduced = set[str]()
     token = _REDUCED.set(reduced)

@@ -37,29 +37,24 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     """
     if isinstance(value, Tracer):
         return value
-    number = natural(who, argument, value, hint, "a positive integer", least=1)
+    number = natural(who, argument, value, hint, least=1)
     require(who, argument, value, "below 2**31", number < 2**31, hint)
     return number
 
 
-def natural(
-    who: str,
-    argument: str,
-    value: object,
-    hint: str,
-    allowed: str = "an integer that is not negative",
-    least: int = 0,
-) -> int:
-    """Require an integer of at least ``least``, and no bool."""
-    flag = isinstance(value, (bool, np.bool_))
-    number = least - 1 if flag else integer(who, argument, value, allowed, hint)
+def natural(who: str, argument: str, value: object, hint: str, least: int = 0) -> int:
+    """Require an integer of at least ``least``, 0 or 1, and no bool."""
+    allowed = "a positive integer" if least else "an integer that is not negative"
+    number = integer(who, argument, value, allowed, hint)
     require(who, argument, value, allowed, number >= least, hint)
     return number
 
 
 def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> int:
-    """Require an integer of Python, NumPy or JAX."""
+    """Require an integer of Python, NumPy or JAX, and no bool."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
@@ -67,9 +62,9 @@ def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> 
 
 def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
-    if shape := getattr(value, "shape", ()):
-        hint = f"{argument}.reshape(()) makes a scalar of one element."
-        raise ValueError(message(who, argument, "shaped ()", shape, hint))
+    shape = getattr(value, "shape", ())
+    hint = f"{argument}.reshape(()) makes a scalar of one element."
+    require(who, argument, shape, "shaped ()", not shape, hint)
 
 
 def number(

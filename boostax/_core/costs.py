@@ -84,13 +84,14 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
     found = list(_listed(jaxpr.jaxpr))
-    inside = [
-        [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
-        for c in found
-    ]
-    ways = collections.Counter(cond for cond, _ in set(itertools.chain(*inside)))
-    shares = (1 / math.prod(ways[cond] for cond, _ in taken) for taken in inside)
-    return [dataclasses.replace(c, share=share) for c, share in zip(found, shares, strict=True)]
+
+    def taken(c: Collective) -> list[tuple[Any, int]]:
+        """Return the branches around a collective, each with all that leads to its cond."""
+        return [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
+
+    ways = collections.Counter(cond for cond, _ in {x for c in found for x in taken(c)})
+    share = lambda c: 1 / math.prod(ways[cond] for cond, _ in taken(c))  # noqa: E731
+    return [dataclasses.replace(c, share=share(c)) for c in found]
 
 
 @functools.cache
@@ -114,9 +115,8 @@ def require_readable() -> None:
             traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4,), "float32"))
         fields = "primitive", "count", "conditional", *common
         found = [tuple(getattr(c, x) for x in fields) for c in _listed(traced.jaxpr)]
-        if found != wanted:
-            danger = "Bytes that a program sends would not be counted."
-            raise jaxprs.unreadable("the collectives", str(wanted), found, danger)
+        danger = "Bytes that a program sends would not be counted."
+        jaxprs.require("the collectives", str(wanted), found, found == wanted, danger)
 
 
 @dataclasses.dataclass
@@ -152,8 +152,7 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
             count *= eqn.params["length"]
         stack = _stack(eqn, place)
         if name != "cond":
-            while True:
-                yield _Place(sizes, count, place.branches, stack)
+            yield from itertools.repeat(_Place(sizes, count, place.branches, stack))
         cond, question = next(conds), _question(eqn, place.made)
         for branch in itertools.count():
             taken = cond, branch

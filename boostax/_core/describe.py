@@ -196,15 +196,11 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     return getattr(tx.update, "variants", None)
 
 
-def elsewhere(
-    extra: Mapping[str, Any],
-    place: Callable[[PyTree], PyTree],
-    result: Callable[[Any], Any] = lambda value: value,
-) -> dict[str, Any]:
+def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> dict[str, Any]:
     """Return extra arguments whose functions take other params; ``place`` converts the params."""
 
     def moved(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
-        return lambda trial: result(fn(place(trial)))
+        return lambda trial: fn(place(trial))
 
     functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}
     return {**extra, **{name: moved(fn) for name, fn in functions.items() if fn is not None}}

@@ -36,11 +36,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped
 from boostax._core.placement import settled
 
 PyTree = Any
+Extended = optax.GradientTransformationExtraArgs
 
 
 class Pending(NamedTuple):
@@ -84,14 +85,14 @@ class Pending(NamedTuple):
         the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
         their data, before rows of one index are added.
         """
-        by_dtype: dict[Any, list[jax.Array]] = {}
-        for largest in trees.largest_magnitudes(self.raw):
-            by_dtype.setdefault(largest.dtype, []).append(largest)
-        flags: list[jax.Array] = []
-        for dtype, found in by_dtype.items():
+        largest = trees.largest_magnitudes(self.raw)
+
+        def small(dtype: Any) -> jax.Array:
+            found = jnp.stack([x for x in largest if x.dtype == dtype])
             limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
-            flags.append((self._replace(raw=jnp.stack(found)).value() < limit).all())
-        return trees.all_true(flags)
+            return (self._replace(raw=found).value() < limit).all()
+
+        return trees.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
 
 
 class Step(Protocol):
@@ -138,9 +139,9 @@ class GatedUpdate:
         return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
-def gated(init: Any, step: Step, flush: Flush) -> optax.GradientTransformationExtraArgs:
+def gated(init: Any, step: Step, flush: Flush) -> Extended:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
-    return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))
+    return Extended(init, GatedUpdate(step, flush))
 
 
 def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
@@ -171,27 +172,18 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 
 def require_no_gate(who: str, state: Any) -> None:
     """Refuse the state of an optimizer with a gate inside."""
-    if has_gate(state):
-        raise ValueError(
-            f"{who}: inner must be an optimizer without gates, got one that may hold a step back. "
-            f"Put it inside them: dynamic_loss_scale({who}(adamw(...)))."
-        )
+    got = [type(node).__name__ for node in _gates(state)]
+    hint = f"They may hold a step back: put {who} inside them, dynamic_loss_scale({who}(...))."
+    checks.require(who, "inner", got, "an optimizer without gates", not got, hint)
 
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
     """Flush a wrapper around an optimizer without gates, in which no window is open."""
-    del extra
     return params, state
 
 
 def run(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: Pending,
-    state: Any,
-    params: PyTree,
-    *,
-    apply: bool,
-    extra: dict[str, Any],
+    tx: Extended, grads: Pending, state: Any, params: PyTree, *, apply: bool, extra: dict[str, Any]
 ) -> Stepped:
     """Run the transformation inside a gate: its own gate if it has one, else update (and apply).
 
@@ -209,12 +201,7 @@ def run(
     return trees.as_updates(updates, params), state
 
 
-def flush_inner(
-    tx: optax.GradientTransformationExtraArgs,
-    state: Any,
-    params: PyTree,
-    extra: dict[str, Any],
-) -> Stepped:
+def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that no gate leads to.
 
     A state in which gradients may wait has a method ``held()``.
@@ -222,16 +209,14 @@ def flush_inner(
     own = gate_of(tx)
     if own is not None:
         return own.flush(state, params, **extra)
-    if trees.telling(state, "held"):
-        raise ValueError(
-            "flush: tx must be a boostax gate such as accumulate(...) or "
-            f"dynamic_loss_scale(accumulate(...)), got {type(tx).__name__} that hides one. Put the "
-            "gate outside optax.chain and the like."
-        )
+    hidden = [type(node).__name__ for node in trees.telling(state, "held")]
+    allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
+    hint = "The gate of these states is hidden: put it outside optax.chain and the like."
+    checks.require("flush", "tx", hidden, allowed, not hidden, hint)
     return params, state
 
 
-def flush_of(tx: optax.GradientTransformationExtraArgs, flag: str) -> Flush:
+def flush_of(tx: Extended, flag: str) -> Flush:
     """Make the ``flush`` of a gate that keeps no gradients itself.
 
     Args:
@@ -297,8 +282,8 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     With checking on, the types of the predicate and of the results have been checked already.
     """
     sent = axes.of_program(heavy.program)
-    unseen = lambda name: not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))  # noqa: E731
-    missing = ", ".join(repr(x) for x in sorted(sent - frozenset(names)) if unseen(x))
+    seen = axes.tracked((*names, *sent))
+    missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
     if missing:
         raise ValueError(
             f"{who}: axis_name must name all axes over which what is inside communicates, got "
@@ -306,7 +291,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
             "separately deadlock in that collective, or average values from different steps. Pass "
             "them in axis_name."
         )
-    if names and sent.isdisjoint(names) and unseen(names[0]):
+    if names and sent.isdisjoint(names) and names[0] not in seen:
         raise ValueError(
             f"{who}: axis_name must be left out where nothing inside reduces, got {names}. Local "
             f"gradients want a reduction inside, such as boostax.all_reduce({names[0]!r}): "
@@ -315,27 +300,23 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
         )
 
 
-def branch(
-    predicate: jax.Array,
-    work: Callable[..., PyTree],
-    hold: Callable[..., PyTree],
-    *operands: PyTree,
-) -> PyTree:
+Branch = Callable[..., PyTree]
+
+
+def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) -> PyTree:
     """Run ``work(*operands)`` where the predicate holds, else ``hold(*operands)``, in place.
 
     Every branch that carries state is one of these. Both must return the same types.
     """
-    return alternatives(predicate.astype(jnp.int32), [hold, work], *operands)
+    return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
 
-def alternatives(
-    index: jax.Array, branches: Sequence[Callable[..., PyTree]], *operands: PyTree
-) -> PyTree:
+def alternatives(index: jax.Array, branches: Sequence[Branch]) -> PyTree:
     """Run the branch at an index; all must return the same types.
 
     This is a switch because an index keeps the order of the branches.
     """
-    return lax.switch(index.astype(jnp.int32), branches, *operands)
+    return lax.switch(index.astype(jnp.int32), branches)
 
 
 def passed(state: PyTree) -> jax.Array:

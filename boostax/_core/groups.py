@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import glob
 import itertools
-import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,10 +18,12 @@ from jax.tree_util import DictKey, GetAttrKey
 from boostax._core import checks, trees
 
 PyTree = Any
+# Paths of layers in the order of the forward pass; ``None`` for the order of the tree.
+Order = Sequence[str] | None
 
 
 def prefix_groups(
-    params: PyTree, n: int, *, order: Sequence[str] | None = None, level: int | None = None
+    params: PyTree, n: int, *, order: Order = None, level: int | None = None
 ) -> PyTree:
     r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
 
@@ -76,11 +77,8 @@ def prefix_groups(
     hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
     allowed = f"at most the number of layers, {len(kept)}"
     checks.require(who, "n", n, allowed, n <= len(kept), hint)
-    labels = [0] * len(leaves)
-    for i, members in enumerate(kept.values()):
-        for leaf in members:
-            labels[leaf] = i * n // len(kept)
-    return treedef.unflatten(labels)
+    labels = {x: i * n // len(kept) for i, members in enumerate(kept.values()) for x in members}
+    return treedef.unflatten(labels[i] for i in range(len(leaves)))
 
 
 def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
@@ -95,19 +93,21 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
         make the last group; or the result of ``mindspore_groups``.
       params: the params.
     """
-    found, treedef = jax.tree_util.tree_flatten_with_path(params)
-    if not found:
+    named, treedef = trees.named(params), jax.tree.structure(params)
+    if not named:
         return params
-    names = trees.names(params)
+    names = [name for name, _ in named]
     if isinstance(groups, Labels):
         return treedef.unflatten(_spread(who, groups.tree, params))
     if _are_patterns(groups):
         labels = _matched(who, groups, names)
     elif _is_function(groups):
-        labels = [groups(name, leaf) for name, (_, leaf) in zip(names, found, strict=True)]
+        labels = [groups(name, leaf) for name, leaf in named]
     else:
         labels = _spread(who, groups, params)
-    numbers = [_number(who, label, name) for label, name in zip(labels, names, strict=True)]
+    hint = "It is the group of {!r}; ['embed', 'block_*'] names groups by patterns."
+    pairs = zip(labels, map(hint.format, names), strict=True)
+    numbers = [checks.integer(who, "groups", label, "integers", hint) for label, hint in pairs]
     present = sorted(set(numbers))
     missing = next((i for i, number in enumerate(present) if i != number), None)
     allowed = "the integers 0, 1, ... without a gap"
@@ -161,7 +161,7 @@ class Labels:
 
 
 def mindspore_groups(
-    params: PyTree, n: int, *, order: Sequence[str] | None = None, removed: Sequence[str] = ()
+    params: PyTree, n: int, *, order: Order = None, removed: Sequence[str] = ()
 ) -> Labels:
     """Return groups with which depth ``i`` trains the same params as ``GradientFreeze`` at index i.
 
@@ -208,11 +208,10 @@ def mindspore_groups(
             buckets.append([])
         buckets[-1].append(leaf)
     stride = len(buckets) // n
-    labels = [0] * len(leaves)
-    for place, bucket in enumerate(buckets):
-        for leaf in (x for x in bucket if x < len(leaves)):
-            labels[leaf] = min(place // stride, n - 1) if stride else n - 1
-    return Labels(treedef.unflatten(labels), n)
+    # The last buckets, or all where there are fewer than n, are in the last group.
+    numbers = [min(place // stride, n - 1) if stride else n - 1 for place in range(len(buckets))]
+    labels = {x: i for i, bucket in zip(numbers, buckets, strict=True) for x in bucket}
+    return Labels(treedef.unflatten(labels[i] for i in range(len(leaves))), n)
 
 
 def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
@@ -282,11 +281,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
 
 
 def _layers(
-    who: str,
-    params: PyTree,
-    order: Sequence[str] | None,
-    level: int | None = None,
-    removed: Sequence[str] = (),
+    who: str, params: PyTree, order: Order, level: int | None = None, removed: Sequence[str] = ()
 ) -> dict[tuple[Any, ...], list[int]]:
     """Return the indices of the leaves of each layer, in the order of the forward pass.
 
@@ -346,24 +341,21 @@ def _reordered(
     if isinstance(order, str) or not all(isinstance(entry, str) for entry in order):
         hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
         raise TypeError(checks.message(who, "order", allowed, order, hint))
-    places: dict[str, int] = {}
-    for i, entry in enumerate(order):
-        places.setdefault(entry, i)
+    # An entry that stands twice counts where it stands first.
+    places = {entry: i for i, entry in reversed([*enumerate(order)])}
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
     got = sorted(idle, key=places.__getitem__)
     hint = f"They match no param; there are {few(names)}."
     checks.require(who, "order", got, allowed, not idle, hint)
-    first: dict[Any, int] = {}
-    for path, members in layers.items():
-        entries = [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
-        first[path] = min(entries, default=-1)
-    missed = [trees.path_name(path) for path, place in first.items() if place < 0]
-    if missed:
-        raise ValueError(
-            f"{who}: order must be entries that together match every layer, got none for "
-            f"{few(missed)}. Say where in the order they come."
-        )
-    return {path: layers[path] for path in sorted(layers, key=first.__getitem__)}
+    found = {
+        path: [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
+        for path, members in layers.items()
+    }
+    missed = [trees.path_name(path) for path, entries in found.items() if not entries]
+    allowed = "entries that together match every layer"
+    hint = f"None matches {few(missed)}. Say where in the order they come."
+    checks.require(who, "order", order, allowed, not missed, hint)
+    return {path: layers[path] for path in sorted(layers, key=lambda path: min(found[path]))}
 
 
 def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
@@ -407,8 +399,7 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
 
 
 def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
-    labels: dict[str, int] = {}
-    patterns: dict[str, str] = {}
+    found: dict[str, tuple[int, str]] = {}
     for i, entry in enumerate(groups):
         for pattern in entry if isinstance(entry, (list, tuple)) else (entry,):
             if not isinstance(pattern, str):
@@ -418,27 +409,16 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
             hint = f"It matches none; there are {few(names)}."
             checks.require(who, "groups", pattern, "patterns that match params", bool(hits), hint)
             for name in hits:
-                got = (patterns.setdefault(name, pattern), pattern)
-                once = labels.setdefault(name, i) == i
+                number, first = found.setdefault(name, (i, pattern))
                 allowed = "patterns that match no leaf twice"
                 hint = f"Both match {name!r}: leave it to one of them."
-                checks.require(who, "groups", got, allowed, once, hint)
-    return [labels.get(name, len(groups)) for name in names]
+                checks.require(who, "groups", (first, pattern), allowed, number == i, hint)
+    return [found.get(name, (len(groups),))[0] for name in names]
 
 
 def matches(name: str, pattern: str) -> bool:
     """Return whether an ``fnmatch`` pattern matches a path, or a module around it."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
-
-
-def _number(who: str, label: Any, name: str) -> int:
-    try:
-        if isinstance(label, bool):
-            raise TypeError
-        return operator.index(label)
-    except TypeError as error:
-        hint = f"It is the group of {name!r}; ['embed', 'block_*'] names groups by patterns."
-        raise TypeError(checks.message(who, "groups", "integers", label, hint)) from error
 
 
 def few(names: list[str]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
-from boostax._core import trees
+from boostax._core import checks, trees
 
 PyTree = Any
 Grads = TypeVar("Grads")
@@ -28,19 +28,20 @@ Grads = TypeVar("Grads")
 
 @dataclasses.dataclass
 class Mark:
-    """The uses of a scale in its trace.
+    """The uses of a scale in its trace, or the origin of a loss.
 
     Attributes:
-      loss: whether a loss was multiplied by it.
-      crossed: whether a boundary between two groups used the scale.
+      loss: whether a loss was multiplied by this scale.
+      crossed: whether a boundary between two groups used this scale.
+      product: whether this is a loss that was multiplied by a scale.
     """
 
     loss: bool = False
     crossed: bool = False
+    product: bool = False
 
 
 _MARKS: dict[int, tuple[weakref.ref[Any], Mark]] = {}
-_SCALED: dict[int, weakref.ref[Any]] = {}
 _INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("inside", default=())
 
 
@@ -92,20 +93,17 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     if not isinstance(scale, Tracer):
         return
     marks = [m for m in (_mark(scale), *_enclosing(scale)) if m.loss]
-    if not marks:
-        raise ValueError(
-            f"{who}: gradients must be those of a loss multiplied by the scale in this opt_state, "
-            "got some of a loss that was not. Take them from boostax.value_and_grad(loss_fn)("
-            "params, opt_state, batch), or differentiate boostax.precision.scale_loss(loss, "
-            "opt_state); boostax.precision.assume_scaled(grads, opt_state) vouches for gradients "
-            "of another jax.jit."
-        )
-    if groups > 1 and not any(m.crossed for m in marks):
-        raise ValueError(
-            f"{who}: loss_fn must use the scales of the groups, got one that leaves scales= alone. "
-            "Put boostax.precision.scale_boundary(x, scales, outer, inner) on every edge between "
-            "groups."
-        )
+    allowed = "those of a loss multiplied by the scale in this opt_state"
+    hint = (
+        "Take them from boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
+        "differentiate boostax.precision.scale_loss(loss, opt_state); boostax.precision."
+        "assume_scaled(grads, opt_state) vouches for gradients of another jax.jit."
+    )
+    got = "some of a loss that was not"
+    checks.require(who, "gradients", got, allowed, bool(marks), hint)
+    fits, got = groups == 1 or any(m.crossed for m in marks), "one that leaves scales= alone"
+    hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
+    checks.require(who, "loss_fn", got, "one that uses the scales of the groups", fits, hint)
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
@@ -144,14 +142,11 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
     """Record a scaled loss; refuse a loss that is scaled already, or that other code scales."""
     scales = _scales(opt_state)
     within = any(one is other for one in scales for other in _INSIDE.get())
-    before = _SCALED.get(id(loss))
-    if within or (scales and before is not None and before() is loss):
-        raise ValueError(
-            "scale_loss: loss must be multiplied by the scale once, got one that is multiplied "
-            "already. boostax.value_and_grad does so by itself: return the plain loss there."
-        )
-    key = id(product)
-    _SCALED[key] = weakref.ref(product, lambda _: _SCALED.pop(key, None))
+    twice = within or (bool(scales) and _mark(loss).product)
+    hint = "boostax.value_and_grad does so by itself: return the plain loss there."
+    allowed, got = "multiplied by the scale once", "one that is multiplied already"
+    checks.require("scale_loss", "loss", got, allowed, not twice, hint)
+    _keep(product, Mark(product=True))
     for scale in scales:
         _mark(scale).loss = True
     return product
@@ -163,7 +158,7 @@ def _scales(state: PyTree) -> list[Any]:
 
 
 def _mark(scale: object) -> Mark:
-    """Return the mark of a tracer; for any other array, return a new mark that is not kept."""
+    """Return the mark of an array, or a new one, which is kept if the array is a tracer."""
     found = _MARKS.get(id(scale))
     if found is not None and found[0]() is scale:
         return found[1]

@@ -32,6 +32,10 @@ Fact = TypeVar("Fact")
 Enter = Callable[[Any, Any], Iterable[Any]]
 PyTree = Any
 
+# What would go unnoticed if a program were read wrongly.
+_MISSED = "What is computed inside would be missed."
+_MIXED = "Constants would be taken for what is carried."
+
 # The level in ``demand`` of a value that is not used.
 NEVER = -1
 
@@ -47,16 +51,13 @@ THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_OTHERS)
 
 def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
     """Return the body of an equation in ``THROUGH``."""
-    for found in eqn.params.values():
-        if isinstance(found, (jaxprs.ClosedJaxpr, jaxprs.Jaxpr)):
-            closed = isinstance(found, jaxprs.ClosedJaxpr)
-            body = found if closed else jaxprs.ClosedJaxpr(found, ())
-            sizes = len(body.jaxpr.invars), len(body.jaxpr.outvars)
-            if sizes == (len(eqn.invars), len(eqn.outvars)):
-                return body
+    kinds, sizes = (jaxprs.ClosedJaxpr, jaxprs.Jaxpr), (len(eqn.invars), len(eqn.outvars))
+    found = [x for x in eqn.params.values() if isinstance(x, kinds)]
+    closed = [x if isinstance(x, kinds[0]) else jaxprs.ClosedJaxpr(x, ()) for x in found]
+    fitting = [x for x in closed if (len(x.jaxpr.invars), len(x.jaxpr.outvars)) == sizes]
     what, allowed = f"the parameters of {eqn.primitive.name}", "one program of its operands"
-    got, danger = sorted(eqn.params), "What it computes would be missed."
-    raise jaxprs.unreadable(what, allowed, got, danger)
+    jaxprs.require(what, allowed, sorted(eqn.params), bool(fitting), _MISSED)
+    return fitting[0]
 
 
 def scan_operands(
@@ -70,10 +71,9 @@ def scan_operands(
         sizes.append(len(given) - sum(sizes))
     elif hasattr(params.get("ft_in"), "unpack"):
         sizes = [len(part) for part in params["ft_in"].unpack()]
-    if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) != len(given):
-        allowed = "num_consts and num_carry, or ft_in"
-        danger = "Constants would be taken for what is carried."
-        raise jaxprs.unreadable("the parameters of scan", allowed, sorted(params), danger)
+    fits = len(sizes) == 3 and min(sizes) >= 0 and sum(sizes) == len(given)
+    what, allowed = "the parameters of scan", "num_consts and num_carry, or ft_in"
+    jaxprs.require(what, allowed, sorted(params), fits, _MIXED)
     consts, carry, _ = sizes
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
 
@@ -154,9 +154,8 @@ def excerpt(
 ) -> jaxprs.ClosedJaxpr:
     """Make a program from some equations of a program."""
     empty = _nothing()
-    debug_info = empty.debug_info._replace(
-        arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
-    )
+    names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
+    debug_info = empty.debug_info._replace(**names)
     effects: Any = set().union(*(eqn.effects for eqn in eqns))
     parts: dict[str, Any] = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
     return jaxprs.ClosedJaxpr(empty.replace(**parts, effects=effects, debug_info=debug_info), ())
@@ -294,8 +293,7 @@ def of_data(
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    if not arrays:
-        raise ValueError(checks.message(who, "args", allowed, data, hint))
+    checks.require(who, "args", data, allowed, bool(arrays), hint)
 
     def call(fixed: PyTree, arrays: dict[int, Any]) -> list[jax.Array]:
         given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
@@ -316,19 +314,16 @@ def require_readable() -> None:
     found = flow(traced, [frozenset()], noted, unite, frozenset())
     # The rule gets an equation that is not in the table without its body, and so sees no sine.
     for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
-        if "sin" not in met:
-            danger = "What it computes would be missed."
-            raise jaxprs.unreadable(f"the name of {kind}", "in the table", sorted(met), danger)
-    inside = [eqn.primitive.name for eqn, _ in equations(traced.jaxpr)].count("sin")
-    if inside != len(types):
-        allowed = f"{len(types)}, one for each kind of equation"
-        danger = "What they compute would be missed."
-        raise jaxprs.unreadable("the programs inside equations", allowed, inside, danger)
-    scanned: Any = next(x for x, _ in equations(traced.jaxpr) if x.primitive.name == "scan")
+        named = "sin" in met
+        jaxprs.require(f"the name of {kind}", "in the table", sorted(met), named, _MISSED)
+    eqns: list[Any] = [eqn for eqn, _ in equations(traced.jaxpr)]
+    inside, what = [x.primitive.name for x in eqns].count("sin"), "the programs inside equations"
+    allowed = f"{len(types)}, one for each kind of equation"
+    jaxprs.require(what, allowed, inside, inside == len(types), _MISSED)
+    scanned = next(x for x in eqns if x.primitive.name == "scan")
     parts = scan_operands(scanned, [x.aval.shape for x in scanned.invars])
-    if parts != ([(2,)], [()], [(3,)]):
-        danger = "Constants would be taken for what is carried."
-        raise jaxprs.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
+    fits, allowed = parts == ([(2,)], [()], [(3,)]), "constants, carry, xs"
+    jaxprs.require("the operands of scan", allowed, parts, fits, _MIXED)
 
 
 def _all_kinds(mesh: jax.sharding.AbstractMesh) -> Callable[[jax.Array], dict[str, Any]]:

@@ -48,16 +48,18 @@ def apart() -> Generator[AbstractMesh]:
         yield mesh
 
 
-def unreadable(subject: str, allowed: str, got: object, danger: str) -> RuntimeError:
-    """Return the error for types or programs of JAX that cannot be read.
+def require(subject: str, allowed: str, got: object, holds: bool, danger: str) -> None:
+    """Raise unless types or programs of JAX are read as they must be.
 
     Args:
       subject: the types or programs that are read.
       allowed: the form that they must have.
       got: what was read.
+      holds: whether it has the form.
       danger: the error that would go unnoticed.
     """
-    return RuntimeError(
-        f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "
-        "In a checkout, pip install -c constraints.txt . takes versions that were tested together."
-    )
+    if not holds:
+        raise RuntimeError(
+            f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "
+            "In a checkout, pip install -c constraints.txt . takes versions tested together."
+        )

@@ -28,7 +28,10 @@ def late(
             return value
         if name in apart:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(missing(package, name))
+        # Python itself asks modules for names that begin with underscores.
+        said = None if name.startswith("__") else told(f"{package}.{name}")
+        text = f"module {package!r} has no attribute {name!r}"
+        raise AttributeError(f"{text}. {said}" if said else text)
 
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
@@ -36,20 +39,11 @@ def late(
     return load, listed
 
 
-def missing(package: str, name: str) -> str:
-    """Return the error's text for a name that a package does not have.
-
-    ``names.toml`` has a sentence for each name that was removed, has moved, or is found elsewhere.
-    """
-    text = f"module {package!r} has no attribute {name!r}"
-    if name.startswith("__"):  # Python itself asks modules for such names.
-        return text
-    said = told(f"{package}.{name}")
-    return f"{text}. {said}" if said else text
-
-
 def told(name: str) -> str | None:
-    """Return the sentence that ``names.toml`` has for a name, such as ``"boostax train"``."""
+    """Return the sentence that ``names.toml`` has for a name, such as ``"boostax train"``.
+
+    A name has one if it was removed, has moved, or is found elsewhere.
+    """
     import tomllib
     from importlib.resources import files
 

@@ -66,11 +66,7 @@ def found(state: PyTree) -> list[NoiseScaleState]:
 
 
 def observe(
-    state: NoiseScaleState,
-    small: jax.Array,
-    large: jax.Array,
-    n: jax.Array,
-    decay: float,
+    state: NoiseScaleState, small: jax.Array, large: jax.Array, n: jax.Array, decay: float
 ) -> NoiseScaleState:
     """Add the estimates of one step to the running means.
 

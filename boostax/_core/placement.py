@@ -30,11 +30,12 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from boostax._core import axes, checks, trees
-from boostax._core.axes import Groups, in_group
+from boostax._core.describe import Stepped
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
 
 PyTree = Any
 Path = tuple[Any, ...]
+Update = Callable[..., Stepped]
 
 _HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
 
@@ -98,13 +99,21 @@ class Placement:
             found.append(result)
             return local, common
 
-        sizes = [self.mesh.shape[name] for name in self.names]
-        for name, size in reversed([*zip(self.names, sizes, strict=True)]):
+        for name in reversed(self.names):
+            size = self.mesh.shape[name]
             one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
-        split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
-        merged = lambda x: x.reshape(self.replicas, *x.shape[len(sizes) :])  # noqa: E731
-        local, common = one(jax.tree.map(split, stacked), shared)
-        return _joined(jax.tree.map(merged, local), common, found[-1])
+        local, common = one(self.by_axis(stacked), shared)
+        return _joined(self.by_replica(local), common, found[-1])
+
+    def by_axis(self, tree: PyTree) -> PyTree:
+        """Split the dimension of the replicas into one for each replica axis."""
+        sizes = [self.mesh.shape[name] for name in self.names]
+        return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), tree)
+
+    def by_replica(self, tree: PyTree) -> PyTree:
+        """Merge the dimensions of the replica axes into one."""
+        rank = len(self.names)
+        return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[rank:]), tree)
 
     def spec(self, path: Path) -> PartitionSpec | None:
         """Return the spec of the param at a path; ``None`` if there is no such param."""
@@ -115,13 +124,10 @@ class Placement:
         if len(self.names) == len(self.mesh.axis_names):
             return PartitionSpec()
         spec = self.spec(path)
-        if spec is None:
-            raise ValueError(
-                f"{who}: gradients must have the params' paths where a mesh has axes besides "
-                f"{', '.join(self.names)}, got one at {trees.path_name(path)!r}. Put the reduction "
-                "outside whatever renames or flattens them."
-            )
-        return without(spec, self.names)
+        allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
+        hint = "Put the reduction outside whatever renames or flattens them."
+        checks.require(who, "gradients", trees.path_name(path), allowed, spec is not None, hint)
+        return without(spec or PartitionSpec(), self.names)
 
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
         """Return ``fn`` on arrays that XLA shards, with results of these specs.
@@ -173,11 +179,9 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
 
     @look.def_vmap
     def rule(size: int, batched: Any, mark: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
-        if not any(jax.tree.leaves(batched[1])):
-            raise ValueError(
-                f"{who}: gradients must be local to each replica, got some that are already equal "
-                f"over {', '.join(names)}. Remove the reduction before it."
-            )
+        local, got = any(jax.tree.leaves(batched[1])), f"equal ones over {', '.join(names)}"
+        hint = "Remove the reduction before it."
+        checks.require(who, "gradients", got, "local to each replica", local, hint)
         return grads, batched[1]
 
     for name in names:
@@ -187,9 +191,7 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     return grads
 
 
-def on_shards(
-    who: str, names: tuple[str, ...], update: Callable[..., tuple[PyTree, PyTree]]
-) -> Callable[..., tuple[PyTree, PyTree]]:
+def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
     In a function that is mapped over named axes it is ``update`` itself. Within ``Placement.each``
@@ -198,9 +200,7 @@ def on_shards(
     """
 
     @functools.wraps(update)
-    def placed(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def placed(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         here = _here()
         if here is None:
             return update(updates, state, params, **extra)
@@ -234,12 +234,8 @@ def on_shards(
         island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
 
         def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            rank = len(here.names)
-            one_dim = lambda x: x.reshape(here.replicas, *x.shape[rank:])  # noqa: E731
-            merged = jax.tree.map(one_dim, local[:2])
-            means, own, shared = island(merged, shared)
-            sizes = [here.mesh.shape[name] for name in here.names]
-            return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared
+            means, own, shared = island(here.by_replica(local[:2]), shared)
+            return means, here.by_axis(own), shared
 
         # Each vmap passes stacked arguments only if one of them differs over its axis.
         marks = [lax.axis_index(name) for name in here.names]
@@ -250,13 +246,13 @@ def on_shards(
     return placed
 
 
-def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
+def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:
     """Average over this replica's group of neighbours, under ``jax.vmap``.
 
     On global arrays it is a sum over a dimension that XLA shards, as all sums are there.
     """
     if _here() is None:
-        return in_group(x, groups).mean(0)
+        return axes.in_group(x, groups).mean(0)
 
     def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         rows = local[1].reshape(*groups.members.shape, *x.shape)
@@ -290,13 +286,9 @@ def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     @call.def_vmap
     def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         (grads, own, _), common = batched
-        for path, differs in jax.tree_util.tree_leaves_with_path(grads):
-            if not differs:
-                raise ValueError(
-                    f"{who}: gradients must be local to each replica, but the leaf "
-                    f"{trees.path_name(path)!r} is already equal over the axis {name!r}. Leave out "
-                    "what reduces it before."
-                )
+        equal = [path for path, differs in trees.named(grads) if not differs]
+        hint = f"These leaves are equal over the axis {name!r}: leave out what reduces them before."
+        checks.require(who, "gradients", equal[:6], "local to each replica", not equal, hint)
         assert not any(jax.tree.leaves(common)), "what replicas share differs"
         whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
         local = (local[0], jax.tree.map(whole, local[1], own), local[2])
@@ -331,19 +323,7 @@ def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
 def _require_common(shared: list[PyTree]) -> None:
     """Refuse arrays that differ per replica outside a ``PerReplica``."""
     leaves = jax.tree.leaves(shared)
-    for x, differs in zip(leaves, _differing(leaves), strict=True):
-        if differs:
-            raise ValueError(
-                "on_mesh: params and updates must be the same on all replicas, got some that "
-                f"differ (shape {x.shape}). Put a reduction, such as boostax.all_reduce, first in "
-                "the innermost chain, and give every scaler and window around it the axis_name "
-                "(optax.MultiSteps has none: boostax.accumulate takes its place)."
-            )
-
-
-def _differing(values: list[Any]) -> list[bool]:
-    """Return for each value whether the current ``jax.vmap`` maps it."""
-    seen = [False] * len(values)
+    differing = [False] * len(leaves)
 
     @custom_vmap
     def look(values: list[Any]) -> list[Any]:
@@ -351,14 +331,20 @@ def _differing(values: list[Any]) -> list[bool]:
 
     @look.def_vmap
     def rule(size: int, mapped: Any, values: list[Any]) -> tuple[list[Any], list[bool]]:
-        del size
-        seen[:] = map(operator.or_, seen, mapped[0])
+        differing[:] = map(operator.or_, differing, mapped[0])
         # A value that this vmap does not map may be mapped by one around it.
         return look(values), mapped[0]
 
-    if values:
-        look(values)
-    return seen
+    if leaves:
+        look(leaves)
+    shapes = sorted({x.shape for x, differs in zip(leaves, differing, strict=True) if differs})
+    hint = (
+        "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in the "
+        "innermost chain, and give every scaler and window around it the axis_name "
+        "(optax.MultiSteps has none: boostax.accumulate takes its place)."
+    )
+    what, allowed = "params and updates", "the same on all replicas"
+    checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -409,8 +395,7 @@ def on_host(tree: PyTree) -> PyTree:
     """Copy arrays of this process's devices to NumPy; PRNG keys and spread arrays stay."""
 
     def fetch(x: Any) -> Any:
-        stays = not x.is_fully_addressable or _is_key(x)
-        return x if stays else np.asarray(x)
+        return x if not x.is_fully_addressable or _is_key(x) else np.asarray(x)
 
     return jax.tree.map(fetch, tree)
 

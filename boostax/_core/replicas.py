@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 from boostax._core import axes, checks, handshake, trees
 
 PyTree = Any
+# The shape and spec of each param, by its path.
+ParamSpecs = Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]
 
 
 class ByBlock(NamedTuple):
@@ -59,14 +61,13 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
 
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
-    for name, x in _local_arrays(state):
-        if x.shape[:1] != (replicas,):
-            raise ValueError(
-                f"{who}: state must have a leading dimension of {replicas} in what differs per "
-                f"replica, got shape {x.shape} at {name!r}. "
-                "boostax.reshard_state(state, n) takes a state to n replicas, "
-                "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
-            )
+    got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
+    allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
+    hint = (
+        "boostax.reshard_state(state, n) takes a state to n replicas, "
+        "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
+    )
+    checks.require(who, "state", got[:6], allowed, not got, hint)
 
 
 def require_stacked(who: str, state: PyTree) -> None:
@@ -76,9 +77,8 @@ def require_stacked(who: str, state: PyTree) -> None:
     reads the first device's value, and the other values would be lost.
     """
     for name, x in _local_arrays(state):
-        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
         key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if not concrete or key or not x.is_fully_replicated:
+        if isinstance(x, Tracer) or key or not getattr(x, "is_fully_replicated", False):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
@@ -214,28 +214,23 @@ def state_specs(
       P('data',)
     """
     names = axes.canonical("state_specs", axis_name)
-    param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    spec_leaves = jax.tree.leaves(param_specs)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     if param_specs is None:
-        spec_leaves = [PartitionSpec()] * len(param_leaves)
-    got, wanted = len(spec_leaves), len(param_leaves)
-    allowed = f"a tree of PartitionSpec with one for each of the {wanted} param leaves"
-    hint = "Use PartitionSpec() for a replicated leaf, not None."
-    checks.require("state_specs", "param_specs", got, allowed, got == wanted, hint)
+        param_specs = [PartitionSpec()] * len(leaves)
+    specs = jax.tree.leaves(param_specs)
+    allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
+    fits, hint = len(specs) == len(leaves), "Use PartitionSpec() for a replicated leaf, not None."
+    checks.require("state_specs", "param_specs", len(specs), allowed, fits, hint)
     allowed = "the size of the replica axis with shard_optimizer"
     given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
     checks.require("state_specs", "replicas", replicas, allowed, given, hint)
-    pairs = zip(param_leaves, spec_leaves, strict=True)
-    owners = {path: (leaf.shape, spec) for (path, leaf), spec in pairs}
+    owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return specs_like(owners, state, names, replicas if shard_optimizer else None)
 
 
 def specs_like(
-    owners: Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]],
-    state: PyTree,
-    names: tuple[str, ...],
-    shared_out: int | None = None,
+    owners: ParamSpecs, state: PyTree, names: tuple[str, ...], shared_out: int | None = None
 ) -> PyTree:
     """Return the specs of a state of one replica, from those of the params; see ``state_specs``.
 
@@ -246,7 +241,6 @@ def specs_like(
       shared_out: the number of replicas, to shard over the replicas state that is equal on all of
         them.
     """
-    lead = names[0] if len(names) == 1 else names
 
     def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
         return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
@@ -275,7 +269,7 @@ def specs_like(
             return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
             of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
-            led = lambda inner, x: PartitionSpec(lead, *of(inner, x))  # noqa: E731
+            led = lambda inner, x: PartitionSpec(names, *of(inner, x))  # noqa: E731
             return jax.tree_util.tree_map_with_path(led, node)
         spec = owner_spec(path, node)
         # Integers are counts, or codes; codes have the spec of a param.
@@ -293,25 +287,22 @@ def _shared_out(
     spec: PartitionSpec, leaf: jax.Array, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
     """Shard over the replicas the first dimension that is whole and that their number divides."""
-    if spec != without(spec, names):
-        return spec
     entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-    free = [size if entry is None else 0 for size, entry in zip(leaf.shape, entries, strict=True)]
-    dim = next((i for i, size in enumerate(free) if size and size % replicas == 0), None)
-    if dim is None:
+    pairs = zip(entries, leaf.shape, strict=True)
+    free = [entry is None and size > 0 and size % replicas == 0 for entry, size in pairs]
+    if spec != without(spec, names) or True not in free:
         return spec
-    lead = names[0] if len(names) == 1 else names
-    return PartitionSpec(*entries[:dim], lead, *entries[dim + 1 :])
+    dim = free.index(True)
+    return PartitionSpec(*entries[:dim], names, *entries[dim + 1 :])
 
 
 def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     """Return a spec without some axes."""
 
     def kept(entry: Any) -> Any:
-        if not isinstance(entry, tuple):
-            return None if entry in names else entry
-        rest = tuple(name for name in entry if name not in names)
-        return rest if len(rest) > 1 else rest[0] if rest else None
+        if isinstance(entry, tuple):
+            return tuple(name for name in entry if name not in names)
+        return None if entry in names else entry
 
     return PartitionSpec(*map(kept, spec))
 

@@ -9,17 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bound_axis, checks, trees
+from boostax._core import gate as gates
 from boostax._core.describe import Stepped, describe
-from boostax._core.gate import (
-    Pending,
-    counted,
-    flush_of,
-    gated,
-    init_inner,
-    run,
-    run_or_hold,
-    told_by,
-)
 
 PyTree = Any
 
@@ -43,10 +34,10 @@ class GateState(NamedTuple):
         """Return named scalars for ``boostax.metrics``."""
         return {"held_calls": self.held_calls}
 
-    passed = taken = told_by("ran")
+    passed = taken = gates.told_by("ran")
 
 
-Rule = Callable[[Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
+Rule = Callable[[gates.Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
 @bound_axis.gate
@@ -103,7 +94,7 @@ def gate(
     who = name or getattr(rule, "__name__", "gate")
     names = axes.canonical(who, axis_name)
 
-    def agreed(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+    def agreed(grads: gates.Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
         ok, own = rule(grads, own, params)
         if jnp.shape(ok) or not jnp.issubdtype(jnp.result_type(ok), jnp.bool_):
             allowed, hint = "a bool scalar", "Such as optax.tree.norm(grads.value()) < 10."
@@ -127,12 +118,12 @@ def by_rule(
     def init_fn(params: PyTree) -> GateState:
         # Copies, because donation refuses a buffer that two fields share.
         own = jax.tree.map(jnp.array, init(params))
-        inner_state = init_inner(tx, params)
+        inner_state = gates.init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx}, what=what)
     def step_fn(
-        grads: Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gates.Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GateState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
@@ -140,11 +131,11 @@ def by_rule(
         trees.require_shapes(who, "own", state.own, own, "A rule keeps the shapes of its state.")
 
         def heavy() -> Stepped:
-            return run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+            return gates.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
 
         held = params, state.inner_state
-        value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
+        value, inner_state = gates.run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
         own = trees.cast_like(own, state.own)
-        return value, GateState(own, ok, counted(state.held_calls, ~ok), inner_state)
+        return value, GateState(own, ok, gates.counted(state.held_calls, ~ok), inner_state)
 
-    return gated(init_fn, step_fn, flush_of(tx, "ran"))
+    return gates.gated(init_fn, step_fn, gates.flush_of(tx, "ran"))

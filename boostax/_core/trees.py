@@ -10,7 +10,7 @@ range dropped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,9 +65,8 @@ def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a sum of gradients: ``narrow``, or a wider one for f64 and complex."""
     wide = wide_dtype(x)
     # A frozen leaf may have no gradient, and the dtype of a PRNG key cannot be promoted.
-    return (
-        narrow if wide == jnp.float32 or not is_inexact(wide) else jnp.promote_types(wide, narrow)
-    )
+    plain = wide == jnp.float32 or not is_inexact(wide)
+    return narrow if plain else jnp.promote_types(wide, narrow)
 
 
 def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
@@ -188,7 +187,7 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     """Return whether every element that is finite in ``old`` is also finite in ``new``."""
 
     def news(before: jax.Array, after: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
+        if not is_inexact(jnp.result_type(after)):
             return jnp.zeros(())
         return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
 
@@ -224,9 +223,8 @@ def masked(tree: PyTree, active: PyTree) -> PyTree:
 
 def unmasked(part: PyTree, whole: PyTree) -> PyTree:
     """Replace each ``optax.MaskedNode`` in ``part`` by the leaf at its position in ``whole``."""
-    leaves, treedef = jax.tree.flatten(whole)
-    pairs = zip(treedef.flatten_up_to(part), leaves, strict=True)
-    return treedef.unflatten([x if isinstance(y, optax.MaskedNode) else y for y, x in pairs])
+    kept = lambda x, y: x if isinstance(y, optax.MaskedNode) else y  # noqa: E731
+    return jax.tree.map(kept, whole, part)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -252,19 +250,14 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def require_params(params: PyTree, who: str, hint: str) -> None:
     """Refuse an ``update`` without the params."""
-    if params is None:
-        raise ValueError(f"{who}: params must be given to update, got None. {hint}")
+    checks.require(who, "params", params, "given to update", params is not None, hint)
 
 
 def require_arrays(params: PyTree, who: str) -> None:
     """Refuse leaves that no compiled step can take, such as functions in a module."""
-    for name, leaf in named(params):
-        if not _is_number(leaf):
-            raise TypeError(
-                f"{who}: params must be arrays, got {type(leaf).__name__} at {name!r}. "
-                "params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in "
-                "the loss."
-            )
+    got = [(name, type(leaf).__name__) for name, leaf in named(params) if not _is_number(leaf)]
+    hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
+    checks.require(who, "params", got[:6], "arrays", not got, hint, TypeError)
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:
@@ -275,27 +268,21 @@ def overwritten(path: tuple[Any, ...]) -> bool:
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that are not gradients: integers, bools, float0, new values of leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", jax.dtypes.float0)
-        if not jnp.issubdtype(dtype, jnp.inexact) or (not carried and OVERWRITE in str(path)):
-            _refuse(who, path, leaf, carried)
-
-
-def _refuse(who: str, path: tuple[Any, ...], leaf: object, carried: bool) -> None:
-    """Raise an error if a leaf is not a gradient."""
-    if overwritten(path) and not carried:
-        raise ValueError(
-            f"{who}: gradients must be gradients, got the new value of a leaf at "
-            f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
-            "leaves and passes on the others."
-        )
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not is_inexact(dtype):
-        kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
-        raise TypeError(
-            f"{who}: gradients must be floating or complex arrays, got {kind} at "
-            f"{path_name(path) or 'the root'!r}. Take such leaves out of the params that are "
-            "trained: eqx.partition, wrt= of nnx.Optimizer, or a tree without them."
-        )
+        # Most paths need no text of their own, which takes longer.
+        if not carried and OVERWRITE in str(path) and overwritten(path):
+            raise ValueError(
+                f"{who}: gradients must be gradients, got the new value of a leaf at "
+                f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
+                "leaves and passes on the others."
+            )
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
+            raise TypeError(
+                f"{who}: gradients must be floating or complex arrays, got {kind} at "
+                f"{path_name(path) or 'the root'!r}. Take such leaves out of the params that are "
+                "trained: eqx.partition, wrt= of nnx.Optimizer, or a tree without them."
+            )
 
 
 def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
@@ -370,18 +357,12 @@ class Pruning(NamedTuple):
 
     def take(self, state: PyTree) -> PyTree:
         """Return the smaller state, taken out of the larger one; nothing is copied."""
-        return self.take_of(self.whole.flatten_up_to(state))
-
-    def take_of(self, leaves: Sequence[Any]) -> PyTree:
-        """Return the smaller state, from the leaves of the larger one."""
+        leaves = self.whole.flatten_up_to(state)
         return self.part.unflatten([leaves[place] for place in self.places])
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
         """Return the larger state with the leaves of the smaller one in it."""
-        return self.put_among(self.whole.flatten_up_to(state), part)
-
-    def put_among(self, leaves: list[Any], part: PyTree) -> PyTree:
-        """Put the smaller state among ``leaves`` of the larger one, in place; return the larger."""
+        leaves = self.whole.flatten_up_to(state)
         for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
             leaves[place] = leaf
         return self.whole.unflatten(leaves)
@@ -396,19 +377,14 @@ def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who
     # An init may refuse params that differ per replica, so it gets shapes without varying axes.
     bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
     whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
-    there = {path: (place, leaf) for place, (path, leaf) in enumerate(whole)}
-    state = jax.eval_shape(tx.init, bare(fewer))
-    places: list[int] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        place, found = there.get(path, (-1, None))
-        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(
-                f"{who}: inner must keep its state leaf by leaf, got one whose "
-                f"{path_name(path) or 'only leaf'!r} depends on which leaves there are. A "
-                "flattened optimizer cannot be frozen in part: use it on the leaves."
-            )
-        places.append(place)
-    return Pruning(structure, jax.tree.structure(state), tuple(places))
+    there = {(path, x.shape, x.dtype): place for place, (path, x) in enumerate(whole)}
+    some, part = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(fewer)))
+    places = [there.get((path, x.shape, x.dtype), -1) for path, x in some]
+    lost = [path_name(path) for place, (path, _) in zip(places, some, strict=True) if place < 0]
+    hint = "These depend on which leaves there are, as optax.flatten's do: use it on the leaves."
+    allowed = "an optimizer that keeps its state leaf by leaf"
+    checks.require(who, "inner", lost[:6], allowed, not lost, hint)
+    return Pruning(structure, part, tuple(places))
 
 
 class Replay(NamedTuple):
@@ -479,7 +455,7 @@ def aside(params: PyTree) -> PyTree:
 
 def restored(params: PyTree) -> PyTree:
     """Return the params with the constants that ``aside`` has hidden."""
-    return _each(params, lambda node: node.leaf)
+    return jax.tree.map(lambda x: x.leaf if _is_aside(x) else x, params, is_leaf=_is_aside)
 
 
 def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
@@ -489,13 +465,13 @@ def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
       grads: a tree like the result of ``aside``.
       active: a bool, or a tree of bools like the argument of ``aside``.
     """
+    stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
     if isinstance(active, bool):
-        return _each(grads, lambda node: None)
+        active = jax.tree.map(lambda _: active, grads, is_leaf=stop)
 
     def replaced(g: Any, keep: bool) -> Any:
         return g if not _is_aside(g) else None if keep else optax.MaskedNode()
 
-    stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
     return jax.tree.map(replaced, grads, active, is_leaf=stop)
 
 
@@ -514,12 +490,9 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)
 
 
-def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
-    return jax.tree.map(lambda x: fn(x) if _is_aside(x) else x, tree, is_leaf=_is_aside)
-
-
 # A program that holds a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
+_DENSE = "Convert with .todense()."
 
 
 def _is_sparse(node: object) -> bool:
@@ -532,8 +505,10 @@ def dense(tree: PyTree, who: str) -> PyTree:
     def on_leaf(path: Any, x: Any) -> Any:
         if not _is_sparse(x):
             return x
-        if type(x).__name__ != "BCOO" or x.n_batch or not x.n_sparse:
-            _refuse_sparse(who, "gradients", "dense arrays or BCOO with n_batch=0", path, x)
+        got = type(x).__name__, path_name(path)
+        fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
+        allowed = "dense arrays or BCOO with n_batch=0"
+        checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
         # The type of x.todense() lacks the axes over which it varies. The sum is in f32
         # or wider, so that rows of one index are rounded once.
         zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
@@ -545,14 +520,6 @@ def dense(tree: PyTree, who: str) -> PyTree:
 
 def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
     """Refuse sparse leaves."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse):
-        if _is_sparse(x):
-            _refuse_sparse(who, what, "dense arrays", path, x)
-
-
-def _refuse_sparse(who: str, what: str, allowed: str, path: tuple[Any, ...], x: object) -> None:
-    name = path_name(path) or "the root"
-    raise TypeError(
-        f"{who}: {what} must be {allowed}, got {type(x).__name__} at {name!r}. Convert with "
-        ".todense()."
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
+    got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
+    checks.require(who, what, got[:6], "dense arrays", not got, _DENSE, TypeError)

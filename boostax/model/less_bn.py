@@ -170,10 +170,10 @@ def require_readable() -> None:
     with jaxprs.apart():
         x = jax.ShapeDtypeStruct((2, 2), "float32")
         found = _judged(jax.make_jaxpr(model)(x, x), 1)
-    if (found.removed, found.kept, found.head) != (("inner",), ("last",), "head"):
-        allowed = "judged: of two residual blocks the inner norm goes"
-        danger = "less_bn would take out norms that must stay, or none."
-        raise jaxprs.unreadable("the flow of data in programs", allowed, found, danger)
+    fits = (found.removed, found.kept, found.head) == (("inner",), ("last",), "head")
+    allowed = "judged: of two residual blocks the inner norm goes"
+    danger = "less_bn would take out norms that must stay, or none."
+    jaxprs.require("the flow of data in programs", allowed, found, fits, danger)
 
 
 def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:

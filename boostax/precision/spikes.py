@@ -81,7 +81,7 @@ def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
     """Return the root mean square of the replicas' norms, without a derivative."""
     leaves = jax.tree.leaves(jax.lax.stop_gradient(grads.value()))
     squares = [jnp.sum((g * g.conj()).real).astype(jnp.float32) for g in leaves]
-    total = axes.sum_over_shards(squares, names, jnp.float32)
+    total = axes.sum_over_shards(squares, names)
     return jnp.sqrt(total / (axes.size(names) if names else 1))
 
 

@@ -219,5 +219,5 @@ def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
     parts = [trees.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
     if not parts:
         return jnp.zeros((), jnp.float32)
-    lost, all_of_them = axes.sum_over_shards(parts, (), jnp.float32)
+    lost, all_of_them = axes.sum_over_shards(parts)
     return lost / jnp.maximum(all_of_them, 1)

@@ -115,7 +115,7 @@ def adasum(
       https://arxiv.org/abs/2006.02924, 2020. Results equal Horovod's for powers of two.
     """
     who = "adasum"
-    across = axes.required(who, axis_name)
+    across = axes.canonical(who, axis_name)
     inside = axes.canonical(who, within, "within")
     names = across + inside
     how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
@@ -366,7 +366,7 @@ def adasum_delta(
     """
     who = "adasum_delta"
     tx = checks.transformation(who, "inner", inner)
-    replicas = axes.required(who, axis_name)
+    replicas = axes.canonical(who, axis_name)
     if isinstance(within, int):
         checks.positive_int(who, "within", within, "It is the number of devices of a server.")
         inside, what = (), f"Run inner on the mean gradient of every {within} neighbours"

@@ -116,7 +116,7 @@ def compress(
       Lin et al., Deep Gradient Compression, https://arxiv.org/abs/1712.01887, 2018.
     """
     who = name or type(codec).__name__
-    names = axes.required(who, axis_name)
+    names = axes.canonical(who, axis_name)
     if momentum is not None:
         hint = "Move it here from the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
@@ -263,7 +263,7 @@ def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Arra
     dtype = jnp.result_type(jnp.float32, *leaves)
     parts = [x.astype(dtype) for x in (*map(_square, leaves), *growth)]
     # A growth may be negative, so rounding may make the total slightly negative.
-    return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
+    return jnp.maximum(axes.sum_over_shards(parts, names), 0)
 
 
 def _square(x: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ class _Own(NamedTuple):
         """Check the arguments that both factories share."""
         tx = checks.transformation(who, "inner", inner)
         _require_no_gate(who, gate.gate_of(inner) is not None)
-        return cls(who, axes.required(who, axis_name), tx)
+        return cls(who, axes.canonical(who, axis_name), tx)
 
     def init(self, params: PyTree) -> replicas.PerReplica:
         """Return the optimizer's first state, per replica and in f32 or wider."""

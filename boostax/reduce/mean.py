@@ -92,7 +92,7 @@ def all_reduce(
       ``backward_and_update_half`` (``dtype="float16"``, ``clip``), which sums in f16 and overflows.
     """
     who = "all_reduce"
-    names = axes.required(who, axis_name)
+    names = axes.canonical(who, axis_name)
     checks.choice(who, "op", op, ("mean", "sum"), "A mean keeps the learning rate's meaning.")
     checks.choice(who, "divide", divide, ("before", "after"), "After the sum is the default.")
     wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)

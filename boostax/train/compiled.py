@@ -141,14 +141,13 @@ class TrainStep:
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
         batch = self.place(batch)
-        leaves, structure = jax.tree.flatten(state)
-        programs = self._of(state, structure)
+        programs = self._of(state)
         if not self._varies_on_host(state):
             return programs.jitted("step", None)(state, batch)
         depth = programs.coming(state.opt_state)
         part = programs.part(depth)
-        small, reported = programs.jitted("step", depth)(part.take_of(leaves), batch)
-        state = part.put_among(leaves, small)
+        small, reported = programs.jitted("step", depth)(part.take(state), batch)
+        state = part.put(state, small)
         programs.coming.follow(state.opt_state)
         return state, reported
 
@@ -201,9 +200,9 @@ class TrainStep:
         # Inside another program the state is traced and cannot be read.
         return not isinstance(state.opt_state.coming(), Tracer)
 
-    def _of(self, state: TrainState, structure: Any = None) -> "Programs":
+    def _of(self, state: TrainState) -> "Programs":
         """Return the programs for a structure of the state, and types and specs of the params."""
-        structure = jax.tree.structure(state) if structure is None else structure
+        structure = jax.tree.structure(state)
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
         specs = self.placing and self.placing.of_params(state.params)
         key = structure, types, tuple(jax.tree.leaves(specs))
