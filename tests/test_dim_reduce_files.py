@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 
 import chex
 import jax
@@ -10,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import lanes
+from mindspore_runs import ABOUT, arrays, as_flax, split
 
 import boostax
 from boostax._core import trees
@@ -17,27 +18,11 @@ from boostax.checkpoint import Checkpointer
 from boostax.config.auto import auto
 from boostax.subspace import checkpoint_snapshots, pca_basis
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())
-SHAPES = ABOUT["shapes"]["tiny"]
-
-
-@functools.cache
-def arrays():
-    with np.load(GOLDEN / "mindspore_trajectories.npz") as file:
-        return dict(file)
-
-
 # MindSpore's runs: a layer of ten and one of four, with relu between.
 
 
-def as_flax(flat):
-    """A flat vector of MindSpore's as the params of Flax's: kernels are (in, out)."""
-    ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])
-    parts = zip(SHAPES.items(), np.split(flat, ends[:-1]), strict=True)
-    named = {name: x.reshape(shape).T for (name, shape), x in parts}
-    layers = [name.partition(".")[0] for name in named if name.endswith("weight")]
-    return {x: {"kernel": named[f"{x}.weight"], "bias": named[f"{x}.bias"]} for x in layers}
+def tiny(flat):
+    return as_flax(split(flat, ABOUT["shapes"]["tiny"]))
 
 
 def tiny_loss(params, batch):
@@ -52,11 +37,11 @@ def with_files(config, folder):
     settings = config["dim_reduce"]
     if name := settings.get("pca_mat_path"):
         settings["pca_mat_path"] = str(folder / f"{name}.npy")
-        rows = [jax.tree.leaves(as_flax(row)) for row in arrays()[name]]
+        rows = [jax.tree.leaves(tiny(row)) for row in arrays()[name]]
         np.save(settings["pca_mat_path"], [np.concatenate([*map(np.ravel, x)]) for x in rows])
     if name := settings.get("weight_load_dir"):
         settings["weight_load_dir"] = str(folder / name)
-        write(folder / name, [as_flax(row) for row in arrays()[name]])
+        write(folder / name, [tiny(row) for row in arrays()[name]])
     return config
 
 
@@ -74,20 +59,17 @@ def mindspores_runs():
 QUICK = ("dim_reduce_checkpoints", "dim_reduce_accumulate_2")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in mindspores_runs()],
-)
+@pytest.mark.parametrize("name", lanes(mindspores_runs(), QUICK))
 def test_weights_are_those_of_mindspore(name, tmp_path):
     run = mindspores_runs()[name]
     boost = auto(with_files(run["config"], tmp_path), level=run["level"], strict=False)
-    params = jax.tree.map(jnp.asarray, as_flax(arrays()["tiny_start"]))
+    params = jax.tree.map(jnp.asarray, tiny(arrays()["tiny_start"]))
     step = boost.make_train_step(tiny_loss, optax.sgd(0.1), params)
     state, worst, kept = step.init(params), 0.0, iter(arrays()[f"{run['program']}_w"])
     for i, batch in enumerate(zip(arrays()["tiny_x"], arrays()["tiny_y"], strict=True)):
         state, _ = step(state, batch)
         if i + 1 in ABOUT["kept_after"]:
-            expected = as_flax(next(kept))
+            expected = tiny(next(kept))
             gaps = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, expected)
             worst = max(worst, *jax.tree.leaves(gaps))
     if name == "dim_reduce_accumulate_2":
