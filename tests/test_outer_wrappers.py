@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training import follow
 
 import boostax
 
@@ -96,7 +97,5 @@ def test_a_window_of_weighted_micro_batches_is_none_of_multi_steps():
         with pytest.raises(ValueError, match=said):
             step(step.init(jnp.float32(0.0)), batches[0])
     step = boostax.make_train_step(loss, ours, has_aux=True)
-    state = step.init(jnp.float32(0.0))
-    for batch in batches:
-        state, _ = step(state, batch)
+    state, _ = follow(step, step.init(jnp.float32(0.0)), batches)
     np.testing.assert_allclose(state.params, -5 / 3, rtol=1e-6)

@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from lanes import lanes
+from reducing import mesh_of
+from training import follow, losses_of
 
 import boostax
 from boostax.checkpoint import Checkpointer
@@ -58,18 +60,8 @@ def batch(index):
 
 
 def made(kind, count):
-    some, share = jax.devices()[:count], kind == "sharded"
-    mesh = jax.make_mesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), devices=some)
-    how = {"mesh": mesh, "axis_name": AXIS, "shard_optimizer": share}
+    how = {"mesh": mesh_of(data=count), "axis_name": AXIS, "shard_optimizer": kind == "sharded"}
     return boostax.make_train_step(loss_fn, KINDS[kind](), **how)
-
-
-def trained(step, state, calls):
-    losses = []
-    for index in calls:
-        state, metrics = step(state, batch(index))
-        losses.append(float(metrics["loss"]))
-    return state, losses
 
 
 def means(state):
@@ -87,8 +79,8 @@ def means(state):
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     whole, exact = made(kind, 8), kind == "sharded"
     calls = range(CALLS * len(COUNTS) if exact else CALLS)
-    _, undisturbed = trained(whole, whole.init(initial()), calls)
-    losses, saved = [], None
+    undisturbed = losses_of(follow(whole, whole.init(initial()), map(batch, calls))[1])
+    found, saved = [], None
     for leg, count in enumerate(COUNTS):
         step = made(kind, count)
         state = step.init(initial())
@@ -101,15 +93,15 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
                     # One rounding of a mean in f32, of numbers that may cancel.
                     np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-7)
                 assert jax.tree.map(lambda x: x.sharding, state) == step.shardings(state)
-            state, more = trained(step, state, range(leg * CALLS, (leg + 1) * CALLS))
+            state, told = follow(step, state, map(batch, range(leg * CALLS, (leg + 1) * CALLS)))
             checkpointer.save((leg + 1) * CALLS, state)
             saved = state
-        losses += more
-    assert losses[:CALLS] == undisturbed[:CALLS]
+        found += losses_of(told)
+    assert found[:CALLS] == undisturbed[:CALLS]
     # Without state of each replica the curve is the undisturbed one; else each leg is lower.
     if exact:
-        np.testing.assert_allclose(losses, undisturbed, rtol=1e-5)
-    legs = [np.mean(losses[i : i + CALLS]) for i in range(0, len(losses), CALLS)]
+        np.testing.assert_allclose(found, undisturbed, rtol=1e-5)
+    legs = [np.mean(found[i : i + CALLS]) for i in range(0, len(found), CALLS)]
     assert legs == sorted(legs, reverse=True)
 
 
