@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 
@@ -36,7 +37,7 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("mapped", [None, "shard_map", "unchecked", "pmap", "mesh"])
 def test_logits_are_each_rows_own(mapped, microbatches):
     """Averaged over micro-batches and replicas, those of one row were mixed with another's."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=2)
     given = {"has_aux": True, "microbatches": microbatches}
     axis = {"axis_name": "data"} if mapped else {}
     axis |= {"mesh": mesh} if mapped == "mesh" else {}
@@ -73,7 +74,7 @@ def test_logits_are_each_rows_own(mapped, microbatches):
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_step_reports_scalars_and_refuses_arrays(parallel):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=2)
     where = {"mesh": mesh, "axis_name": "data"} if parallel else {}
     tx = optax.chain(*([boostax.all_reduce("data")] if parallel else []), optax.sgd(0.1))
     make = functools.partial(boostax.make_train_step, tx=tx, has_aux=True, microbatches=2, **where)

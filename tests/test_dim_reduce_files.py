@@ -11,6 +11,7 @@ import optax
 import pytest
 from lanes import lanes
 from mindspore_runs import ABOUT, arrays, as_flax, split
+from training import follow, losses_of
 
 import boostax
 from boostax._core import trees
@@ -102,11 +103,9 @@ def batch(i, size=64):
 
 def advance(step, state, count, first=None):
     """Some calls: with the batches of a run from the first one on, or all with the same."""
-    losses = []
-    for i in range(count):
-        state, metrics = step(state, batch(99, 256) if first is None else batch(first + i))
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    given = [batch(99, 256)] * count if first is None else map(batch, range(first, first + count))
+    state, told = follow(step, state, given)
+    return state, losses_of(told)
 
 
 @functools.cache
@@ -130,11 +129,11 @@ def assert_same(boost, tx, params, count=4):
     """A configuration does what a transformation does, to the bit."""
     step = boost.make_train_step(loss_fn, INNER, params)
     hand = boostax.make_train_step(loss_fn, tx)
-    state, losses = advance(step, step.init(params), count)
+    state, found = advance(step, step.init(params), count)
     expected, reported = advance(hand, hand.init(params), count)
     chex.assert_trees_all_equal(state, expected, strict=True)
-    assert losses == reported
-    return losses
+    assert found == reported
+    return found
 
 
 @pytest.mark.parametrize("form", [write, write_checkpoints])
@@ -146,8 +145,8 @@ def test_one_file_finishes_from_twelve_checkpoints_on_disk(tmp_path, form):
     job.write_text(json.dumps({"dim_reduce": settings}))
     # By hand, of the snapshots as they were in memory.
     tx = boostax.dim_reduce(pca_basis(snapshots, 8), residual=INNER)
-    losses = assert_same(auto(job), tx, params, 6)
-    assert losses[-1] < 0.9 * losses[0]
+    found = assert_same(auto(job), tx, params, 6)
+    assert found[-1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize("name", ["basis.npz", "basis.npy"])
@@ -163,8 +162,8 @@ def test_one_file_finishes_from_a_saved_basis(tmp_path, name):
         basis.save(tmp_path / name)
         first = basis._replace(components=first, explained=basis.explained[:8])
     tx = boostax.dim_reduce(first, residual=INNER)
-    losses = assert_same(auto({"dim_reduce": settings}), tx, params)
-    assert losses[-1] < 0.9 * losses[0]
+    found = assert_same(auto({"dim_reduce": settings}), tx, params)
+    assert found[-1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.long)])
