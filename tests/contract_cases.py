@@ -78,6 +78,12 @@ def below(state):
     return state.inner_state.inner_state
 
 
+# What steps of several calls are, what is inside of gates, and params of each replica's own.
+gates = {"skips": True, "calls": 2}
+scaler_below = {**gates, "skip_calls": 2, "skip_view": below}
+own_params = {"reduces": True, "own_params": True, "skips": True}
+
+
 def frozen(inner, axis):
     return boostax.scheduled_freeze(inner, half, FREEZES, repeat=True)
 
@@ -163,22 +169,12 @@ VARIANTS = [
         "all_reduce_with_noise_inside_gates",
         nested(window, scaler, behind(boostax.all_reduce, noise=0.9)),
         reduces=True,
-        skips=True,
-        calls=2,
-        skip_calls=2,
-        skip_view=below,
+        **scaler_below,
     ),
     Case("accumulate_every_one", around(boostax.accumulate, 1)),
     Case("accumulate_by_schedule", around(boostax.accumulate, lambda step: 2 + step * 0), calls=2),
-    Case("accumulate_inside_the_scaler", nested(scaler, window), skips=True, calls=2),
-    Case(
-        "accumulate_around_the_scaler",
-        nested(window, scaler),
-        skips=True,
-        calls=2,
-        skip_calls=2,
-        skip_view=below,
-    ),
+    Case("accumulate_inside_the_scaler", nested(scaler, window), **gates),
+    Case("accumulate_around_the_scaler", nested(window, scaler), **scaler_below),
     Case("all_reduce_half", behind(boostax.all_reduce, dtype="float16", clip=100.0), reduces=True),
     Case("all_reduce_in_buckets", behind(boostax.all_reduce, bucket_bytes=2**20), reduces=True),
     Case(
@@ -205,8 +201,7 @@ VARIANTS = [
         nested(scaler, window, behind(top_k, dense=lambda path, leaf: leaf.ndim < 2)),
         reduces=True,
         by_shard=True,
-        skips=True,
-        calls=2,
+        **gates,
     ),
     Case(
         "threshold_reduce",
@@ -229,23 +224,18 @@ VARIANTS = [
     Case(
         "partial_average",
         nested(scaler, around(reduce.partial_average, partitions=2)),
-        reduces=True,
-        own_params=True,
-        skips=True,
+        **own_params,
     ),
     Case(
         "local_updates",
         nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV)),
-        reduces=True,
-        own_params=True,
-        skips=True,
+        **own_params,
         calls=2,
     ),
     Case(
         "scheduled_freeze_around_scaler_and_window",
         nested(frozen, scaler, window),
-        skips=True,
-        calls=2,
+        **gates,
         skip_view=below,
     ),
     Case(
@@ -258,9 +248,8 @@ VARIANTS = [
         nested(
             lambda inner, axis: model.average_params(inner, "lawa", size=2, start=1), scaler, window
         ),
-        skips=True,
-        calls=2,
-        skip_view=lambda state: state._replace(inner_state=state.inner_state.inner_state),
+        **gates,
+        skip_view=lambda state: state._replace(inner_state=below(state)),
     ),
     Case(
         "dim_reduce_in_bfloat16_inside_the_scaler",
@@ -279,9 +268,8 @@ VARIANTS = [
     Case(
         "group_loss_scale_measured_around_a_window",
         nested(functools.partial(by_group, rule="measure"), window),
-        skips=True,
         scaled=scaled_by_group,
-        calls=2,
+        **gates,
     ),
 ]
 CASES = FIRST + VARIANTS

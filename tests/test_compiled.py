@@ -68,7 +68,6 @@ def test_carried_leaves_cost_their_own_size(name):
 
 WINDOW = 8
 PARAMS = {"w1": jnp.full((32, 64), 0.1), "b1": jnp.zeros(64), "w2": jnp.full((64, 8), 0.1)}
-PARAM_BYTES = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
 
 
 def mlp_loss(params, batch):

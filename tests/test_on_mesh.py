@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
-from reducing import mesh_of
+from reducing import mesh_of, own_means
 from training import follow, losses_of, own_step
 
 import boostax
@@ -270,10 +270,10 @@ def test_a_run_moves_from_placement_to_placement(reduction):
         if state is None:
             state = step.init(jax.tree.map(jnp.asarray, initial()))
         else:
-            before = mean_residuals(state)
+            before = own_means(state)
             saved = jax.tree.map(np.asarray, state)
             state = boostax.reshard_state(saved, devices)
-            assert_near(mean_residuals(state), before, 1e-7)
+            assert_near(own_means(state), before, 1e-7)
             state = jax.device_put(state, step.shardings(state))
         # Three calls: the second move finds a window open.
         state, told = follow(step, state, map(rows, range(3 * place, 3 * place + 3)))
@@ -287,14 +287,6 @@ def test_a_run_moves_from_placement_to_placement(reduction):
     tolerance = 2e-6 if reduction == "mean" else 2e-3
     np.testing.assert_allclose(seen, wanted, rtol=tolerance)
     assert_near(state.params, params, tolerance)
-
-
-def mean_residuals(state):
-    """Of what every replica holds: residuals and open windows."""
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, boostax.PerReplica))
-    own = [x.local for x in nodes if isinstance(x, boostax.PerReplica)]
-    floating = [x for x in jax.tree.leaves(own) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return [np.asarray(x).mean(0) for x in floating]
 
 
 def test_explain_counts_what_xla_places():

@@ -1,4 +1,7 @@
-"""``make_train_step(shard_optimizer=True)``: ZeRO-1 by one argument, for any optimizer."""
+"""``make_train_step(shard_optimizer=True)``: ZeRO-1 by one argument, for any optimizer.
+
+And reductions inside a step: over two axes, of params that each replica has for itself.
+"""
 
 import itertools
 
@@ -8,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from reducing import mesh_of
 from training import follow, losses_of
 
@@ -170,19 +175,67 @@ def test_a_part_that_decides_for_each_replica_is_refused():
         step.lower(step.init(initial()), batch(0))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "reduction",
-    [
-        lambda: [boostax.adasum("slow", within="fast")],
-        lambda: [boostax.all_reduce("fast"), boostax.all_reduce("slow")],
-        lambda: [boostax.int8_reduce(("slow", "fast"))],
-    ],
-    ids=["adasum", "means", "int8"],
-)
-def test_two_levels(reduction):
-    where, found = {"mesh": mesh_of(slow=4, fast=2), "axis_name": ("slow", "fast")}, []
-    for share in (True, False):
-        step = made(optax.chain(*reduction(), *rest()), share, **where)
-        found.append(follow(step, step.init(initial()), map(batch, range(3)))[0])
-    assert_near(*found)
+TWO_LEVELS = {"mesh": mesh_of(slow=4, fast=2), "axis_name": ("slow", "fast")}
+REDUCTIONS = {
+    "adasum": lambda: [boostax.adasum("slow", within="fast")],
+    "means": lambda: [boostax.all_reduce("fast"), boostax.all_reduce("slow")],
+    "int8": lambda: [boostax.int8_reduce(("slow", "fast"))],
+}
+
+
+@pytest.mark.parametrize("name", lanes(REDUCTIONS, ["adasum"]))
+def test_two_levels(name):
+    make = lambda: optax.chain(*REDUCTIONS[name](), *rest())  # noqa: E731
+    assert_near(*(trained(make(), share, 3, **TWO_LEVELS)[1] for share in (True, False)))
+
+
+def test_two_axes_are_one_or_are_named_as_two_levels():
+    both = optax.chain(boostax.adasum(("slow", "fast")), optax.sgd(0.1, momentum=0.9))
+    flat = optax.chain(boostax.adasum(AXIS), optax.sgd(0.1, momentum=0.9))
+    step, found, _ = trained(both, False, 4, **TWO_LEVELS)
+    assert step.replicas == DEVICES
+    assert_near(found.params, trained(flat, False, 4)[1].params)
+    apart = optax.chain(boostax.all_reduce("fast"), boostax.adasum("slow"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"must be all replica axes .*within= for two levels"):
+        trained(apart, False, 1, **TWO_LEVELS)
+
+
+def test_specs_of_a_sharded_state():
+    shapes = {"w": (16, 8), "v": (8, 5), "b": (5,), "s": (6, 16), "t": (16, 8)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    given = dict.fromkeys(shapes, P()) | {"t": P("fsdp")}
+    tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
+    specs = boostax.states.state_specs(
+        tx, params, "data", param_specs=given, replicas=8, shard_optimizer=True
+    )
+    assert specs[1][0].mu == {
+        "w": P("data", None),
+        "v": P("data", None),
+        "b": P(),
+        # Along the first dimension that they divide and that is whole.
+        "s": P(None, "data"),
+        "t": P("fsdp", "data"),
+    }
+    assert specs[1][0].count == P()
+    assert specs[0].residual.local["w"] == P("data")
+    with pytest.raises(ValueError, match="replicas must be the size"):
+        boostax.states.state_specs(optax.adam(0.1), jnp.zeros(16), "data", shard_optimizer=True)
+
+
+def test_params_of_each_replica_meet_when_they_should():
+    """DiLoCo through the train step: apart between meetings, equal after one and after a flush."""
+    inner = boostax.reduce.local_updates(optax.adam(1e-2), "data", every=2)
+    step = made(boostax.accumulate(inner, 2, axis_name="data"), False)
+    state, apart = step.init(initial()), []
+    own = lambda state: np.asarray(state.params.local["embed"]["kernel"])  # noqa: E731
+    common = lambda state: step.common_params(state)["embed"]["kernel"]  # noqa: E731
+    assert own(state).shape == (8, 64, 64)
+    for index in range(6):
+        state, metrics = step(state, batch(index))
+        apart.append(bool(np.any(own(state) != own(state)[:1])))
+    assert apart == [False, True, True, False, False, True]
+    assert np.isfinite(float(metrics["loss"]))
+    np.testing.assert_allclose(common(state), own(state).mean(0), atol=1e-6)
+    state = step.flush(state)
+    assert np.all(own(state) == own(state)[:1])
+    np.testing.assert_array_equal(common(state), own(state)[0])
