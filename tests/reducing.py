@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from boostax._core import costs
+import boostax
+from boostax._core import costs, trees
 
 
 def updating(tx):
@@ -36,6 +37,13 @@ def repeated(tx, grads, steps=1):
     for _ in range(steps):
         means, state = update(grads, state)
     return means, state
+
+
+def own_means(state):
+    """Means over the replicas of what each holds for itself, where there is one."""
+    nodes = trees.find(state, lambda x: isinstance(x, boostax.PerReplica))
+    floating = [x for x in jax.tree.leaves(nodes) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [np.asarray(x, np.float64).mean(0) for x in floating]
 
 
 def mesh_of(kind=AxisType.Auto, **axes):

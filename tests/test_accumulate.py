@@ -308,23 +308,6 @@ def test_weights_of_replicas_do_not_overflow_f16_gradients(mesh):
     assert_same(grads, expected)
 
 
-def test_weights_over_micro_batches_windows_and_replicas(mesh):
-    """All at once they make the mean over every row that counts."""
-    rng = np.random.default_rng(3)
-    x, mask = rng.normal(size=(2, 32, 3)).astype(np.float32), np.float32(rng.random((2, 32)) < 0.3)
-    inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
-    tx = boostax.accumulate(inner, 2, normalize="weight", axis_name="data")
-    options = {"mesh": mesh, "axis_name": "data", "microbatches": 2, "has_aux": True}
-    step = boostax.make_train_step(masked_loss, tx, **options)
-    state = step.init(PARAMS)
-    for batch in zip(x, mask, strict=True):
-        state, told = step(state, batch)
-    whole = x.reshape(-1, 3), mask.reshape(-1)
-    grads = jax.grad(masked_loss, has_aux=True)(PARAMS, whole)[0]
-    assert bool(told["applied"])
-    assert_close(state.params, jax.tree.map(jnp.subtract, PARAMS, grads))
-
-
 def test_keys_and_model_state_go_through_the_micro_batches():
     """The key is folded with the index; the state is handed on from one to the next."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from lanes import lanes
+from training import follow, losses_of
 
 import boostax
 from boostax.config import keys
@@ -408,12 +409,8 @@ def test_a_run_from_a_configuration_is_that_of_a_chain_by_hand_bit_for_bit(mesh,
         auto(config).make_train_step(loss_fn, optax.adamw(1e-2), mlp(), **place),
         boostax.make_train_step(loss_fn, by_hand(axis), policy=policy, **place),
     )
-    results = []
-    for step in steps:
-        state = step.init(mlp())
-        for batch in batches(4):
-            state, metrics = step(state, batch)
-        results.append((state, metrics))
+    results = [follow(step, step.init(mlp()), batches(4)) for step in steps]
+    metrics = results[0][1][-1]
     assert "frozen_groups" in metrics and int(metrics["optimizer_steps"]) == 2
     chex.assert_trees_all_equal(*results)
 
@@ -423,19 +420,13 @@ def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
     boost = auto({"loss_scale": "dynamic", "dim_reduce": {"n_components": 3, "every": 2}})
     axis = {"mesh": mesh, "axis_name": "data"}
     main = boost.make_train_step(loss_fn, optax.sgd(0.1), **axis)
-    state = main.init(mlp())
-    for batch in batches(9):
-        state, _ = main(state, batch)
+    state, _ = follow(main, main.init(mlp()), batches(9))
     params = main.common_params(state)
     tx = boost.finish(state.opt_state, params, residual=optax.adam(1e-3), axis_name="data")
     assert isinstance(tx.init(params).inner_state, boostax.states.DimReduceState)
     step = boostax.make_train_step(loss_fn, tx, policy=boost.policy, **axis)
-    begun, losses = step.init(params), []
-    batch = next(batches(1))
-    for _ in range(4):
-        begun, metrics = step(begun, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.9 * losses[0]
+    seen = losses_of(follow(step, step.init(params), list(batches(1)) * 4)[1])
+    assert seen[-1] < 0.9 * seen[0]
     # A basis from elsewhere does as well, and MindSpore's own residual is a momentum SGD.
     basis = boostax.subspace.trajectory_basis(state.opt_state, 2)
     mindspore = auto({"boost": {"mode": "manual", "dim_reduce": True}})

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
+from memory import temporary_bytes
 from reducing import mesh_of
 
 import boostax
@@ -19,11 +21,7 @@ from boostax.testing._arrays import assert_same, example_grads, poison
 RNG = np.random.default_rng(0)
 SGD = optax.sgd(0.1)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "b": jnp.float32(0.5)}
-KINDS = {
-    "ema": {"decay": 0.9},
-    "window": {},
-    "lawa": {"size": 3},
-}
+KINDS = {"ema": {"decay": 0.9}, "window": {}, "lawa": {"size": 3}}
 
 
 def follow(tx, steps, params=PARAMS, state=None, grads=None):
@@ -43,13 +41,8 @@ def reference(kind, path, decay=0.9, size=3, every=1, start=0):
     taken = path[start::every]
     if not taken:
         return path[-1] if path else None
-    if kind == "ema":
-        weights = decay ** np.arange(len(taken))[::-1]
-    elif kind == "window":
-        weights = np.ones(len(taken))
-    else:
-        taken = taken[-size:]
-        weights = np.ones(len(taken))
+    taken = taken[-size:] if kind == "lawa" else taken
+    weights = (decay if kind == "ema" else 1.0) ** np.arange(len(taken))[::-1]
     return np.tensordot(weights / weights.sum(), np.stack(taken), 1)
 
 
@@ -94,8 +87,7 @@ FORMS = {
     "inside both": lambda tx, average: SCALED(boostax.accumulate(average(tx), 2)),
     "around a check": lambda tx, average: average(boostax.precision.check_updates(tx)),
 }
-QUICK = {"around a scaler and a window", "inside both"}
-SOME = [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in FORMS]
+SOME = lanes(FORMS, {"around a scaler and a window", "inside both"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,13 +175,7 @@ def test_a_donated_step_holds_nothing_more_than_without_the_average(form, kind):
     build = FORMS.get(form, lambda tx, average: average(tx))
     temporaries = []
     for around in (lambda tx: tx, average):
-        tx = build(optax.adam(0.1), around)
-        step = jax.jit(
-            lambda p, s, g, tx=tx: boostax.apply_gradients(drawn(tx), g, s, p),
-            donate_argnums=(0, 1),
-        )
-        program = step.lower(BIG, jax.eval_shape(tx.init, BIG), BIG).compile()
-        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+        temporaries.append(temporary_bytes(build(optax.adam(0.1), around), BIG))
     # Between two branches XLA:CPU copies the params that the inner one hands to the average.
     allowed = 1.02 if form == "between them" else 0.02
     assert temporaries[1] - temporaries[0] <= allowed * 4 * 2**20

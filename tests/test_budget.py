@@ -31,7 +31,7 @@ CEILINGS = {
     "boostax/testing": 842,
     "boostax/train": 1164,
     "examples": 1500,
-    "tests": 19407,
+    "tests": 18750,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")

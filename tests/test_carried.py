@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax.linen import fp8_ops
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
+from training import follow
 
 import boostax
 
@@ -38,10 +39,6 @@ START = NET.init(jax.random.key(0), X[0])
 
 def loss_fn(variables, batch):
     return jnp.mean((NET.apply(variables, batch["x"]) - batch["y"]) ** 2)
-
-
-def mesh_of(n):
-    return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def chain(axis, optimizer):
@@ -72,7 +69,7 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
 ):
     """Bit for bit, those of cotangents included. The optimizer made -0.04 of an amax of 9.9."""
     axis = "data" if replicas > 1 else None
-    where = {"mesh": mesh_of(replicas), "axis_name": axis} if axis else {}
+    where = {"mesh": mesh_of(data=replicas), "axis_name": axis} if axis else {}
     if "param_specs" in options:
         spec = lambda path, x: P("data") if x.ndim == 2 else P()  # noqa: E731
         options = {"param_specs": jax.tree_util.tree_map_with_path(spec, START)}
@@ -173,7 +170,7 @@ NESTINGS = {
 def test_rules_hold_over_windows_micro_batches_and_replicas(nesting, axis):
     every, build = NESTINGS[nesting]
     tx = boostax.carry(build(chain(axis, optax.adamw(0.1)), axis), RULES, axis_name=axis)
-    where = {"mesh": mesh_of(2), "axis_name": axis} if axis else {}
+    where = {"mesh": mesh_of(data=2), "axis_name": axis} if axis else {}
     step = boostax.make_train_step(watched, tx, microbatches=2, **where)
     state, calls = step.init(PLAIN), []
     for x in DATA[: 2 * every + 1]:
@@ -282,7 +279,7 @@ def test_a_loop_of_ones_own(checked):
         mapped = jax.pmap(call, axis_name="data", **how)
         params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0].reshape(2, 4, 2))
     else:
-        how = {"mesh": mesh_of(2), "in_specs": (P(), P(), P("data")), "out_specs": P()}
+        how = {"mesh": mesh_of(data=2), "in_specs": (P(), P(), P("data")), "out_specs": P()}
         mapped = jax.jit(jax.shard_map(call, check_vma=checked, **how))
         params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0])
     assert_of(params, expected([DATA[0]]))
@@ -291,7 +288,7 @@ def test_a_loop_of_ones_own(checked):
 def test_params_of_each_replicas_own_have_the_same_carried_leaves():
     inner = boostax.reduce.local_updates(optax.sgd(0.1), axis_name="data", every=2)
     tx = boostax.carry(inner, RULES, axis_name="data")
-    step = boostax.make_train_step(watched, tx, mesh=mesh_of(2), axis_name="data")
+    step = boostax.make_train_step(watched, tx, mesh=mesh_of(data=2), axis_name="data")
     state, _ = step(step.init(PLAIN), DATA[0])
     assert np.ptp(np.asarray(state.params.local["w"]), axis=0).max() > 0
     for replica in range(2):
@@ -358,7 +355,7 @@ def test_replicas_that_would_part_are_told_of():
     tx = boostax.carry(chain("data", optax.sgd(0.1)), RULES)
     (finding,) = boostax.explain(tx, PLAIN).findings
     assert finding.certain and "carry without the axis 'data'" in str(finding)
-    boostax.make_train_step(watched, tx, mesh=mesh_of(2), axis_name="data")
+    boostax.make_train_step(watched, tx, mesh=mesh_of(data=2), axis_name="data")
 
 
 def test_a_window_that_was_moved_out_of_a_state_is_not_gone_on_with():
@@ -378,10 +375,10 @@ def test_a_window_has_the_histories_of_its_rows():
     """Those of cotangents as of one call, whose mean loss is over half of the rows."""
     inner = boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data")
     tx = boostax.carry(inner, axis_name="data")
-    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of(2), axis_name="data", microbatches=2)
-    state = step.init(START)
-    for batch in BATCHES[:2]:
-        state, _ = step(state, batch)
+    step = boostax.make_train_step(
+        loss_fn, tx, mesh=mesh_of(data=2), axis_name="data", microbatches=2
+    )
+    state, _ = follow(step, step.init(START), BATCHES[:2])
     both = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2])
     wanted = jax.jit(jax.grad(loss_fn))(START, both)[OWG]
     for (path, found), big in zip(

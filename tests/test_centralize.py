@@ -336,18 +336,6 @@ def test_some_params_alone_are_those_of_optax_masked():
     assert averaged(tx, grads) == {"a": (0,), "b/kernel": ()}
 
 
-# Training
-
-
-def test_decay_before_is_centralized_and_decay_after_is_not():
-    params, grads = jnp.asarray(wave(6, 4, seed=2)), jnp.asarray(wave(6, 4))
-    decay, center = optax.add_decayed_weights(0.1), centralize_gradients()
-    before = update(optax.chain(decay, center), grads, params)
-    after = update(optax.chain(center, decay), grads, params)
-    np.testing.assert_allclose(before, less_mean(grads + 0.1 * params, (0,)), atol=5e-7)
-    np.testing.assert_allclose(after, less_mean(grads, (0,)) + 0.1 * params, atol=5e-7)
-
-
 # Sharded leaves
 
 

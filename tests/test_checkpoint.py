@@ -22,6 +22,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax import checkpoint
@@ -131,9 +132,8 @@ def test_a_restored_state_is_donated_like_a_fresh_one(tmp_path, how):
     loss_fn = lambda p, batch: jnp.mean((batch @ p["w"] + p["b"]) ** 2)  # noqa: E731
     inner, axis = optax.adamw(1e-3), "data" if how else None
     if how:
-        mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
         inner = optax.chain(boostax.all_reduce("data"), inner)
-        how = {"mesh": mesh, "axis_name": "data", **how}
+        how = {"mesh": mesh_of(data=4), "axis_name": "data", **how}
     step = boostax.make_train_step(loss_fn, boostax.accumulate(inner, 2, axis_name=axis), **how)
 
     def buffers(state):
@@ -157,7 +157,7 @@ def test_a_restored_state_is_donated_like_a_fresh_one(tmp_path, how):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_leaves_come_back_on_another_number_of_devices(tmp_path, kind):
     def place(count):
-        mesh = jax.make_mesh((count,), ("data",), (kind,), devices=jax.devices()[:count])
+        mesh = mesh_of(kind, data=count)
         put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
         return {"split": put(jnp.arange(32.0).reshape(8, 4), "data"), "whole": put(jnp.arange(3.0))}
 

@@ -4,10 +4,8 @@ Every run that MindSpore ended, by its dictionaries and by each switch: 20 steps
 1st, 5th and 20th within 1e-4; or it is listed below with the cause and the size of the difference.
 """
 
-import functools
 import itertools
 import json
-import pathlib
 
 import flax.linen as nn
 import jax
@@ -16,17 +14,11 @@ import numpy as np
 import optax
 import pytest
 from lanes import lanes
+from mindspore_runs import ABOUT, GOLDEN, arrays, as_flax, place, split, turned
 
 from boostax.config.auto import auto
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())
 ATOL = 1e-4
-
-
-@functools.cache
-def arrays():
-    return dict(np.load(GOLDEN / "mindspore_trajectories.npz"))
 
 
 class MLP(nn.Module):
@@ -74,34 +66,6 @@ NETWORKS = {
     "tiny": lambda: MLP((10, 4)),
     "resnet": ResNet,
 }
-LEAVES = {"weight": "kernel", "bias": "bias", "gamma": "scale", "beta": "bias"}
-
-
-def split(flat, shapes):
-    """Named arrays of a concatenation."""
-    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes.values()])
-    parts = np.split(flat, ends[:-1])
-    return {name: x.reshape(s) for (name, s), x in zip(shapes.items(), parts, strict=True)}
-
-
-def place(name):
-    """Where a param of MindSpore's lies in Flax's tree."""
-    *modules, leaf = name.split(".")
-    return (*modules, "multiplier" if leaf == "multiplier" else LEAVES[leaf])
-
-
-def turned(x):
-    """Outputs last."""
-    return np.moveaxis(x, (0, 1), (-1, -2)) if x.ndim > 1 else x
-
-
-def as_flax(named):
-    tree = {}
-    for name, x in named.items():
-        *modules, leaf = place(name)
-        below = functools.reduce(lambda node, key: node.setdefault(key, {}), modules, tree)
-        below[leaf] = turned(x)
-    return tree
 
 
 def at(tree, path):

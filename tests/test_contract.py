@@ -6,43 +6,11 @@ import sys
 import textwrap
 
 import pytest
-from contract_cases import CASES
+from contract_cases import CASES, VARIANTS
 
 import boostax.testing
 from boostax.testing import INIT_LAWS, laws_for
 
-# Settings and siblings of a transformation that stands there once already: of them only what is
-# told of their arguments is worth every run.
-VARIANTS = {
-    "static_loss_scale",
-    "static_loss_scale_without_check",
-    "accumulate_every_one",
-    "accumulate_by_schedule",
-    "accumulate_around_the_scaler",
-    "accumulate_inside_the_scaler",
-    "accumulate_in_bfloat16",
-    "all_reduce_with_noise_inside_gates",
-    "all_reduce_half",
-    "all_reduce_in_buckets",
-    "adasum_half_inside_the_scaler",
-    "top_k_reduce_warming_up_in_blocks_with_momentum",
-    "top_k_reduce_inside_gates",
-    "threshold_reduce",
-    "scheduled_freeze_around_scaler_and_window",
-    "dim_reduce_in_bfloat16_inside_the_scaler",
-    "record_trajectory",
-    "average_params",
-    "average_params_around_scaler_and_window",
-    "group_loss_scale_measured_around_a_window",
-    "adasum_delta",
-    "adasum_delta_of_servers",
-    "int8_reduce",
-    "power_sgd_reduce",
-    "partial_average",
-    "local_updates",
-    "centralize_gradients",
-    "clip_by_global_norm",
-}
 ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
 
 # Of those that share the gate with the scalers: what is not the gate's.
@@ -77,7 +45,7 @@ EXPLICIT = {"dynamic_loss_scale"}
 
 
 def marks(case, law):
-    late = case.name in VARIANTS and law not in ALWAYS
+    late = case in VARIANTS and law not in ALWAYS
     late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
     return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import lanes
 
 import boostax
 from boostax.subspace.dim_reduce import MINDSPORE, dim_reduce
 
-CASES = ["quad", "quad_default", "mlp", "mlp_sens16", "mlp_stall", "mlp_rho0.3_sigma0.9"]
 QUICK = {"quad", "mlp_sens16", "mlp_stall"}
 # c, alpha, gamma of each: see golden/README.md.
 SETTINGS = {
@@ -56,9 +56,7 @@ def load(golden, name):
     return dict(np.load(golden / f"dimreduce_{name}.npz"))
 
 
-@pytest.mark.parametrize(
-    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in CASES]
-)
+@pytest.mark.parametrize("name", lanes(SETTINGS, QUICK))
 def test_fidelity_mode_takes_mindspores_steps(golden, name):
     """Every accepted length the same; weights within the tolerance of the record, in f64."""
     run = {key: x.astype(np.float64) for key, x in load(golden, name).items()}

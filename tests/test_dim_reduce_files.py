@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 
 import chex
 import jax
@@ -10,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import lanes
+from mindspore_runs import ABOUT, arrays, as_flax, split
+from training import follow, losses_of
 
 import boostax
 from boostax._core import trees
@@ -17,27 +19,11 @@ from boostax.checkpoint import Checkpointer
 from boostax.config.auto import auto
 from boostax.subspace import checkpoint_snapshots, pca_basis
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())
-SHAPES = ABOUT["shapes"]["tiny"]
-
-
-@functools.cache
-def arrays():
-    with np.load(GOLDEN / "mindspore_trajectories.npz") as file:
-        return dict(file)
-
-
 # MindSpore's runs: a layer of ten and one of four, with relu between.
 
 
-def as_flax(flat):
-    """A flat vector of MindSpore's as the params of Flax's: kernels are (in, out)."""
-    ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])
-    parts = zip(SHAPES.items(), np.split(flat, ends[:-1]), strict=True)
-    named = {name: x.reshape(shape).T for (name, shape), x in parts}
-    layers = [name.partition(".")[0] for name in named if name.endswith("weight")]
-    return {x: {"kernel": named[f"{x}.weight"], "bias": named[f"{x}.bias"]} for x in layers}
+def tiny(flat):
+    return as_flax(split(flat, ABOUT["shapes"]["tiny"]))
 
 
 def tiny_loss(params, batch):
@@ -52,11 +38,11 @@ def with_files(config, folder):
     settings = config["dim_reduce"]
     if name := settings.get("pca_mat_path"):
         settings["pca_mat_path"] = str(folder / f"{name}.npy")
-        rows = [jax.tree.leaves(as_flax(row)) for row in arrays()[name]]
+        rows = [jax.tree.leaves(tiny(row)) for row in arrays()[name]]
         np.save(settings["pca_mat_path"], [np.concatenate([*map(np.ravel, x)]) for x in rows])
     if name := settings.get("weight_load_dir"):
         settings["weight_load_dir"] = str(folder / name)
-        write(folder / name, [as_flax(row) for row in arrays()[name]])
+        write(folder / name, [tiny(row) for row in arrays()[name]])
     return config
 
 
@@ -74,20 +60,17 @@ def mindspores_runs():
 QUICK = ("dim_reduce_checkpoints", "dim_reduce_accumulate_2")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in mindspores_runs()],
-)
+@pytest.mark.parametrize("name", lanes(mindspores_runs(), QUICK))
 def test_weights_are_those_of_mindspore(name, tmp_path):
     run = mindspores_runs()[name]
     boost = auto(with_files(run["config"], tmp_path), level=run["level"], strict=False)
-    params = jax.tree.map(jnp.asarray, as_flax(arrays()["tiny_start"]))
+    params = jax.tree.map(jnp.asarray, tiny(arrays()["tiny_start"]))
     step = boost.make_train_step(tiny_loss, optax.sgd(0.1), params)
     state, worst, kept = step.init(params), 0.0, iter(arrays()[f"{run['program']}_w"])
     for i, batch in enumerate(zip(arrays()["tiny_x"], arrays()["tiny_y"], strict=True)):
         state, _ = step(state, batch)
         if i + 1 in ABOUT["kept_after"]:
-            expected = as_flax(next(kept))
+            expected = tiny(next(kept))
             gaps = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, expected)
             worst = max(worst, *jax.tree.leaves(gaps))
     if name == "dim_reduce_accumulate_2":
@@ -120,11 +103,9 @@ def batch(i, size=64):
 
 def advance(step, state, count, first=None):
     """Some calls: with the batches of a run from the first one on, or all with the same."""
-    losses = []
-    for i in range(count):
-        state, metrics = step(state, batch(99, 256) if first is None else batch(first + i))
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    given = [batch(99, 256)] * count if first is None else map(batch, range(first, first + count))
+    state, told = follow(step, state, given)
+    return state, losses_of(told)
 
 
 @functools.cache
@@ -148,11 +129,11 @@ def assert_same(boost, tx, params, count=4):
     """A configuration does what a transformation does, to the bit."""
     step = boost.make_train_step(loss_fn, INNER, params)
     hand = boostax.make_train_step(loss_fn, tx)
-    state, losses = advance(step, step.init(params), count)
+    state, found = advance(step, step.init(params), count)
     expected, reported = advance(hand, hand.init(params), count)
     chex.assert_trees_all_equal(state, expected, strict=True)
-    assert losses == reported
-    return losses
+    assert found == reported
+    return found
 
 
 @pytest.mark.parametrize("form", [write, write_checkpoints])
@@ -164,8 +145,8 @@ def test_one_file_finishes_from_twelve_checkpoints_on_disk(tmp_path, form):
     job.write_text(json.dumps({"dim_reduce": settings}))
     # By hand, of the snapshots as they were in memory.
     tx = boostax.dim_reduce(pca_basis(snapshots, 8), residual=INNER)
-    losses = assert_same(auto(job), tx, params, 6)
-    assert losses[-1] < 0.9 * losses[0]
+    found = assert_same(auto(job), tx, params, 6)
+    assert found[-1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize("name", ["basis.npz", "basis.npy"])
@@ -181,8 +162,8 @@ def test_one_file_finishes_from_a_saved_basis(tmp_path, name):
         basis.save(tmp_path / name)
         first = basis._replace(components=first, explained=basis.explained[:8])
     tx = boostax.dim_reduce(first, residual=INNER)
-    losses = assert_same(auto({"dim_reduce": settings}), tx, params)
-    assert losses[-1] < 0.9 * losses[0]
+    found = assert_same(auto({"dim_reduce": settings}), tx, params)
+    assert found[-1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.long)])

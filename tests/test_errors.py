@@ -259,11 +259,6 @@ def test_gradients_that_autodiff_has_summed_are_refused(mesh, who):
         np.testing.assert_allclose(moved["w"], 1 - 0.35)
 
 
-def test_a_decision_that_replicas_could_take_differently_is_refused(mesh):
-    with pytest.raises(ValueError, match=r"dynamic_loss_scale: the decision .* got \['data'\]"):
-        on_mesh(mesh, dynamic(), local)
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_shards_agree_besides_the_replicas(bad):
     grid = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)

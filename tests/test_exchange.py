@@ -1,6 +1,7 @@
 """Leaves that are large enough to travel in their own shape: cut along a dimension, or cut flat."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from lanes import lanes
 from reducing import at_once, mapped, updating
 
 import boostax
@@ -73,7 +75,7 @@ def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
     assert sum(map(len, packs)) == len(SHAPES) - len(alone) and len(packs) == 1
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.long), 3, 8])
+@pytest.mark.parametrize("replicas", lanes([2, 3, 8], [3, 8]))
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_what_is_sent_and_what_is_held_back_is_all(name, replicas):
     means, state = reduced(name, replicas)
@@ -101,15 +103,9 @@ def test_a_row_has_a_scale_of_its_own(replicas):
         assert (error <= step).all()
 
 
-@pytest.mark.parametrize(
-    ("replicas", "wire"),
-    [
-        pytest.param(n, wire, marks=[] if (n, wire) in QUICK else pytest.mark.long)
-        for n in (2, 3, 8)
-        for wire in (None, "bfloat16", "float16")
-    ],
-)
-def test_adasum_is_that_of_the_leaves(replicas, wire):
+@pytest.mark.parametrize("case", lanes(itertools.product((2, 3, 8), (None, *HALVES)), QUICK))
+def test_adasum_is_that_of_the_leaves(case):
+    replicas, wire = case
     tx = boostax.adasum("data", wire_dtype=wire)
     found = at_once(tx)(gradients(replicas))[0]
     tolerance = 2e-6 if wire is None else 8 * float(jnp.finfo(wire).eps)

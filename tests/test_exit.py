@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training import follow
 
 import boostax
 from boostax.testing import drawn
@@ -187,16 +188,13 @@ def test_replicas_drop_a_window_together_or_hold_it_back(mesh, form):
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", has_aux=True)
     good, bad = jnp.ones(8), jnp.ones(8).at[3].set(6e4)
     kept = lambda: jax.device_get((state.params, state.opt_state.inner_state.inner_state))  # noqa: E731
-    state = step.init(jnp.float32(1.0))
-    for batch in (good, good, bad):
-        state, metrics = step(state, batch)
+    state, _ = follow(step, step.init(jnp.float32(1.0)), (good, good, bad))
     before = kept()
     state, metrics = step(state, bad)
     dropped = "held_updates" if form == "checked" else "dropped_windows"
     assert not metrics["applied"] and metrics[dropped] == 1
     assert_same(kept(), before)
-    for batch in (good, good)[form == "checked" :]:
-        state, metrics = step(state, batch)
+    _, (*_, metrics) = follow(step, state, (good, good)[form == "checked" :])
     assert metrics["applied"] and metrics[dropped] == 1
 
 

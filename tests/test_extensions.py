@@ -191,11 +191,7 @@ def test_what_a_configuration_cannot_place_is_refused():
         )
 
     for data, factory, text in (
-        (
-            {"rate": {"size": 0.1}},
-            rate,
-            r"auto: rate must be described .*, got 'rate'",
-        ),
+        ({"rate": {"size": 0.1}}, rate, "auto: rate must be described .*, got 'rate'"),
         ({"mine": True}, mine, "auto: mine must be described .*, got 'unknown'"),
         ({"drop_spikes": {"faktor": 4.0}}, drop_spikes, "of drop_spikes must be among 'factor'"),
         ({"reduce": "adasum", "sign_reduce": True}, sign_reduce, "reduce must be left out here"),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training import follow
 
 import boostax
 from boostax._core.describe import asked
@@ -64,10 +65,7 @@ def by_hand(name, calls=3, params=START):
 
 def by_step(tx, calls=3, params=START, **options):
     step = boostax.make_train_step(loss_fn, tx, **options)
-    state = step.init(params)
-    for _ in range(calls):
-        state, _ = step(state, BATCH)
-    return state.params
+    return follow(step, step.init(params), [BATCH] * calls)[0].params
 
 
 assert_near = functools.partial(chex.assert_trees_all_close, rtol=2e-4, atol=2e-5)

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax import all_reduce, on_mesh, value_and_grad
@@ -133,7 +134,7 @@ def added(before, after):
 
 
 def run(make):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, model=2)
     params = placed(mesh)
     step, state = make(mesh, params)
     program = jax.jit(step)
@@ -146,7 +147,7 @@ def run(make):
 
 
 def run_nnx(make):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
     model = Layer(placed(mesh))
     step, optimizer = make(mesh, model)
     losses = [float(step(model, optimizer, batch)) for batch in batches(mesh)]

@@ -12,7 +12,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from memory import temporary_bytes
+from reducing import mesh_of
+from training import follow, losses_of
 
 import boostax
 from boostax.freeze.schedules import HostDepth
@@ -166,9 +169,7 @@ def test_all_forms_take_the_same_steps():
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize(
-    "wrapped", ["scaled", pytest.param("accumulated(scaled)", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("wrapped", lanes(["scaled", "accumulated(scaled)"], ["scaled"]))
 def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
     """Clipping, finiteness and windows keep no dead backward pass alive."""
     width, rows = 128, 128
@@ -221,10 +222,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[] if x == "int8" else [pytest.mark.long]) for x in REDUCTIONS],
-)
+@pytest.mark.parametrize("name", lanes(REDUCTIONS, ["int8"]))
 def test_frozen_leaves_do_not_travel(mesh, name):
     """With half the layers frozen, about half the bytes are sent; and it trains."""
     tx = boostax.scheduled_freeze(optax.chain(REDUCTIONS[name](), adamw()), GROUPS, DEPTHS)
@@ -238,10 +236,9 @@ def test_frozen_leaves_do_not_travel(mesh, name):
     # Beside the gradients travel the loss and a few scalars.
     assert sent(2) <= 0.52 * sent(0) + 200
     state = step.init(start())
-    kept = jax.tree.structure(state)
-    for batch in batches(5):
-        state, told = step(state, batch)
-    assert np.isfinite(told["loss"]) and jax.tree.structure(state) == kept
+    after, told = follow(step, state, batches(5))
+    assert np.isfinite(losses_of(told)).all()
+    assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one():
@@ -251,8 +248,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one():
     *seen, (step, whole, _) = run(tx, window * len(DEPTHS))
     cut, again = window * 3 + 1, boostax.make_train_step(loss_fn, tx)
     state = jax.tree.map(jnp.asarray, seen[cut][1])
-    for batch in list(batches(window * len(DEPTHS)))[cut:]:
-        state, _ = again(state, batch)
+    state, _ = follow(again, state, list(batches(window * len(DEPTHS)))[cut:])
     chex.assert_trees_all_equal(whole, jax.tree.map(np.asarray, state))
     assert step.depths == tuple(sorted(set(DEPTHS)))
 
@@ -277,11 +273,9 @@ def test_a_skipped_step_is_taken_again_at_its_depth():
     calls = list(batches(4))
     calls.insert(1, (calls[1][0].at[0, 0].set(jnp.nan), calls[1][1]))
     for driver in ("host", "switch"):
-        step, seen = boostax.make_train_step(loss_fn, tx, freeze_driver=driver), []
-        state = step.init(start())
-        for batch in calls:
-            state, told = step(state, batch)
-            seen.append((int(told["frozen_groups"]), bool(told["applied"])))
+        step = boostax.make_train_step(loss_fn, tx, freeze_driver=driver)
+        _, told = follow(step, step.init(start()), calls)
+        seen = [(int(x["frozen_groups"]), bool(x["applied"])) for x in told]
         assert seen == [(0, True), (2, False), (2, True), (1, True), (3, True)]
 
 
@@ -425,10 +419,8 @@ def test_one_step_serves_params_of_several_structures():
     tx = boostax.scheduled_freeze(adamw(), lambda path, leaf: int(path[0]), [0, 1])
     step = boostax.make_train_step(loss_fn, tx)
     for layers in (4, 2):
-        state = step.init(start(layers=layers))
-        for batch in batches(2):
-            state, told = step(state, batch)
-        assert told["frozen_groups"] == 1
+        _, told = follow(step, step.init(start(layers=layers)), batches(2))
+        assert told[-1]["frozen_groups"] == 1
 
 
 @pytest.mark.parametrize("depths", [[0], [0, 1], [0, 0, 1], [1, 0, 1, 1]])
@@ -550,12 +542,10 @@ def test_a_partial_window_is_applied_at_its_depth():
         chex.assert_trees_all_equal(before.params, step.flush(state).params)
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", lanes([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]))
 def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind):
     """Defect guarded against: zeros of a stage that does not run had not the shards' types."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
+    mesh = mesh_of(kind, data=2, model=2)
     wave = lambda *shape: jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape) / 10  # noqa: E731
     params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
     params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
@@ -564,16 +554,13 @@ def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind):
         boostax.reduce.power_sgd_reduce("data", 1), optax.clip_by_global_norm(1.0), optax.adam(0.1)
     )
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
-    losses = []
+    found = []
     for sharded, driver in itertools.product((False, True), ("host", "switch")):
         place = {"mesh": mesh, "axis_name": "data", "shard_optimizer": sharded}
         step = boostax.make_train_step(loss, tx, **place, freeze_driver=driver)
-        state, found = step.init(params), []
-        for i in range(3):
-            state, metrics = step(state, wave(8, 16) + i)
-            found.append(float(metrics["loss"]))
-        losses.append(found)
-    np.testing.assert_allclose(losses, [losses[0]] * 4, rtol=1e-4)
+        _, told = follow(step, step.init(params), [wave(8, 16) + i for i in range(3)])
+        found.append(losses_of(told))
+    np.testing.assert_allclose(found, [found[0]] * 4, rtol=1e-4)
 
 
 # One program that finds the depth out does what the program of each depth does.
@@ -649,9 +636,7 @@ def trajectory(inner, told):
 QUICK = ("clipped adamw", "adafactor", "mixing", "printing")
 
 
-@pytest.mark.parametrize(
-    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in INNER]
-)
+@pytest.mark.parametrize("name", lanes(INNER, QUICK))
 def test_one_program_for_all_depths_does_what_each_of_them_does(name):
     found, expected = (trajectory(INNER[name](), told) for told in (False, True))
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -9,22 +9,23 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
+from training import follow, losses_of
 
 import boostax
 from boostax.precision import formats
 
+BOTH = ("data", "model")
 SPECS = {
-    "FSDP": ((8,), ("data",), {"w": P("data"), "v": P(None, "data"), "b": P()}),
-    "HSDP": (
-        (4, 2), ("data", "model"), {"w": P("data", "model"), "v": P(("data", "model")), "b": P()}
-    ),
-}  # fmt: skip
+    "FSDP": ({"data": 8}, {"w": P("data"), "v": P(None, "data"), "b": P()}),
+    "HSDP": ({"data": 4, "model": 2}, {"w": P(*BOTH), "v": P(BOTH), "b": P()}),
+}
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def placed(name, kind="auto"):
-    sizes, axes, specs = SPECS[name]
-    mesh = jax.make_mesh(sizes, axes, axis_types=(KINDS[kind],) * len(axes))
+    sizes, specs = SPECS[name]
+    mesh = mesh_of(KINDS[kind], **sizes)
     rng = np.random.default_rng(0)
     shapes = {"w": (512, 48), "v": (256, 16), "b": (48,)}
     whole = {k: rng.normal(size=s, scale=0.1).astype(np.float32) for k, s in shapes.items()}
@@ -34,6 +35,13 @@ def placed(name, kind="auto"):
 def loss_fn(params, x):
     hidden = jnp.tanh(x @ params["w"] + params["b"])
     return jnp.mean((hidden[:, :16] - x[:, :256] @ params["v"]) ** 2)
+
+
+def fsdp_step(tx, loss=loss_fn, gather="int8", **options):
+    """A step whose params are sharded over all devices, and the first params."""
+    mesh, whole, _ = placed("FSDP")
+    how = {"mesh": mesh, "axis_name": "data", "param_specs": SPECS["FSDP"][1]} | options
+    return boostax.make_train_step(loss, tx, gather=gather, **how), whole
 
 
 def rounded(x, spec, mesh, dtype):
@@ -61,7 +69,7 @@ def test_the_loss_sees_params_rounded_by_blocks_of_their_shards(name, dtype, kin
     gather = boostax.train.gather_params(params, dtype, axis_name="data")
     found = jax.jit(gather)(params)
     for leaf, x in whole.items():
-        spec = SPECS[name][2][leaf]
+        spec = SPECS[name][1][leaf]
         expected = x if leaf == "b" else rounded(x, spec, mesh, dtype)
         np.testing.assert_allclose(found[leaf], expected, rtol=1e-6, atol=1e-9)
         assert "data" not in jax.tree.leaves(tuple(found[leaf].sharding.spec))
@@ -75,7 +83,7 @@ def test_owners_keep_their_params_exact(name, dtype):
     """A step with ``gather=`` is a step of the params by gradients at the rounded ones."""
     mesh, whole, where = placed(name)
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-4))
-    specs = SPECS[name][2]
+    specs = SPECS[name][1]
     make = functools.partial(
         boostax.make_train_step, mesh=mesh, axis_name="data", param_specs=specs
     )
@@ -92,16 +100,10 @@ def test_owners_keep_their_params_exact(name, dtype):
 
 def test_many_steps_smaller_than_a_unit_of_the_code_move_the_params():
     """They would stand still where params are stored in int8."""
-    mesh, whole, _ = placed("FSDP")
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
     flat = lambda params, x: 1e-5 * jnp.sum(params["w"]) + 0 * jnp.sum(x)  # noqa: E731
-    step = boostax.make_train_step(
-        flat, tx, mesh=mesh, axis_name="data", param_specs=SPECS["FSDP"][2], gather="int8"
-    )
-    state = step.init(whole)
-    for _ in range(20):
-        state, told = step(state, np.ones((8, 1), np.float32))
-        told["loss"].block_until_ready()
+    step, whole = fsdp_step(tx, flat)
+    state, _ = follow(step, step.init(whole), [np.ones((8, 1), np.float32)] * 20)
     np.testing.assert_allclose(state.params["w"], whole["w"] - 20e-5, atol=1e-6)
 
 
@@ -125,51 +127,32 @@ def test_a_zero_block_stays_zero():
 
 def test_with_a_window_a_scaler_and_a_sharded_state():
     """Params change when the window closes; whatever is around, the loss falls as without."""
-    mesh, whole, _ = placed("FSDP")
     chain = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
     tx = boostax.accumulate(
         boostax.dynamic_loss_scale(chain, axis_name="data"), 2, axis_name="data"
     )
     x, ends = np.random.default_rng(0).normal(size=(16, 512)).astype(np.float32), {}
     for dtype in (None, "int8", "bfloat16"):
-        step = boostax.make_train_step(
-            loss_fn, tx, mesh=mesh, axis_name="data", param_specs=SPECS["FSDP"][2], gather=dtype,
-            shard_optimizer=True, microbatches=2,
-        )  # fmt: skip
-        state = step.init(whole)
-        losses = []
-        for _ in range(20):
-            state, told = step(state, x)
-            losses.append(float(told["loss"]))
-        assert losses[-1] < 0.5 * losses[0]
-        ends[dtype] = losses[-1]
+        step, whole = fsdp_step(tx, gather=dtype, shard_optimizer=True, microbatches=2)
+        seen = losses_of(follow(step, step.init(whole), [x] * 20)[1])
+        assert seen[-1] < 0.5 * seen[0]
+        ends[dtype] = seen[-1]
     np.testing.assert_allclose(ends["int8"], ends[None], rtol=0.02)
     np.testing.assert_allclose(ends["bfloat16"], ends[None], rtol=0.02)
 
 
 def test_a_line_search_sees_the_loss_that_it_was_told():
     """Its first trial at a step of zero would otherwise differ from the value of the call."""
-    mesh, whole, _ = placed("FSDP")
-    tx = optax.chain(boostax.all_reduce("data"), optax.lbfgs())
-    step = boostax.make_train_step(
-        loss_fn, tx, mesh=mesh, axis_name="data", param_specs=SPECS["FSDP"][2], gather="int8"
-    )
-    state, losses = step.init(whole), []
+    step, whole = fsdp_step(optax.chain(boostax.all_reduce("data"), optax.lbfgs()))
     x = np.random.default_rng(0).normal(size=(16, 512)).astype(np.float32)
-    for _ in range(4):
-        state, told = step(state, x)
-        losses.append(float(told["loss"]))
-    assert losses[-1] < 0.1 * losses[0]
+    seen = losses_of(follow(step, step.init(whole), [x] * 4)[1])
+    assert seen[-1] < 0.1 * seen[0]
 
 
 def test_stored_params_may_be_sent_in_int8():
     """bf16 with a remainder on the owner, int8 on the wire."""
-    mesh, whole, _ = placed("FSDP")
     chain = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
-    step = boostax.make_train_step(
-        loss_fn, boostax.precision.store(chain, params="remainder"), mesh=mesh, axis_name="data",
-        param_specs=SPECS["FSDP"][2], gather="int8",
-    )  # fmt: skip
+    step, whole = fsdp_step(boostax.precision.store(chain, params="remainder"))
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), whole)
     state, told = step(step.init(low), np.ones((8, 512), np.float32))
     assert state.params["w"].dtype == jnp.bfloat16 and np.isfinite(told["loss"])
@@ -177,7 +160,6 @@ def test_stored_params_may_be_sent_in_int8():
 
 def test_what_is_carried_is_not_rounded():
     """A history of an fp8 layer, sharded like a weight."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     specs = {"w": P("data"), "history": P("data")}
     params = {"w": np.ones(128, np.float32), "history": np.linspace(0, 1, 128, dtype=np.float32)}
     chain = optax.chain(boostax.all_reduce("data"), optax.sgd(0.0))
@@ -185,9 +167,7 @@ def test_what_is_carried_is_not_rounded():
     loss = lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["history"] ** 2) / 2  # noqa: E731
     ends = []
     for dtype in (None, "int8"):
-        step = boostax.make_train_step(
-            loss, tx, mesh=mesh, axis_name="data", param_specs=specs, gather=dtype
-        )
+        step, _ = fsdp_step(tx, loss, dtype, param_specs=specs)
         state, _ = step(step.init(params), np.zeros((8, 1), np.float32))
         ends.append(state.params["history"])
     np.testing.assert_array_equal(*ends)
@@ -196,8 +176,6 @@ def test_what_is_carried_is_not_rounded():
 def test_refusals():
     mesh, whole, where = placed("FSDP")
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-2))
-    with pytest.raises(ValueError, match="gather must be None without a mesh"):
-        boostax.make_train_step(loss_fn, optax.sgd(1e-2), gather="int8")
     with pytest.raises(ValueError, match="gather must be"):
         boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int4")
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int8")

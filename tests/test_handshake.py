@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax import precision
@@ -95,8 +96,8 @@ def traced(tx, gradients):
 
 
 def mapped(step, check):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check))
+    specs = {"in_specs": P(), "out_specs": P(), "check_vma": check}
+    return jax.jit(jax.shard_map(step, mesh=mesh_of(data=2), **specs))
 
 
 def looped(step):
@@ -147,7 +148,7 @@ def test_a_plain_loss_is_refused_in_every_context(name):
 
 def on_mesh(kind, scaler):
     """A mesh, replicated params on it, and a scaled mean over it."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    mesh = mesh_of(kind, data=4)
     params = jax.device_put(W, NamedSharding(mesh, P()))
     tx = scaler(optax.chain(boostax.all_reduce("data"), optax.sgd(0.1)), axis_name="data")
     return mesh, params, boostax.on_mesh(tx, params, axis_name="data")

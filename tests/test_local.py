@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from reducing import mesh_of
+from reducing import at_once, mapped, mesh_of
 
 import boostax
 from boostax._core import costs, interpret
@@ -73,14 +73,9 @@ def on_replicas(train, mode, noise):
         result = train(params, jax.tree.map(lambda x: x[0], noise))
         return jax.tree.map(lambda x: x[None], result)
 
-    mapped = jax.shard_map(
-        on_one,
-        mesh=mesh_of(data=len(jax.tree.leaves(noise)[0])),
-        in_specs=(P(), P("data")),
-        out_specs=P("data"),
-        check_vma=mode == "checked",
-    )
-    return jax.jit(mapped)(start(), noise)
+    how = {"mesh": mesh_of(data=len(jax.tree.leaves(noise)[0])), "check_vma": mode == "checked"}
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    return jax.jit(jax.shard_map(on_one, **how, **specs))(start(), noise)
 
 
 def reference(noise, meet):
@@ -193,14 +188,6 @@ def test_local_sgd_averages_params_by_default():
     assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
 
 
-@pytest.mark.parametrize("replicas", [1, 8])
-def test_meeting_at_every_step_is_data_parallel_sgd(replicas):
-    noise = draw(6, replicas, 5)
-    each, _ = trajectory(boostax.reduce.local_updates(optax.sgd(RATE), "data", 1), noise)
-    plain = optax.chain(boostax.all_reduce("data"), optax.sgd(RATE))
-    chex.assert_trees_all_close(each, trajectory(plain, noise)[0], rtol=1e-7, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -262,11 +249,10 @@ def sent_by_branch(tx, params):
         return boostax.states.leave_replica((boostax.PerReplica(local), opt_state))
 
     own = P("data")
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(data=8), in_specs=(own, specs, own), out_specs=(own, specs)
-    )
+    places = {"in_specs": (own, specs, own), "out_specs": (own, specs)}
     each = boostax.states.stack_replicas(boostax.PerReplica(params), 8)
-    jaxpr = jax.make_jaxpr(mapped)(each, boostax.states.stack_replicas(tx.init(params), 8), each)
+    on_all = jax.shard_map(step, mesh=mesh_of(data=8), **places)
+    jaxpr = jax.make_jaxpr(on_all)(each, boostax.states.stack_replicas(tx.init(params), 8), each)
     found = costs.collectives(jaxpr)
     branches = [
         tuple(sum(c.bytes for c in costs.collectives(b)) for b in eqn.params["branches"])
@@ -334,19 +320,8 @@ REFUSED = {
         lambda: local(optax.chain(boostax.accumulate(SGD, 2))).init(start()),
         lambda: boostax.reduce.partial_average(local(SGD), "data", 1),
     ],
-    "equal on all replicas": [
-        lambda: jax.eval_shape(
-            jax.shard_map(
-                local(SGD).init, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P("data")
-            ),
-            jnp.ones(2),
-        ),
-    ],
-    "params must be given": [
-        lambda: jax.vmap(
-            lambda g: local(SGD).update(g, local(SGD).init(start())), axis_name="data"
-        )(draw(0, 2)),
-    ],
+    "equal on all replicas": [lambda: mapped(local(SGD).init, mesh_of(data=2))(jnp.ones((2, 3)))],
+    "params must be given": [lambda: at_once(local(SGD))(draw(0, 2))],
 }
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from memory import compiled_step
+from reducing import mesh_of
 
 import boostax
 from boostax.testing import drawn
@@ -23,6 +23,9 @@ LOW = {
 GRADS = jax.tree.map(
     lambda p: jnp.asarray(10.0 ** RNG.uniform(-6, 0, p.shape) * (RNG.random(p.shape) < 0.7)), LOW
 )
+
+
+ADAM = optax.adamw(1e-2)
 
 
 def reference(params, grads, rate):
@@ -58,9 +61,6 @@ def test_the_share_is_that_of_numpy_and_steps_are_those_of_the_bare_optimizer():
     jax.tree.map(np.testing.assert_array_equal, wrapped, bare)
 
 
-ADAM = optax.adamw(1e-2)
-
-
 def test_updates_of_nothing_are_none_that_are_lost_and_a_skipped_step_counts_nothing():
     tx = boostax.static_loss_scale(boostax.precision.count_lost_updates(optax.sgd(0.1)), 1.0)
     params, state = plain(tx)
@@ -87,7 +87,6 @@ def test_f32_params_cost_nothing():
 
 @pytest.mark.parametrize("form", ["mapped", "sharded", "zero"])
 def test_replicas_and_shards_count_as_one(form):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     batch = jnp.tile(jnp.arange(1.0, 5.0)[:, None], (1, 3))
 
     def loss(params, x):
@@ -99,7 +98,7 @@ def test_replicas_and_shards_count_as_one(form):
     )
     specs = {"a": P("data"), "b": P(), "c": P()} if form == "sharded" else None
     how = {"param_specs": specs, "shard_optimizer": form == "zero"}
-    step = boostax.make_train_step(loss, counted, mesh=mesh, axis_name="data", **how)
+    step = boostax.make_train_step(loss, counted, mesh=mesh_of(data=4), axis_name="data", **how)
     _, metrics = step(step.init(LOW), batch)
     # bf16 gradients round, and their mean besides.
     np.testing.assert_allclose(metrics["lost_updates"], reference(LOW, GRADS, 0.25), rtol=5e-3)

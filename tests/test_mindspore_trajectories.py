@@ -3,25 +3,11 @@
 That the record is complete is ``test_conformance.py``'s.
 """
 
-import json
-
 import numpy as np
-import pytest
+from mindspore_runs import ABOUT, arrays, split
 
 # float32 against float64 over 20 steps: the largest difference is 1e-6.
 CLOSE = {"rtol": 0, "atol": 2e-6}
-
-
-@pytest.fixture(scope="module")
-def record(golden):
-    arrays = np.load(golden / "mindspore_trajectories.npz")
-    return json.loads((golden / "mindspore_trajectories.json").read_text()), arrays
-
-
-def unflatten(flat, shapes):
-    ends = np.cumsum([np.prod(shape) for shape in shapes.values()])
-    parts = np.split(flat.astype(np.float64), ends[:-1])
-    return {n: x.reshape(s) for (n, s), x in zip(shapes.items(), parts, strict=True)}
 
 
 def gradients(params, x, y):
@@ -39,18 +25,17 @@ def gradients(params, x, y):
     return np.mean((out - y) ** 2), found
 
 
-def train(record, run):
+def train(run):
     """SGD with momentum by accumulated gradients, with moments of each group's own."""
-    about, arrays = record
-    program, shapes = about["programs"][run["program"]], about["shapes"][run["network"]]
-    settings = about["optimizers"][run["optimizer"]]
-    params = unflatten(arrays[f"{run['network']}_start"], shapes)
-    batches = [arrays[f"{run['network']}_{axis}"].astype(np.float64) for axis in "xy"]
+    program, shapes = ABOUT["programs"][run["program"]], ABOUT["shapes"][run["network"]]
+    settings = ABOUT["optimizers"][run["optimizer"]]
+    wide = lambda name: arrays()[f"{run['network']}_{name}"].astype(np.float64)  # noqa: E731
+    params, batches = split(wide("start"), shapes), [wide("x"), wide("y")]
     every = 1
     if run["switches"]["grad_accumulation"]:
         every = run["config"].get("grad_accumulation", {}).get("grad_accumulation_step", 1)
     groups, freezes = program.get("groups", [0]), "groups" in program
-    drawn = arrays[f"{run['program']}_strategy"] if freezes else np.zeros(20, int)
+    drawn = arrays()[f"{run['program']}_strategy"] if freezes else np.zeros(20, int)
     moments = [dict.fromkeys(params, 0.0) for _ in groups]
     mean = dict.fromkeys(params, 0.0)
     losses, kept = [], []
@@ -67,23 +52,21 @@ def train(record, run):
                 moment[name] = settings.get("momentum", 0) * moment[name] + decayed
                 params[name] = params[name] - rate * moment[name]
             mean = dict.fromkeys(params, 0.0)
-        if t + 1 in about["kept_after"]:
+        if t + 1 in ABOUT["kept_after"]:
             kept.append(np.concatenate([x.ravel() for x in params.values()]))
     return np.array(losses), np.stack(kept)
 
 
-def test_plain_accumulated_and_frozen_runs_are_what_the_formulas_give(record):
-    about, arrays = record
+def test_plain_accumulated_and_frozen_runs_are_what_the_formulas_give():
     checked = set()
-    for run in about["runs"]:
+    for run in ABOUT["runs"]:
         if "error" in run or run["network"] != "mlp" or run["way"] != "boost":
             continue
         if run["switches"]["less_bn"] or run["optimizer"].startswith("adam"):
             continue
-        losses, kept = train(record, run)
-        np.testing.assert_allclose(
-            arrays[f"{run['program']}_w"], kept, **CLOSE, err_msg=run["name"]
-        )
-        np.testing.assert_allclose(arrays[f"{run['program']}_losses"], losses, **CLOSE)
+        losses, kept = train(run)
+        for name, found in (("w", kept), ("losses", losses)):
+            recorded = arrays()[f"{run['program']}_{name}"]
+            np.testing.assert_allclose(recorded, found, **CLOSE, err_msg=run["name"])
         checked.add(run["program"])
     assert len(checked) >= 20

@@ -15,6 +15,8 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from lanes import lanes
+from reducing import mesh_of
+from training import follow
 
 import boostax
 
@@ -59,11 +61,6 @@ def batch(call):
     return {"x": x, "y": np.sin(x.sum(1) + call), "mask": mask}
 
 
-def mesh_of(count):
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((count,), (AXIS,), auto, devices=jax.devices()[:count])
-
-
 def reduced(op="mean"):
     return optax.chain(boostax.all_reduce(AXIS, op=op), optax.sgd(1e-2, 0.9))
 
@@ -98,7 +95,9 @@ def run(kind, counts, move):
     loss, make, options = REPLICAS[kind]
     history, state = [], None
     for leg, count in enumerate(counts):
-        step = boostax.make_train_step(loss, make(), mesh=mesh_of(count), axis_name=AXIS, **options)
+        step = boostax.make_train_step(
+            loss, make(), mesh=mesh_of(data=count), axis_name=AXIS, **options
+        )
         state = step.init(initial()) if state is None else move(step, state, count)
         for call in range(leg * CALLS, (leg + 1) * CALLS):
             state, _ = step(state, batch(call))
@@ -144,7 +143,11 @@ MESSAGE = r"state .* of {} .* got shape \({},.*boostax\.reshard_state\(state, n\
 def test_a_step_refuses_a_state_of_other_replicas(counts, shares):
     old, new = (
         boostax.make_train_step(
-            mean_loss, window(reduced()), mesh=mesh_of(n), axis_name=AXIS, shard_optimizer=shares
+            mean_loss,
+            window(reduced()),
+            mesh=mesh_of(data=n),
+            axis_name=AXIS,
+            shard_optimizer=shares,
         )
         for n in counts
     )
@@ -159,7 +162,7 @@ def test_a_step_refuses_a_state_of_other_replicas(counts, shares):
 
 def test_on_mesh_refuses_a_state_of_other_replicas():
     whole = jax.sharding.PartitionSpec()
-    place = lambda n: jax.device_put(initial(), jax.NamedSharding(mesh_of(n), whole))  # noqa: E731
+    place = lambda n: jax.device_put(initial(), jax.NamedSharding(mesh_of(data=n), whole))  # noqa: E731
     many, few = (boostax.on_mesh(window(reduced()), place(n), axis_name=AXIS) for n in (4, 2))
     state = jax.tree.map(np.asarray, many.init(place(4)))
     grads = boostax.PerReplica(jax.tree.map(lambda p: jnp.ones((2, *p.shape)), initial()))
@@ -361,11 +364,9 @@ SHARED = {
 def test_a_window_of_one_device_is_shared_out_among_replicas(kind):
     loss, op, normalize, options = SHARED[kind]
     alone = boostax.make_train_step(loss, accumulated(optimizer(), **normalize), **options)
-    state = alone.init(initial())
-    for call in range(2):
-        state, _ = alone(state, batch(call))
+    state, _ = follow(alone, alone.init(initial()), map(batch, range(2)))
     tx = window(scaled(reduced(op)), **normalize)
-    step = boostax.make_train_step(loss, tx, mesh=mesh_of(4), axis_name=AXIS, **options)
+    step = boostax.make_train_step(loss, tx, mesh=mesh_of(data=4), axis_name=AXIS, **options)
     if kind != "mean":
         with pytest.raises(ValueError, match="migrate_state: replicas must be given, got None"):
             boostax.migrate_state(state.opt_state, tx, state.params)
@@ -374,15 +375,12 @@ def test_a_window_of_one_device_is_shared_out_among_replicas(kind):
     moved = jax.device_put(moved, step.shardings(moved))
     with pytest.raises(ValueError, match=r"boostax\.reshard_state\(old_state, 1\)"):
         boostax.migrate_state(moved.opt_state, alone.tx, state.params)
-    moved, _ = step(moved, batch(2))
-    moved, _ = step(moved, batch(3))
+    moved, _ = follow(step, moved, map(batch, (2, 3)))
     one = boostax.reshard_state(moved.opt_state, 1)
     opt_state, _ = boostax.migrate_state(one, alone.tx, moved.params)
     moved = jax.tree.map(np.asarray, moved._replace(opt_state=opt_state))
-    for call in range(2, 9):
-        state, _ = alone(state, batch(call))
-    for call in range(4, 9):
-        moved, _ = alone(moved, batch(call))
+    state, _ = follow(alone, state, map(batch, range(2, 9)))
+    moved, _ = follow(alone, moved, map(batch, range(4, 9)))
     assert_close(moved.params, state.params, rtol=1e-5, atol=1e-6)
 
 
@@ -414,7 +412,7 @@ def test_a_loop_by_hand_refuses_a_state_of_other_replicas(kind, stacked, enters,
         return boostax.apply_gradients(tx, grads, state, params)[0]
 
     places = {"in_specs": (spec(), specs, spec()), "out_specs": spec()}
-    step = jax.jit(jax.shard_map(local_step, mesh=mesh_of(2), check_vma=False, **places))
+    step = jax.jit(jax.shard_map(local_step, mesh=mesh_of(data=2), check_vma=False, **places))
     state = tx.init(params)
     state = boostax.states.stack_replicas(state, stacked) if stacked else state
     if message is None:

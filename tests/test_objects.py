@@ -14,6 +14,7 @@ import pytest
 from contract_cases import CASES
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from reducing import mesh_of
 
 import boostax
 from boostax._core.gate import GatedUpdate, gate_of
@@ -143,7 +144,7 @@ class Net(eqx.Module):
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_equinox_modules_train_by_a_swap_of_the_gradient(replicas):
     """By the updates of a chain, and by what writes the module in place."""
-    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=replicas)
     net = Net(MLP, eqx.nn.Dropout(0.5, inference=True))
     start = eqx.filter_shard(net, NamedSharding(mesh, PartitionSpec()))
     tx, how = boostax.dynamic_loss_scale(optax.adamw(0.1)), {}
@@ -202,7 +203,7 @@ def test_layers_of_an_equinox_module_are_frozen(chosen):
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_a_flush_keeps_what_is_no_array(replicas):
     """Defect guarded against: the activation was gone with the open window."""
-    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=replicas)
     model = eqx.filter_shard(MLP, NamedSharding(mesh, PartitionSpec()))
     parts = [boostax.all_reduce("data")] if replicas > 1 else []
     axis = {"axis_name": "data"} if replicas > 1 else {}
@@ -259,7 +260,7 @@ def test_a_module_with_functions_is_refused_by_a_step():
 
 
 def test_what_nnx_says_of_shardings_reaches_every_leaf_like_a_param():
-    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(a=1, b=1)
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), sharding=("a", "b"))
     with jax.set_mesh(mesh):
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=init, use_bias=False)

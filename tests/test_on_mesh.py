@@ -8,16 +8,15 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
+from reducing import mesh_of, own_means
+from training import follow, losses_of, own_step
 
 import boostax
 from boostax.testing import drawn
 
 WIDTH, DEPTH = 64, 2
 ROWS = 64
-
-
-def grid(replicas, others, kind=AxisType.Auto):
-    return jax.make_mesh((replicas, others), ("data", "model"), axis_types=(kind, kind))
 
 
 def placed(tree, mesh, specs):
@@ -60,7 +59,7 @@ PLACEMENTS = {
 
 def trained(tx, specs, *, kind=AxisType.Auto, share=False, steps=5, calls=1):
     """Losses, params and state of a loop of one's own."""
-    mesh = grid(4, 2, kind)
+    mesh = mesh_of(kind, data=4, model=2)
     params = placed(initial(), mesh, [specs] * DEPTH)
     tx = boostax.on_mesh(tx, params, axis_name="data", shard_optimizer=share)
     loss = loss_fn if kind == AxisType.Auto else explicit_loss
@@ -76,25 +75,19 @@ def alone(tx, steps, calls=1):
     return followed(tx, oracle, params, map(rows, range(steps * calls)))
 
 
-def followed(tx, oracle, params, batches):
-    @jax.jit
-    def step(params, state, x):
-        value, grads = oracle(params, state, x)
-        params, state = boostax.apply_gradients(tx, grads, state, params)
-        return params, state, value
-
-    state, losses = tx.init(params), []
-    for x in batches:
-        params, state, value = step(params, state, x)
-        losses.append(float(value))
-    return losses, params, state
-
-
 def scaled_window(axis, *inner):
     """A scaler around a window of two calls."""
     inner = [boostax.all_reduce(axis), *inner] if axis else inner
     window = boostax.accumulate(optax.chain(*inner), 2, axis_name=axis)
     return boostax.dynamic_loss_scale(window, axis_name=axis)
+
+
+def followed(tx, oracle, params, batches):
+    step, state, losses = own_step(tx, oracle), tx.init(params), []
+    for x in batches:
+        params, state, value = step(params, state, x)
+        losses.append(float(value))
+    return losses, params, state
 
 
 def assert_near(found, wanted, tolerance):
@@ -149,12 +142,10 @@ OPTIMIZERS = {
 }
 if hasattr(optax.contrib, "galore"):
     OPTIMIZERS["galore"] = lambda rate: optax.contrib.galore(rate, rank=4)
-QUICK = ("adafactor", "lamb", "muon", "roll")
+QUICK = ("adafactor", "lamb", "muon", "roll", "noise")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.long) for x in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", lanes(OPTIMIZERS, QUICK))
 def test_any_optimizer_with_a_sharded_state(name):
     """As where all of it is whole: it sees global arrays."""
     make = OPTIMIZERS[name]
@@ -187,7 +178,7 @@ def test_a_nan_of_one_shard_is_seen_in_plain_jit():
 
 
 def hybrid():
-    return placed(initial(), grid(4, 2), [PLACEMENTS["HSDP"]] * DEPTH)
+    return placed(initial(), mesh_of(data=4, model=2), [PLACEMENTS["HSDP"]] * DEPTH)
 
 
 def reduced_already():
@@ -223,7 +214,7 @@ def test_what_cannot_be_is_refused(words):
 
 def test_two_replica_axes():
     """Slices and the devices in them; AdaSum between the slices, a mean within."""
-    mesh = jax.make_mesh((2, 2, 2), ("slice", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    mesh = mesh_of(slice=2, data=2, model=2)
     names = ("slice", "data")
     random = np.random.default_rng(1)
     params = {"w": random.normal(size=(16, 8)).astype("f"), "b": np.ones(8, "f")}
@@ -261,34 +252,6 @@ def test_two_replica_axes():
         assert_near(there, jax.tree.map(lambda x: x[0, 0], wanted), 3e-6)
 
 
-def test_flush_closes_a_window():
-    mesh = grid(4, 2)
-    params = placed(initial(), mesh, [PLACEMENTS["tensor parallel"]] * DEPTH)
-    chain = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    tx = boostax.on_mesh(boostax.accumulate(chain, 4, axis_name="data"), params, axis_name="data")
-    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
-    x = jax.device_put(rows(0), NamedSharding(mesh, P("data")))
-
-    @jax.jit
-    def call(params, state):
-        return boostax.apply_gradients(tx, oracle(params, state, x)[1], state, params)
-
-    before, state = call(params, tx.init(params))
-    after, state = jax.jit(lambda s, p: boostax.flush(tx, s, p))(state, before)
-    _, grads = jax.value_and_grad(loss_fn)(jax.tree.map(jnp.asarray, initial()), rows(0))
-    assert_near(after, jax.tree.map(lambda p, g: p - 0.1 * g, initial(), grads), 2e-6)
-    assert int(boostax.metrics(state)["micro_step"]) == 0
-
-
-def steps_of(tx, devices, specs, share):
-    some = jax.devices()[:devices]
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=some)
-    step = boostax.make_train_step(
-        loss_fn, tx, mesh=mesh, axis_name="data", param_specs=specs, shard_optimizer=share
-    )
-    return step
-
-
 @pytest.mark.parametrize("reduction", ["mean", "int8"])
 def test_a_run_moves_from_placement_to_placement(reduction):
     """FSDP on eight devices, ZeRO-1 on four, replicated on two: as one device, windows open."""
@@ -300,21 +263,21 @@ def test_a_run_moves_from_placement_to_placement(reduction):
     whole = [{"up": P(), "down": P()}] * DEPTH
     fsdp = [{"up": P("data"), "down": P(None, "data")}] * DEPTH
     places = [(8, fsdp, False), (4, whole, True), (2, whole, False)]
-    state, losses = None, []
+    state, seen = None, []
     for place, (devices, specs, share) in enumerate(places):
-        step = steps_of(tx, devices, specs, share)
+        how = {"mesh": mesh_of(data=devices), "param_specs": specs, "shard_optimizer": share}
+        step = boostax.make_train_step(loss_fn, tx, axis_name="data", **how)
         if state is None:
             state = step.init(jax.tree.map(jnp.asarray, initial()))
         else:
-            before = mean_residuals(state)
+            before = own_means(state)
             saved = jax.tree.map(np.asarray, state)
             state = boostax.reshard_state(saved, devices)
-            assert_near(mean_residuals(state), before, 1e-7)
+            assert_near(own_means(state), before, 1e-7)
             state = jax.device_put(state, step.shardings(state))
         # Three calls: the second move finds a window open.
-        for index in range(3):
-            state, metrics = step(state, rows(3 * place + index))
-            losses.append(float(metrics["loss"]))
+        state, told = follow(step, state, map(rows, range(3 * place, 3 * place + 3)))
+        seen += losses_of(told)
         for leaf, spec in zip(state.params, specs, strict=True):
             wanted = NamedSharding(step.mesh, spec["up"])
             assert leaf["up"].sharding.is_equivalent_to(wanted, 2)
@@ -322,22 +285,15 @@ def test_a_run_moves_from_placement_to_placement(reduction):
     window = boostax.dynamic_loss_scale(boostax.accumulate(rest, 2))
     wanted, params, _ = alone(window, 9)
     tolerance = 2e-6 if reduction == "mean" else 2e-3
-    np.testing.assert_allclose(losses, wanted, rtol=tolerance)
+    np.testing.assert_allclose(seen, wanted, rtol=tolerance)
     assert_near(state.params, params, tolerance)
-
-
-def mean_residuals(state):
-    """Of what every replica holds: residuals and open windows."""
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, boostax.PerReplica))
-    own = [x.local for x in nodes if isinstance(x, boostax.PerReplica)]
-    floating = [x for x in jax.tree.leaves(own) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return [np.asarray(x).mean(0) for x in floating]
 
 
 def test_explain_counts_what_xla_places():
     """The parts' bytes are not in the trace; an audit has those of the whole program."""
     chain = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
-    step = steps_of(chain, 8, [{"up": P(), "down": P()}] * DEPTH, True)
+    how = {"mesh": mesh_of(data=8), "axis_name": "data", "shard_optimizer": True}
+    step = boostax.make_train_step(loss_fn, chain, **how)
     state = step.init(jax.tree.map(jnp.asarray, initial()))
     found = boostax.explain(step, state, rows(0))
     assert "global arrays" in found.problem
@@ -345,13 +301,12 @@ def test_explain_counts_what_xla_places():
     assert boostax.audit(step, state, rows(0)).wire_bytes.most >= 2 * 7 / 8 * size
 
 
-@pytest.mark.parametrize("shape", [(8,), (4, 2)], ids=["data", "data and model"])
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
 @pytest.mark.parametrize("make", [boostax.all_reduce, boostax.int8_reduce], ids=["mean", "int8"])
-def test_gradients_that_jax_left_unreduced_are_taken(shape, make):
+def test_gradients_that_jax_left_unreduced_are_taken(sizes, make):
     """On an Explicit mesh, from ``jax.grad`` of params that are said to be reduced."""
-    names = ("data", "model")[: len(shape)]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
-    spec = P(None, "model") if len(shape) == 2 else P()
+    mesh = mesh_of(AxisType.Explicit, **sizes)
+    spec = P(None, "model") if "model" in sizes else P()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(16, 4)).astype("f")
     with jax.set_mesh(mesh):
@@ -370,15 +325,9 @@ def test_gradients_that_jax_left_unreduced_are_taken(shape, make):
             traced.append(jax.typeof(grads["w"]).sharding.spec.unreduced)
             return boostax.apply_gradients(tx, grads, state, params)
 
-        oracle = boostax.value_and_grad(loss, mesh=mesh, axis_name="data")
-
-        @jax.jit
-        def local(params, state, batch):
-            _, grads = oracle(params, state, batch)
-            return boostax.apply_gradients(tx, grads, state, params)
-
+        local = own_step(tx, boostax.value_and_grad(loss, mesh=mesh, axis_name="data"))
         found, _ = unreduced(params, tx.init(params), batch)
-        expected, _ = local(params, tx.init(params), batch)
+        expected, _, _ = local(params, tx.init(params), batch)
     assert traced == [frozenset({"data"})]
     np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6, atol=1e-7)
     assert found["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
@@ -390,7 +339,7 @@ def test_gradients_that_jax_left_unreduced_are_taken(shape, make):
 )
 def test_a_state_moves_to_another_chain_where_it_is(placement, share):
     """A scaler is put around a reduction with residuals, in mid-run: as on replicated params."""
-    mesh = grid(4, 2)
+    mesh = mesh_of(data=4, model=2)
     inner = optax.chain(boostax.int8_reduce("data"), optax.adam(1e-3))
     chains = inner, boostax.dynamic_loss_scale(inner, axis_name="data")
 
@@ -400,14 +349,12 @@ def test_a_state_moves_to_another_chain_where_it_is(placement, share):
             for tx in chains
         )
         state = old.init(placed(initial(), mesh, [specs] * DEPTH))
-        for index in range(3):
-            state, _ = old(state, rows(index))
+        state, _ = follow(old, state, map(rows, range(3)))
         moved, report = boostax.migrate_state(state.opt_state, chains[1], state.params)
         state = state._replace(opt_state=moved)
         state = jax.device_put(state, new.shardings(state))
-        for index in range(3, 6):
-            state, metrics = new(state, rows(index))
-        return state, report, metrics
+        state, told = follow(new, state, map(rows, range(3, 6)))
+        return state, report, told[-1]
 
     state, report, metrics = run(PLACEMENTS[placement], shard_optimizer=share)
     wanted, _, _ = run(PLACEMENTS["replicated"])
@@ -426,7 +373,7 @@ def test_a_state_moves_to_another_chain_where_it_is(placement, share):
 
 def test_a_sum_behind_a_reduction_is_refused():
     """It would be as many times too large as there are replicas; a mean is the same again."""
-    mesh = grid(4, 2)
+    mesh = mesh_of(data=4, model=2)
     params = placed(initial(), mesh, [PLACEMENTS["replicated"]] * DEPTH)
     grads = boostax.PerReplica(jax.tree.map(lambda x: jnp.stack([x] * 4), params))
     mean, total = boostax.all_reduce("data"), boostax.all_reduce("data", op="sum")
@@ -463,7 +410,7 @@ def test_a_loss_that_takes_no_batch_is_named():
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
 def test_a_stacked_batch_and_a_scan_of_ones_own_do_what_micro_batches_do(placement):
     """The same losses and params as of a batch that is cut here, and one reduction."""
-    mesh = grid(4, 2)
+    mesh = mesh_of(data=4, model=2)
     params = placed(initial(), mesh, [PLACEMENTS[placement]] * DEPTH)
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
     tx = boostax.on_mesh(tx, params, axis_name="data")
@@ -486,13 +433,7 @@ def test_a_stacked_batch_and_a_scan_of_ones_own_do_what_micro_batches_do(placeme
     parts = jax.device_put(parts, NamedSharding(mesh, P(None, "data")))
     ends = []
     for gradient, batch in ((cut, whole), (stacked, parts), (scanned, parts)):
-
-        @jax.jit
-        def step(params, state, batch, gradient=gradient):
-            loss, grads = gradient(params, state, batch)
-            return *boostax.apply_gradients(tx, grads, state, params), loss
-
-        state = tx.init(params)
+        step, state = own_step(tx, gradient), tx.init(params)
         audit = boostax.audit(step, params, state, batch, params=params)
         assert audit.reductions == pytest.approx(1, abs=0.01)
         ends.append(step(params, state, batch))

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import follow
 
 import boostax
 from boostax._core.interpret import equations
@@ -171,11 +172,8 @@ def test_training(level):
     x = jax.random.normal(jax.random.key(1), (16, 4))
     loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) - jnp.tanh(x)) ** 2)  # noqa: E731
     step = boostax.make_train_step(loss, boostax.dynamic_loss_scale(optax.sgd(0.5)), policy=level)
-    state, losses = step.init(jnp.zeros((4, 4))), []
-    for _ in range(20):
-        state, told = step(state, x)
-        losses.append(float(told["loss"]))
-    assert losses[-1] < losses[0] / 4
+    state, told = follow(step, step.init(jnp.zeros((4, 4))), [x] * 20)
+    assert told[-1]["loss"] < told[0]["loss"] / 4
     assert state.params.dtype == boostax.policy(level).param_dtype
 
 

@@ -1,11 +1,16 @@
 """A run saved on some devices goes on with others: 8, 4, 3 and 8 again."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import several_processes as example
 from lanes import lanes
+from reducing import mesh_of, own_means
+from training import follow, losses_of
 
 import boostax
 from boostax.checkpoint import Checkpointer
@@ -13,117 +18,67 @@ from boostax.checkpoint import Checkpointer
 AXIS = "data"
 COUNTS = (8, 4, 3, 8)
 CALLS = 7  # Calls on each number of devices: no multiple of the windows below.
-ROWS = 48
-
-
-def adam():
-    return optax.adam(2e-2)
-
-
-def dense():
-    return optax.chain(boostax.all_reduce(AXIS), adam())
-
-
-def windowed():
-    return boostax.accumulate(dense(), 3, axis_name=AXIS)
 
 
 # Residuals, windows, moments and params of each replica; the law of replicas there and back holds
 # the other kinds of state. The last one is sharded and has no such state.
+ADAM = optax.adam(2e-2)
+DENSE = optax.chain(boostax.all_reduce(AXIS), ADAM)
+WINDOW = boostax.accumulate(DENSE, 3, axis_name=AXIS)
 KINDS = {
-    "residual": lambda: optax.chain(boostax.top_k_reduce(AXIS, 0.1, momentum=0.5), adam()),
-    "window": lambda: boostax.dynamic_loss_scale(windowed(), axis_name=AXIS),
-    "moments": lambda: boostax.reduce.adasum_delta(adam(), AXIS),
-    "params": lambda: boostax.reduce.partial_average(adam(), AXIS, 2),
-    "sharded": dense,
+    "residual": optax.chain(boostax.top_k_reduce(AXIS, 0.1, momentum=0.5), ADAM),
+    "window": boostax.dynamic_loss_scale(WINDOW, axis_name=AXIS),
+    "moments": boostax.reduce.adasum_delta(ADAM, AXIS),
+    "params": boostax.reduce.partial_average(ADAM, AXIS, 2),
+    "sharded": DENSE,
 }
-
-
-def initial():
-    random = np.random.default_rng(0)
-    return {
-        "w": jnp.asarray(random.normal(size=(24, 8)) / 5, jnp.float32),
-        "b": jnp.zeros(8, jnp.float32),
-    }
-
-
-def loss_fn(params, batch):
-    found = jnp.tanh(batch["x"] @ params["w"] + params["b"])
-    return jnp.mean((found - batch["y"]) ** 2)
-
-
-def batch(index):
-    x = np.random.default_rng(index).normal(size=(ROWS, 24)).astype(np.float32)
-    return {"x": x, "y": np.tanh(x[:, :8] - x[:, 8:16])}
+batch = functools.partial(example.read, rows=slice(None))
 
 
 def made(kind, count):
-    some, share = jax.devices()[:count], kind == "sharded"
-    mesh = jax.make_mesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), devices=some)
-    how = {"mesh": mesh, "axis_name": AXIS, "shard_optimizer": share}
-    return boostax.make_train_step(loss_fn, KINDS[kind](), **how)
-
-
-def trained(step, state, calls):
-    losses = []
-    for index in calls:
-        state, metrics = step(state, batch(index))
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def means(state):
-    """Of what differs per replica, the mean over the replicas, where there is one."""
-    return [
-        np.asarray(x, np.float64).mean(0)
-        for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, boostax.PerReplica))
-        if isinstance(node, boostax.PerReplica)
-        for x in jax.tree.leaves(node)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
+    how = {"mesh": mesh_of(data=count), "axis_name": AXIS, "shard_optimizer": kind == "sharded"}
+    return boostax.make_train_step(example.loss_fn, KINDS[kind], **how)
 
 
 @pytest.mark.parametrize("kind", lanes(KINDS, ["window"]))
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     whole, exact = made(kind, 8), kind == "sharded"
     calls = range(CALLS * len(COUNTS) if exact else CALLS)
-    _, undisturbed = trained(whole, whole.init(initial()), calls)
-    losses, saved = [], None
+    undisturbed = losses_of(follow(whole, whole.init(example.init_params()), map(batch, calls))[1])
+    found, saved = [], None
     for leg, count in enumerate(COUNTS):
         step = made(kind, count)
-        state = step.init(initial())
+        state = step.init(example.init_params())
         with Checkpointer(tmp_path) as checkpointer:
             if saved is not None:
                 state, _ = checkpointer.restore(state, reshard=True)
-                kept = means(saved)
-                assert len(kept) == len(means(state))
-                for was, now in zip(kept, means(state), strict=True):
+                for was, now in zip(own_means(saved), own_means(state), strict=True):
                     # One rounding of a mean in f32, of numbers that may cancel.
                     np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-7)
                 assert jax.tree.map(lambda x: x.sharding, state) == step.shardings(state)
-            state, more = trained(step, state, range(leg * CALLS, (leg + 1) * CALLS))
+            state, told = follow(step, state, map(batch, range(leg * CALLS, (leg + 1) * CALLS)))
             checkpointer.save((leg + 1) * CALLS, state)
             saved = state
-        losses += more
-    assert losses[:CALLS] == undisturbed[:CALLS]
+        found += losses_of(told)
+    assert found[:CALLS] == undisturbed[:CALLS]
     # Without state of each replica the curve is the undisturbed one; else each leg is lower.
     if exact:
-        np.testing.assert_allclose(losses, undisturbed, rtol=1e-5)
-    legs = [np.mean(losses[i : i + CALLS]) for i in range(0, len(losses), CALLS)]
+        np.testing.assert_allclose(found, undisturbed, rtol=1e-5)
+    legs = [np.mean(found[i : i + CALLS]) for i in range(0, len(found), CALLS)]
     assert legs == sorted(legs, reverse=True)
 
 
 @pytest.mark.parametrize(
     ("params", "reshard", "message"),
     [
-        (initial(), False, "number of replicas differs, reshard=True"),
-        ({"w": jnp.zeros((24, 16)), "b": jnp.zeros(16)}, True, "was float32"),
+        (example.init_params(), False, "number of replicas differs, reshard=True"),
+        ({"w": jnp.zeros((16, 16)), "b": jnp.zeros(16)}, True, "was float32"),
     ],
 )
 def test_another_number_without_leave_or_another_model_is_refused(
     tmp_path, params, reshard, message
 ):
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, made("residual", 8).init(initial()))
+        checkpointer.save(1, made("residual", 8).init(example.init_params()))
         with pytest.raises(ValueError, match=message):
             checkpointer.restore(made("residual", 4).init(params), reshard=reshard)

@@ -1,4 +1,9 @@
-"""``make_train_step(shard_optimizer=True)``: ZeRO-1 by one argument, for any optimizer."""
+"""``make_train_step(shard_optimizer=True)``: ZeRO-1 by one argument, for any optimizer.
+
+And reductions inside a step: over two axes, of params that each replica has for itself.
+"""
+
+import itertools
 
 import chex
 import jax
@@ -6,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
+from lanes import lanes
+from reducing import mesh_of
+from training import follow, losses_of
 
 import boostax
 from boostax._core.gate import gate_of
@@ -39,13 +48,8 @@ def batch(index, scale=1.0):
     return {"x": x, "y": scale * np.tanh(x[:, :3] - x[:, 3:6])}
 
 
-def mesh(devices=DEVICES):
-    some = jax.devices()[:devices]
-    return jax.make_mesh((devices,), (AXIS,), (jax.sharding.AxisType.Auto,), devices=some)
-
-
 def made(tx, share, loss=loss_fn, **options):
-    how = {"mesh": mesh(), "axis_name": AXIS, "shard_optimizer": share} | options
+    how = {"mesh": mesh_of(data=DEVICES), "axis_name": AXIS, "shard_optimizer": share} | options
     return boostax.make_train_step(loss, tx, **how)
 
 
@@ -89,14 +93,10 @@ CHAINS = {
 
 def trained(tx, share, steps=6, **options):
     step = made(tx, share, **options)
-    state = step.init(initial())
-    losses = []
-    for index in range(steps):
-        # One batch overflows: a scaler skips it.
-        state, metrics = step(state, batch(index, 1e38 if index == 3 and "scale" in str(tx) else 1))
-        losses.append(float(metrics["loss"]))
-    # The batch that was skipped leaves a window open.
-    return step, step.flush(state) if gate_of(tx) else state, losses
+    # One batch overflows: a scaler skips it, which leaves a window open.
+    sizes = (1e38 if i == 3 and "scale" in str(tx) else 1 for i in range(steps))
+    state, told = follow(step, step.init(initial()), itertools.starmap(batch, enumerate(sizes)))
+    return step, step.flush(state) if gate_of(tx) else state, losses_of(told)
 
 
 def assert_near(left, right):
@@ -112,20 +112,14 @@ def assert_near(left, right):
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.filterwarnings("ignore:make_train_step. MultiSteps after all_reduce")
 def test_it_trains_what_the_whole_does(name):
-    step, shared, losses = trained(CHAINS[name](), True)
+    step, shared, seen = trained(CHAINS[name](), True)
     _, whole, wanted = trained(CHAINS[name](), False)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(seen, wanted, rtol=1e-6, atol=1e-6)
     assert_near(shared, whole)
     # The programs keep what the specs say.
     assert jax.tree.map(lambda x: x.sharding, shared) == step.shardings(shared)
     compiled = [x for each in step._programs.values() for x in each.compiled.values()]
     assert {program._cache_size() for program in compiled} == {1}
-
-
-def test_noise_is_that_of_the_whole():
-    """Drawn for whole leaves, of which each replica has its part."""
-    noisy = lambda: optax.chain(mean(), optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1, momentum=0.9))  # noqa: E731
-    assert_near(*(trained(noisy(), share, steps=3)[1].params for share in (True, False)))
 
 
 def bytes_on_a_device(tree):
@@ -181,44 +175,67 @@ def test_a_part_that_decides_for_each_replica_is_refused():
         step.lower(step.init(initial()), batch(0))
 
 
-def test_gradients_that_were_never_reduced_are_refused():
-    with pytest.raises(ValueError, match=r"Put boostax\.all_reduce\(\) first in the chain"):
-        made(optax.adam(1e-2), True)
-    step = made(hidden(optax.adam(1e-2)), True)
-    with pytest.raises(ValueError, match=r"Put a reduction, such as boostax\.all_reduce, first"):
-        step.lower(step.init(initial()), batch(0))
+TWO_LEVELS = {"mesh": mesh_of(slow=4, fast=2), "axis_name": ("slow", "fast")}
+REDUCTIONS = {
+    "adasum": lambda: [boostax.adasum("slow", within="fast")],
+    "means": lambda: [boostax.all_reduce("fast"), boostax.all_reduce("slow")],
+    "int8": lambda: [boostax.int8_reduce(("slow", "fast"))],
+}
 
 
-def on_two_levels(tx, share=True):
-    names = ("slow", "fast")
-    grid = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), names)
-    return made(tx, share, mesh=grid, axis_name=names)
+@pytest.mark.parametrize("name", lanes(REDUCTIONS, ["adasum"]))
+def test_two_levels(name):
+    make = lambda: optax.chain(*REDUCTIONS[name](), *rest())  # noqa: E731
+    assert_near(*(trained(make(), share, 3, **TWO_LEVELS)[1] for share in (True, False)))
 
 
-def test_a_reduction_of_shards_over_some_of_the_axes_is_refused():
-    step = on_two_levels(
-        optax.chain(boostax.all_reduce("fast"), boostax.adasum("slow"), optax.sgd(0.1))
+def test_two_axes_are_one_or_are_named_as_two_levels():
+    both = optax.chain(boostax.adasum(("slow", "fast")), optax.sgd(0.1, momentum=0.9))
+    flat = optax.chain(boostax.adasum(AXIS), optax.sgd(0.1, momentum=0.9))
+    step, found, _ = trained(both, False, 4, **TWO_LEVELS)
+    assert step.replicas == DEVICES
+    assert_near(found.params, trained(flat, False, 4)[1].params)
+    apart = optax.chain(boostax.all_reduce("fast"), boostax.adasum("slow"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"must be all replica axes .*within= for two levels"):
+        trained(apart, False, 1, **TWO_LEVELS)
+
+
+def test_specs_of_a_sharded_state():
+    shapes = {"w": (16, 8), "v": (8, 5), "b": (5,), "s": (6, 16), "t": (16, 8)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    given = dict.fromkeys(shapes, P()) | {"t": P("fsdp")}
+    tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
+    specs = boostax.states.state_specs(
+        tx, params, "data", param_specs=given, replicas=8, shard_optimizer=True
     )
-    with pytest.raises(ValueError, match="adasum: axis_name must be all replica axes"):
-        step.lower(step.init(initial()), batch(0))
+    assert specs[1][0].mu == {
+        "w": P("data", None),
+        "v": P("data", None),
+        "b": P(),
+        # Along the first dimension that they divide and that is whole.
+        "s": P(None, "data"),
+        "t": P("fsdp", "data"),
+    }
+    assert specs[1][0].count == P()
+    assert specs[0].residual.local["w"] == P("data")
+    with pytest.raises(ValueError, match="replicas must be the size"):
+        boostax.states.state_specs(optax.adam(0.1), jnp.zeros(16), "data", shard_optimizer=True)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "reduction",
-    [
-        lambda: [boostax.adasum("slow", within="fast")],
-        lambda: [boostax.all_reduce("fast"), boostax.all_reduce("slow")],
-        lambda: [boostax.int8_reduce(("slow", "fast"))],
-    ],
-    ids=["adasum", "means", "int8"],
-)
-def test_two_levels(reduction):
-    found = []
-    for share in (True, False):
-        step = on_two_levels(optax.chain(*reduction(), *rest()), share)
-        state = step.init(initial())
-        for index in range(3):
-            state, _ = step(state, batch(index))
-        found.append(state)
-    assert_near(*found)
+def test_params_of_each_replica_meet_when_they_should():
+    """DiLoCo through the train step: apart between meetings, equal after one and after a flush."""
+    inner = boostax.reduce.local_updates(optax.adam(1e-2), "data", every=2)
+    step = made(boostax.accumulate(inner, 2, axis_name="data"), False)
+    state, apart = step.init(initial()), []
+    own = lambda state: np.asarray(state.params.local["embed"]["kernel"])  # noqa: E731
+    common = lambda state: step.common_params(state)["embed"]["kernel"]  # noqa: E731
+    assert own(state).shape == (8, 64, 64)
+    for index in range(6):
+        state, metrics = step(state, batch(index))
+        apart.append(bool(np.any(own(state) != own(state)[:1])))
+    assert apart == [False, True, True, False, False, True]
+    assert np.isfinite(float(metrics["loss"]))
+    np.testing.assert_allclose(common(state), own(state).mean(0), atol=1e-6)
+    state = step.flush(state)
+    assert np.all(own(state) == own(state)[:1])
+    np.testing.assert_array_equal(common(state), own(state)[0])

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from memory import reduction_bytes
 from reducing import at_once, mesh_of, sends, updating
+from training import follow
 
 import boostax
 from boostax.reduce import exchange
@@ -146,9 +147,7 @@ def batches():
 
 def trained(step):
     """Params of every replica after all steps."""
-    state = step.init([jnp.asarray(p, jnp.float32) for p in START])
-    for batch in batches():
-        state, _ = step(state, batch)
+    state, _ = follow(step, step.init([jnp.asarray(p, jnp.float32) for p in START]), batches())
     own = state.params
     if isinstance(own, boostax.PerReplica):
         return [np.asarray(p) for p in own.local]

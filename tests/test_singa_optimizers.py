@@ -4,6 +4,7 @@ The classes below are ``python/singa/opt.py`` in NumPy and f64; the table is
 ``docs/coming_from/singa.md``.
 """
 
+import collections
 import functools
 
 import jax
@@ -21,117 +22,88 @@ STEPS = 20
 # SINGA.
 
 
-class ExponentialDecay:
-    def __init__(self, init_value, decay_steps, decay_rate, staircase=False):
-        self.init_value = init_value
-        self.decay_steps, self.decay_rate, self.staircase = decay_steps, decay_rate, staircase
+def exponential_decay(init_value, decay_steps, decay_rate, staircase=False):
+    def at(step):
+        s = step // decay_steps if staircase else step / decay_steps
+        return init_value * decay_rate**s
 
-    def __call__(self, step):
-        s = step // self.decay_steps if self.staircase else step / self.decay_steps
-        return self.init_value * self.decay_rate**s
+    return at
 
 
-class Constant:
-    def __init__(self, init_value):
-        self.init_value = init_value
-
-    def __call__(self, step):
-        return self.init_value
+def constant(value):
+    return lambda step: value
 
 
-class Warmup:
+def warmup(step):
     """A ``DecayScheduler`` of the user's, from zero upwards."""
-
-    init_value = 0.0
-
-    def __call__(self, step):
-        return 0.1 * step
+    return 0.1 * step
 
 
 class Optimizer:
+    def __init_subclass__(cls, **hyper):
+        cls.hyper = hyper
+
     def __init__(self, *args, nesterov=False, **named):
-        values = dict(self.hyper)
-        values |= dict(zip(values, args, strict=False)) | named
+        values = self.hyper | dict(zip(self.hyper, args, strict=False)) | named
         self.nesterov = nesterov
-        self.schedules = {k: x if callable(x) else Constant(x) for k, x in values.items()}
+        self.schedules = {k: x if callable(x) else constant(x) for k, x in values.items()}
         self.step_counter = 0.0
         # Of every kind of moment, by the parameters' names.
-        self.states = {name: {} for name in self.moments}
+        self.states = collections.defaultdict(dict)
 
     def at(self, name):
         return self.schedules[name](self.step_counter)
+
+    def is_off(self, name):
+        """Whether the first value is zero, by which SINGA judges a schedule."""
+        return self.schedules[name](0) == 0
 
     def __call__(self, params, grads):
         after = {}
         for name, p in params.items():
             g = grads[name]
-            if self.schedules["weight_decay"].init_value != 0:
+            if not self.is_off("weight_decay"):
                 g = g + self.at("weight_decay") * p
             after[name] = p - self.at("lr") * self.direction(name, g)
         self.step_counter += 1
         return after
 
-    def moment(self, kind, name, g):
-        return self.states[kind].get(name, np.zeros_like(g))
+    def moved(self, kind, name, old, new):
+        """A moment of a param: ``old`` times what it was, and ``new``."""
+        self.states[kind][name] = old * self.states[kind].get(name, 0.0) + new
+        return self.states[kind][name]
 
     def get_states(self):
         moments = {kind: dict(by_name) for kind, by_name in self.states.items()}
         return {"step_counter": self.step_counter, **moments}
 
 
-class SGD(Optimizer):
-    moments = ("moments",)
-
-    hyper = (("lr", 0.1), ("momentum", 0.0), ("dampening", 0.0), ("weight_decay", 0.0))
-
+class SGD(Optimizer, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0):
     def direction(self, name, g):
-        if self.schedules["momentum"].init_value == 0:
+        if self.is_off("momentum"):
             return g
-        b = self.moment("moments", name, g)
-        b = self.at("momentum") * b + (1.0 - self.at("dampening")) * g
-        self.states["moments"][name] = b
-        return g + self.at("momentum") * b if self.nesterov else b
+        momentum = self.at("momentum")
+        b = self.moved("moments", name, momentum, (1.0 - self.at("dampening")) * g)
+        return g + momentum * b if self.nesterov else b
 
 
-class RMSProp(Optimizer):
-    moments = ("running_average",)
-
-    hyper = (("lr", 0.1), ("rho", 0.9), ("epsilon", 1e-8), ("weight_decay", 0.0))
-
+class RMSProp(Optimizer, lr=0.1, rho=0.9, epsilon=1e-8, weight_decay=0.0):
     def direction(self, name, g):
-        v = self.moment("running_average", name, g)
-        v = self.at("rho") * v + (1.0 - self.at("rho")) * g**2
-        self.states["running_average"][name] = v
+        rho = self.at("rho")
+        v = self.moved("running_average", name, rho, (1.0 - rho) * g**2)
         return g / np.sqrt(v + self.at("epsilon"))
 
 
-class AdaGrad(Optimizer):
-    moments = ("history",)
-
-    hyper = (("lr", 0.1), ("epsilon", 1e-8), ("weight_decay", 0.0))
-
+class AdaGrad(Optimizer, lr=0.1, epsilon=1e-8, weight_decay=0.0):
     def direction(self, name, g):
-        h = self.moment("history", name, g) + g**2
-        self.states["history"][name] = h
-        return g / np.sqrt(h + self.at("epsilon"))
+        return g / np.sqrt(self.moved("history", name, 1.0, g**2) + self.at("epsilon"))
 
 
-class Adam(Optimizer):
-    moments = ("m", "v")
-
-    hyper = (
-        ("lr", 0.1),
-        ("beta_1", 0.9),
-        ("beta_2", 0.999),
-        ("epsilon", 1e-8),
-        ("weight_decay", 0.0),
-    )
-
+class Adam(Optimizer, lr=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, weight_decay=0.0):
     def direction(self, name, g):
         s, b1, b2 = self.step_counter + 1, self.at("beta_1"), self.at("beta_2")
-        m = b1 * self.moment("m", name, g) + (1.0 - b1) * g
-        v = b2 * self.moment("v", name, g) + (1.0 - b2) * g**2
-        self.states["m"][name], self.states["v"][name] = m, v
+        m = self.moved("m", name, b1, (1.0 - b1) * g)
+        v = self.moved("v", name, b2, (1.0 - b2) * g**2)
         # The betas of this step, to the power s: not the product of those so far.
         return m / (1.0 - b1**s) / (np.sqrt(v / (1.0 - b2**s)) + self.at("epsilon"))
 
@@ -143,7 +115,7 @@ def both(*args):
     """A schedule as SINGA and as Optax has it."""
     schedule = optax.exponential_decay(*args[:3], staircase=len(args) > 3)
     # Of a count in i32 Optax computes it in f32, even with x64; SINGA's counter is a float.
-    return ExponentialDecay(*args), lambda count: schedule(jnp.asarray(count, float))
+    return exponential_decay(*args), lambda count: schedule(jnp.asarray(count, float))
 
 
 LR, LR_OPTAX = both(0.1, 4, 0.5)
@@ -162,6 +134,10 @@ adagrad = optax.inject_hyperparams(optax.adagrad)
 adam = optax.inject_hyperparams(optax.adam)
 
 
+def behind_decay(*parts):
+    return optax.chain(decayed(DECAY_OPTAX), *parts)
+
+
 def undamped(dampening):
     """Each gradient enters the momentum times 1 - d, the first too: so before the momentum."""
     if callable(dampening):
@@ -174,15 +150,9 @@ CASES = {
     "sgd": (SGD, optax.sgd(0.1)),
     "sgd lr": (of(SGD, LR), optax.sgd(LR_OPTAX)),
     "sgd stairs": (of(SGD, STAIRS), optax.sgd(STAIRS_OPTAX)),
-    "sgd scheduled decay": (
-        of(SGD, weight_decay=DECAY),
-        optax.chain(decayed(DECAY_OPTAX), optax.sgd(0.1)),
-    ),
+    "sgd scheduled decay": (of(SGD, weight_decay=DECAY), behind_decay(optax.sgd(0.1))),
     "sgd momentum": (of(SGD, momentum=0.9), optax.sgd(0.1, 0.9)),
-    "sgd nesterov": (
-        of(SGD, momentum=0.9, nesterov=True),
-        optax.sgd(0.1, 0.9, nesterov=True),
-    ),
+    "sgd nesterov": (of(SGD, momentum=0.9, nesterov=True), optax.sgd(0.1, 0.9, nesterov=True)),
     "sgd dampening": (
         of(SGD, momentum=0.9, dampening=0.3),
         optax.chain(undamped(0.3), optax.sgd(0.1, 0.9)),
@@ -202,26 +172,22 @@ CASES = {
     ),
     "sgd all scheduled": (
         of(SGD, LR, MOMENTUM, DAMPENING, DECAY),
-        optax.chain(
-            decayed(DECAY_OPTAX),
+        behind_decay(
             undamped(DAMPENING_OPTAX),
             trace(MOMENTUM_OPTAX),
             optax.scale_by_learning_rate(LR_OPTAX),
         ),
     ),
     "rmsprop": (RMSProp, optax.rmsprop(0.1)),
-    "rmsprop rho epsilon": (
-        of(RMSProp, rho=0.5, epsilon=1e-2),
-        optax.rmsprop(0.1, 0.5, 1e-2),
-    ),
+    "rmsprop rho epsilon": (of(RMSProp, rho=0.5, epsilon=1e-2), optax.rmsprop(0.1, 0.5, 1e-2)),
     "rmsprop all scheduled": (
         of(RMSProp, LR, BETA_1, EPSILON, DECAY),
-        optax.chain(decayed(DECAY_OPTAX), rmsprop(LR_OPTAX, BETA_1_OPTAX, EPSILON_OPTAX)),
+        behind_decay(rmsprop(LR_OPTAX, BETA_1_OPTAX, EPSILON_OPTAX)),
     ),
     "adagrad": (AdaGrad, optax.adagrad(0.1, 0.0, 1e-8)),
     "adagrad all scheduled": (
         of(AdaGrad, LR, EPSILON, DECAY),
-        optax.chain(decayed(DECAY_OPTAX), adagrad(LR_OPTAX, 0.0, EPSILON_OPTAX)),
+        behind_decay(adagrad(LR_OPTAX, 0.0, EPSILON_OPTAX)),
     ),
     "adam": (Adam, optax.adam(0.1)),
     "adam betas epsilon": (
@@ -234,9 +200,7 @@ CASES = {
     ),
     "adam all scheduled": (
         of(Adam, LR, BETA_1, BETA_2, EPSILON, DECAY),
-        optax.chain(
-            decayed(DECAY_OPTAX), adam(LR_OPTAX, BETA_1_OPTAX, BETA_2_OPTAX, EPSILON_OPTAX)
-        ),
+        behind_decay(adam(LR_OPTAX, BETA_1_OPTAX, BETA_2_OPTAX, EPSILON_OPTAX)),
     ),
 }
 # Decay is added to a gradient before all else.
@@ -337,17 +301,17 @@ def test_singas_own_numbers():
 
 @pytest.mark.parametrize("staircase", [False, True])
 def test_schedules_are_singas(staircase):
-    singa = ExponentialDecay(0.1, 2, 0.5, staircase)
+    singa = exponential_decay(0.1, 2, 0.5, staircase)
     schedule = jax.jit(optax.exponential_decay(0.1, 2, 0.5, staircase=staircase))
     for step in range(STEPS):
         np.testing.assert_allclose(schedule(jnp.asarray(step)), singa(step), rtol=1e-6)
         if staircase:
             assert singa(step) == 0.1 * 0.5 ** (step // 2)
-        assert optax.constant_schedule(0.1)(step) == Constant(0.1)(step)
+        assert optax.constant_schedule(0.1)(step) == constant(0.1)(step)
 
 
 def test_a_rate_of_zero_is_a_constant_in_optax():
-    assert [ExponentialDecay(0.1, 2, 0.0)(step) for step in range(3)] == [0.1, 0.0, 0.0]
+    assert [exponential_decay(0.1, 2, 0.0)(step) for step in range(3)] == [0.1, 0.0, 0.0]
     assert [optax.exponential_decay(0.1, 2, 0.0)(step) for step in range(3)] == [0.1] * 3
 
 
@@ -362,8 +326,8 @@ def test_dampening_holds_from_the_first_step():
 @pytest.mark.parametrize(
     ("singa", "ignored", "tx"),
     [
-        (SGD(weight_decay=Warmup()), SGD(), optax.chain(decayed(Warmup()), optax.sgd(0.1))),
-        (SGD(momentum=Warmup()), SGD(), optax.inject_hyperparams(optax.sgd)(0.1, Warmup())),
+        (SGD(weight_decay=warmup), SGD(), optax.chain(decayed(warmup), optax.sgd(0.1))),
+        (SGD(momentum=warmup), SGD(), optax.inject_hyperparams(optax.sgd)(0.1, warmup)),
     ],
     ids=["weight decay", "momentum"],
 )

@@ -10,9 +10,11 @@ import optax
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from memory import temporary_bytes
+from reducing import mesh_of
+from training import follow, losses_of
 
 import boostax
 from boostax.precision import formats, masters, store
@@ -297,7 +299,7 @@ def test_moments_move_in_and_out_by_migration():
 
 
 def test_codes_and_scales_are_sharded_like_the_param():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     place = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "data") if x.ndim > 1 else P()))  # noqa: E731
     params = jax.tree.map(place, low(some(0, (256, 128))))
     inner = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2))
@@ -312,7 +314,7 @@ def test_codes_and_scales_are_sharded_like_the_param():
 
 def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     """Each replica's own moments, in blocks of its shards, train as in f32 and stay stored."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
     specs, rows = {"w": P("model"), "b": P()}, np.asarray(some(7, (64, 512))["w"])
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) + p["b"].sum() - x[:, :32]) ** 2)  # noqa: E731
     params, found = some(0, (512, 32)), {}
@@ -320,11 +322,8 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     for name, inner in (("f32", adam), ("log8", store(adam, moments="log8"))):
         tx = boostax.reduce.adasum_delta(inner, "data")
         step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", param_specs=specs)
-        state, losses = step.init(params), []
-        for _ in range(10):
-            state, told = step(state, rows)
-            losses.append(float(told["loss"]))
-        found[name] = losses
+        state, told = follow(step, step.init(params), [rows] * 10)
+        found[name] = losses_of(told)
     codes = state.opt_state.inner_state.local.inner_state[0].nu["w"]
     assert codes.dtype == jnp.uint8 and codes.shape == (2, 512, 32)
     assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 3)
@@ -345,7 +344,7 @@ def test_shards_in_a_shard_map_of_ones_own_have_the_scales_of_their_blocks(
     shape, spec, whole, check
 ):
     """Defect guarded against: shards met the scales of the whole array, and JAX's errors told."""
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(model=4)
     tx = store(optax.adam(0.1), moments="log8", least=1)
     params, grads = jnp.ones(shape), some(0, shape)["w"]
     state = tx.init(params)
@@ -376,7 +375,7 @@ def test_refusals_name_the_line_that_mends_them():
 @pytest.mark.parametrize("reduce", ["int8_reduce", "power_sgd_reduce", "top_k_reduce"])
 def test_residuals_of_replicas_stand_inside(reduce):
     """Defect guarded against: turns that waited for a replica's own differed by replica."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=4)
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
     params = jax.device_put(params, NamedSharding(mesh, P()))
     rng = np.random.default_rng(0)

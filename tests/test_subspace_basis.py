@@ -11,6 +11,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
+from memory import compiled_step
 from reducing import mesh_of
 
 import boostax
@@ -250,9 +252,7 @@ def test_errors_explain(said):
         REFUSED[said](jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32))
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", lanes([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]))
 def test_sharded_leaves_stay_where_they_are(kind):
     mesh = mesh_of(kind, x=8)
     rng = np.random.default_rng(0)
@@ -324,13 +324,7 @@ def test_recorded_basis_is_that_of_the_snapshots(count):
 def test_writing_a_snapshot_copies_no_buffer():
     tx = optax.chain(record_trajectory(16, every=5), optax.sgd(0.1, momentum=0.9))
     params = {"a": jnp.zeros((256, 256)), "b": jnp.zeros(4096)}
-    state = tx.init(params)
-
-    def step(params, state, grads):
-        return boostax.apply_gradients(tx, grads, state, params)
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
-    memory = compiled.memory_analysis()
+    memory = compiled_step(tx, params).memory_analysis()
     # One copy of the params, which the step overwrites while they are being recorded.
     assert memory.temp_size_in_bytes < 1.01 * 4 * (256 * 256 + 4096)
     assert memory.alias_size_in_bytes >= 16 * 4 * (256 * 256 + 4096)

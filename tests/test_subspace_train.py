@@ -12,7 +12,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from reducing import mesh_of
+from training import follow
 
 import boostax
 from boostax._core import costs, interpret
@@ -51,11 +53,7 @@ def basis_of(k, params=None):
 def train(tx, loss=loss_fn, steps=6, data=None, params=None, **options):
     step = boostax.make_train_step(loss, tx, **options)
     state = step.init(start() if params is None else params)
-    seen = []
-    for batch in batches(steps) if data is None else data:
-        state, metrics = step(state, batch)
-        seen.append({name: float(x) for name, x in metrics.items()})
-    return state, seen
+    return follow(step, state, batches(steps) if data is None else data)
 
 
 def assert_close(got, expected, atol=1e-5):
@@ -81,14 +79,11 @@ def alone(residual, k):
 
 
 @pytest.mark.parametrize(
-    ("residual", "k", "layout"),
-    [
-        pytest.param(*each, marks=[] if each in SOME else [pytest.mark.long])
-        for each in itertools.product(RESIDUALS, [5, 7, 32], LAYOUTS)
-    ],
+    "case", lanes(itertools.product(RESIDUALS, [5, 7, 32], LAYOUTS), SOME), ids=str
 )
-def test_same_run_on_any_number_of_devices(residual, k, layout):
+def test_same_run_on_any_number_of_devices(case):
     """Batch split over the devices, or params and basis, or both."""
+    residual, k, layout = case
     rest = RESIDUALS[residual](boostax.all_reduce("data"))
     tx = boostax.dim_reduce(basis_of(k), residual=rest, axis_name="data")
     if isinstance(layout, int):
@@ -105,9 +100,7 @@ def test_same_run_on_any_number_of_devices(residual, k, layout):
     assert state.opt_state.basis["v"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize(
-    "layout", [(2, 2), *(pytest.param(x, marks=pytest.mark.long) for x in [(1, 3), (2, 4)])]
-)
+@pytest.mark.parametrize("layout", lanes([(2, 2), (1, 3), (2, 4)], [(2, 2)]))
 def test_same_run_in_a_shard_map_of_ones_own(layout):
     """Whose loss gathers what is sharded."""
     mesh, specs = mesh_of(data=layout[0], fsdp=layout[1]), {"w": P("fsdp"), "v": P(), "b": P()}
@@ -134,10 +127,8 @@ def test_same_run_in_a_shard_map_of_ones_own(layout):
     assert state.basis["w"].sharding.spec == P(None, "fsdp")
 
 
-@pytest.mark.parametrize("k", [5, pytest.param(32, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("k", lanes([5, 32], [5]))
+@pytest.mark.parametrize("kind", lanes([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]))
 def test_sharded_arrays_under_plain_jit(kind, k):
     """Nothing but the coordinates crosses the devices, and nothing is made flat."""
     mesh = mesh_of(kind, x=8)
@@ -343,13 +334,10 @@ def test_residual_is_told_the_loss():
 
 
 def test_checkpoints_on_disk_become_snapshots(tmp_path):
-    step = boostax.make_train_step(loss_fn, optax.adam(1e-2))
-    state, path = step.init(start()), []
+    path = [start(seed) for seed in range(11)]
     with Checkpointer(tmp_path, keep=20) as checkpointer:
-        for i, batch in enumerate(batches(11)):
-            state, _ = step(state, batch)
-            path.append(jax.tree.map(np.array, state.params))
-            checkpointer.save(i, state)
+        for i, params in enumerate(path):
+            checkpointer.save(i, {"params": params, "more": jnp.ones(3)})
     shapes, found = jax.eval_shape(start), boostax.subspace.checkpoint_snapshots
     chex.assert_trees_all_equal(found(tmp_path, shapes), path)
     chex.assert_trees_all_equal(found(tmp_path, shapes, last=3), path[-3:])

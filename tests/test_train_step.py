@@ -1,4 +1,7 @@
-"""The oracle and the train step: one device, data parallel, weights, keys, model state."""
+"""The oracle and the train step: one device, data parallel, weights, keys, model state, aux."""
+
+import functools
+import itertools
 
 import chex
 import jax
@@ -8,9 +11,12 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
+from training import follow
 
 import boostax
 
+SIZES = {"data": 8}, {"data": 4, "more": 2}
 PARAMS = {"w": jnp.linspace(-0.3, 0.4, 12).reshape(4, 3), "b": jnp.zeros(3)}
 
 
@@ -45,11 +51,6 @@ def optimizer(axis):
     return optax.chain(*parts, optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
-def mesh_of(shape, kind=AxisType.Auto):
-    names = ("data", "more")[: len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape)), names
-
-
 def big_batch_step(loss_fn, batches):
     """The reference: one optimizer step on everything at once."""
     whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
@@ -61,22 +62,19 @@ def big_batch_step(loss_fn, batches):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
-    [(None, None)] + [(s, k) for s in ((8,), (4, 2)) for k in (AxisType.Auto, AxisType.Explicit)],
+    ("sizes", "kind"), [({}, None), *itertools.product(SIZES, (AxisType.Auto, AxisType.Explicit))]
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("loss_fn", [plain_loss, token_loss])
-def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microbatches, shape, kind):
-    mesh, names = (None, None) if shape is None else mesh_of(shape, kind)
+def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microbatches, sizes, kind):
+    mesh, names = mesh_of(kind, **sizes) if sizes else None, tuple(sizes) or None
     batches = [token_batch(32, seed) for seed in range(3)]
     normalize = "weight" if loss_fn is token_loss else "mean"
     tx = boostax.accumulate(optimizer(names), 3, normalize=normalize, axis_name=names)
     tx = boostax.dynamic_loss_scale(tx, axis_name=names)
     how = {"mesh": mesh, "axis_name": names, "microbatches": microbatches}
     step = boostax.make_train_step(loss_fn, tx, has_aux=loss_fn is token_loss, **how)
-    state = step.init(PARAMS)
-    for batch in batches:
-        state, metrics = step(state, batch)
+    state, (*_, metrics) = follow(step, step.init(PARAMS), batches)
     assert bool(metrics["applied"])
     expected = big_batch_step(loss_fn, batches)
     chex.assert_trees_all_close(state.params, expected, rtol=2e-6, atol=1e-7)
@@ -98,15 +96,14 @@ def test_one_program_for_ever_and_it_aliases_the_state(mesh, caplog):
     assert analysis.alias_size_in_bytes == donated - 1
     caplog.clear()
     with jax.log_compiles():
-        for _ in range(3):
-            state, _ = step(state, batch)
+        follow(step, state, [batch] * 3)
     assert "Compiling" not in caplog.text
     assert PARAMS["w"].sum() is not None, "the caller's arrays are not donated"
 
 
-@pytest.mark.parametrize("shape", [None, (4,), (2, 2)])
-def test_types_are_traced_and_lowered_as_arrays_are(shape):
-    mesh, names = mesh_of(shape) if shape else (None, None)
+@pytest.mark.parametrize("sizes", [{}, {"data": 4}, {"data": 2, "more": 2}], ids=str)
+def test_types_are_traced_and_lowered_as_arrays_are(sizes):
+    mesh, names = mesh_of(**sizes) if sizes else None, tuple(sizes) or None
     step = boostax.make_train_step(plain_loss, optimizer(names), mesh=mesh, axis_name=names)
     state = step.init(PARAMS)
     batch = token_batch(8)
@@ -131,9 +128,7 @@ def test_keys_differ_by_call_micro_batch_and_replica_and_repeat_by_seed(mesh, mi
     step = boostax.make_train_step(record, optimizer("data"), **how)
     for _ in range(2):
         state = step.init(PARAMS, key=jax.random.key(3))
-        for _ in range(2):
-            state, metrics = step(state, token_batch(32))
-            seen.append(np.asarray(metrics["bits"]))
+        seen += [told["bits"] for told in follow(step, state, [token_batch(32)] * 2)[1]]
     first, second, again, _ = seen
     np.testing.assert_array_equal(first, again)
     assert not np.allclose(first, second)
@@ -206,90 +201,12 @@ def test_statistics_that_overflow_in_the_forward_pass_are_not_kept():
     np.testing.assert_array_equal(state.model_state["mean"], np.zeros(4))
 
 
-@pytest.mark.parametrize("scaler", ["outside", "inside"])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_flush_applies_a_partial_window_once(mesh, parallel, scaler):
-    names = "data" if parallel else None
-    scale = lambda tx: boostax.dynamic_loss_scale(tx, axis_name=names)  # noqa: E731
-    window = lambda tx, k: boostax.accumulate(tx, k, axis_name=names)  # noqa: E731
-
-    def build(every):
-        base = optimizer(names)
-        tx = scale(window(base, every)) if scaler == "outside" else window(scale(base), every)
-        return boostax.make_train_step(plain_loss, tx, **over(mesh, parallel))
-
-    batches = [token_batch(32, seed) for seed in range(3)]
-    long, exact = build(5), build(3)
-    state, full = long.init(PARAMS), exact.init(PARAMS)
-    for batch in batches:
-        state, _ = long(state, batch)
-        full, _ = exact(full, batch)
-    state = long.flush(state)
-    chex.assert_trees_all_equal(state.params, full.params)
-    once = jax.device_get(state)
-    chex.assert_trees_all_equal(once.params, long.flush(state).params)
-
-
 def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
     batch = token_batch(16)
     loss, grads = boostax.value_and_grad(plain_loss)(PARAMS, (), batch)
     expected, expected_grads = jax.value_and_grad(plain_loss)(PARAMS, batch)
     assert loss == expected
     chex.assert_trees_all_equal(grads, expected_grads)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_local_gradients_with_checking_on_and_off(mesh, check_vma):
-    """Each replica keeps its own, still scaled, and the loss is the mean of all."""
-    state = boostax.static_loss_scale(optax.sgd(0.1), 64.0).init(PARAMS)
-    batch = token_batch(32)
-    oracle = boostax.value_and_grad(plain_loss, axis_name="data")
-
-    def local(params, batch):
-        loss, grads = oracle(params, state, batch)
-        return loss, jax.tree.map(lambda g: g[None], grads)
-
-    how = {"in_specs": (P(), P("data")), "out_specs": (P(), P("data")), "check_vma": check_vma}
-    mapped = jax.jit(jax.shard_map(local, mesh=mesh, **how))
-    loss, grads = mapped(PARAMS, batch)
-    np.testing.assert_allclose(loss, plain_loss(PARAMS, batch), rtol=1e-6)
-    for replica in range(8):
-        rows = jax.tree.map(lambda x, r=replica: x[4 * r : 4 * r + 4], batch)
-        expected = jax.grad(plain_loss)(PARAMS, rows)
-        np.testing.assert_allclose(grads["w"][replica], 64.0 * expected["w"], rtol=1e-5)
-
-
-def test_pmap_by_hand():
-    """The same pieces under pmap: local gradients, one reduction, equal replicas."""
-    tx = boostax.dynamic_loss_scale(optimizer("data"), axis_name="data")
-    oracle = boostax.value_and_grad(plain_loss, axis_name="data")
-
-    def local(params, state, batch):
-        loss, grads = oracle(params, state, batch)
-        params, state = boostax.apply_gradients(tx, grads, state, params)
-        return params, state, loss
-
-    batch = token_batch(32)
-    shards = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
-    replicate = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 8), tree)  # noqa: E731
-    step = jax.pmap(local, axis_name="data")
-    params, _, loss = step(replicate(PARAMS), replicate(tx.init(PARAMS)), shards)
-    expected = big_batch_step(plain_loss, [batch])
-    np.testing.assert_allclose(params["w"][3], expected["w"], rtol=2e-6, atol=1e-7)
-    assert bool((params["w"] == params["w"][:1]).all())
-    assert float(loss[0]) == float(loss[7])
-
-
-def test_low_precision_params_keep_f32_moments():
-    """O3 stores params in f16; moments, decay and the update itself are computed in f32."""
-    tx = boostax.dynamic_loss_scale(optimizer(None))
-    step = boostax.make_train_step(plain_loss, tx, policy="O3")
-    state = step.init(PARAMS)
-    assert state.params["w"].dtype == jnp.float16
-    moments = optax.tree.get(state.opt_state, "mu")
-    assert moments["w"].dtype == jnp.float32
-    state, metrics = step(state, token_batch(32))
-    assert state.params["w"].dtype == jnp.float16 and bool(jnp.isfinite(metrics["loss"]))
 
 
 @pytest.mark.long
@@ -300,9 +217,7 @@ def test_two_hundred_leaves_in_any_order_under_debug_nans():
     tx = boostax.dynamic_loss_scale(boostax.accumulate(optimizer, 2))
     step, rows = boostax.make_train_step(loss, tx), jnp.ones(3)
     with jax.debug_nans(True):
-        state = step.init(params)
-        for _ in range(4):
-            state, _ = step(state, rows)
+        state, _ = follow(step, step.init(params), [rows] * 4)
 
     @jax.jit
     def plain(params, opt_state):
@@ -311,3 +226,91 @@ def test_two_hundred_leaves_in_any_order_under_debug_nans():
 
     expected, _ = plain(*plain(params, optimizer.init(params)))
     chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+
+
+# What a loss returns beside itself: ``Aux`` is combined, anything else passes through.
+
+VECTOR = {"w": jnp.float32([1.0, -2.0])}
+ROWS = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
+
+
+def with_logits(params, x):
+    logits = x @ params["w"]
+    return jnp.mean(logits**2), {"logits": logits, "rows": jnp.int32(len(x))}
+
+
+def with_scalars(params, x):
+    loss, _ = with_logits(params, x)
+    return loss, {"seen": {"mean": x.mean(), "rows": jnp.int32(len(x))}}
+
+
+LOGITS = jax.jit(lambda x: x @ VECTOR["w"])(ROWS)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mapped", [None, "shard_map", "unchecked", "pmap", "mesh"])
+def test_logits_are_each_rows_own(mapped, microbatches):
+    """Averaged over micro-batches and replicas, those of one row were mixed with another's."""
+    mesh = mesh_of(data=2)
+    given = {"has_aux": True, "microbatches": microbatches}
+    axis = {"axis_name": "data"} if mapped else {}
+    axis |= {"mesh": mesh} if mapped == "mesh" else {}
+    oracle = boostax.value_and_grad(with_logits, **axis, **given)
+
+    def told(x):
+        (_, aux), _ = oracle(VECTOR, (), x)
+        return aux
+
+    if mapped in ("shard_map", "unchecked"):
+        lead = lambda x: jax.tree.map(lambda leaf: leaf[None], told(x))  # noqa: E731
+        how = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
+        aux = jax.jit(jax.shard_map(lead, check_vma=mapped == "shard_map", **how))(ROWS)
+    elif mapped == "pmap":
+        devices = jax.devices()[:2]
+        aux = jax.pmap(told, axis_name="data", devices=devices)(ROWS.reshape(2, 8, 2))
+    else:
+        aux = jax.jit(told)(ROWS)
+        if mapped == "mesh":
+            assert isinstance(aux, boostax.PerReplica)
+            aux = aux.local
+        else:
+            aux = jax.tree.map(lambda leaf: leaf[None], aux)
+    replicas = 2 if mapped else 1
+    rows, logits = np.asarray(aux["rows"]), np.asarray(aux["logits"])
+    each = (microbatches,) if microbatches > 1 else ()
+    assert rows.shape == (replicas, *each)
+    np.testing.assert_array_equal(rows, 16 // replicas // microbatches)
+    assert logits.shape == (replicas, *each, 16 // replicas // microbatches)
+    if microbatches > 1:
+        logits = logits.swapaxes(1, 2)
+    np.testing.assert_allclose(logits.reshape(-1), LOGITS, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_step_reports_scalars_and_refuses_arrays(parallel):
+    mesh = mesh_of(data=2)
+    where = {"mesh": mesh, "axis_name": "data"} if parallel else {}
+    tx = optax.chain(*([boostax.all_reduce("data")] if parallel else []), optax.sgd(0.1))
+    make = functools.partial(boostax.make_train_step, tx=tx, has_aux=True, microbatches=2, **where)
+    step = make(with_scalars)
+    _, metrics = step(step.init(VECTOR), ROWS)
+    np.testing.assert_allclose(metrics["seen/mean"], ROWS.mean(), rtol=1e-6, atol=1e-6)
+    assert int(metrics["seen/rows"]) == 16
+    step = make(with_logits)
+    with pytest.raises(TypeError, match=r"make_train_step: aux must be .*'logits'.*value_and_grad"):
+        step(step.init(VECTOR), ROWS)
+
+
+def test_any_tree_passes_one_micro_batch_as_in_jax():
+    """Keys, bools, ``None`` and an aux that is no tree of floats at all."""
+
+    def loss(w, x):
+        return (w * x).sum(), (jax.random.key(3), x > 0, None, jnp.int8(4))
+
+    x = jnp.float32([1.0, -1.0])
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(2.0, x)[0][1]
+    oracle = boostax.value_and_grad(loss, has_aux=True)
+    found = jax.jit(lambda w, x: oracle(w, (), x))(2.0, x)[0][1]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert left.dtype == right.dtype and left.shape == right.shape and (left == right).all()

@@ -1,0 +1,43 @@
+"""The runs that MindSpore's boost recorded, and its params as Flax lays them out."""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())
+LEAVES = {"weight": "kernel", "bias": "bias", "gamma": "scale", "beta": "bias"}
+
+
+@functools.cache
+def arrays():
+    return dict(np.load(GOLDEN / "mindspore_trajectories.npz"))
+
+
+def split(flat, shapes):
+    """Named arrays of a concatenation."""
+    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes.values()])
+    parts = np.split(flat, ends[:-1])
+    return {name: x.reshape(s) for (name, s), x in zip(shapes.items(), parts, strict=True)}
+
+
+def place(name):
+    """Where a param of MindSpore's lies in Flax's tree."""
+    *modules, leaf = name.split(".")
+    return (*modules, "multiplier" if leaf == "multiplier" else LEAVES[leaf])
+
+
+def turned(x):
+    """Outputs last."""
+    return np.moveaxis(x, (0, 1), (-1, -2)) if x.ndim > 1 else x
+
+
+def as_flax(named):
+    tree = {}
+    for name, x in named.items():
+        *modules, leaf = place(name)
+        below = functools.reduce(lambda node, key: node.setdefault(key, {}), modules, tree)
+        below[leaf] = turned(x)
+    return tree
