@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 555,
-    "boostax/_core": 2437,
+    "boostax/_core": 2281,
     "boostax/accumulate": 518,
     "boostax/chain": 299,
-    "boostax/config": 989,
+    "boostax/config": 974,
     "boostax/freeze": 483,
     "boostax/inspect": 1246,
     "boostax/model": 556,
     "boostax/precision": 1253,
     "boostax/reduce": 1726,
     "boostax/subspace": 700,
-    "boostax/testing": 842,
-    "boostax/train": 1164,
+    "boostax/testing": 831,
+    "boostax/train": 1035,
     "examples": 1500,
-    "tests": 18750,
+    "tests": 18745,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12779
+LIBRARY = 12457
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
