@@ -37,14 +37,20 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     """
     if isinstance(value, Tracer):
         return value
-    number = natural(who, argument, value, hint, least=1)
+    number = natural(who, argument, value, hint, "a positive integer", least=1)
     require(who, argument, value, "below 2**31", number < 2**31, hint)
     return number
 
 
-def natural(who: str, argument: str, value: object, hint: str, least: int = 0) -> int:
-    """Require an integer of at least ``least``, 0 or 1, and no bool."""
-    allowed = "a positive integer" if least else "an integer that is not negative"
+def natural(
+    who: str,
+    argument: str,
+    value: object,
+    hint: str,
+    allowed: str = "an integer that is not negative",
+    least: int = 0,
+) -> int:
+    """Require an integer of at least ``least``, and no bool."""
     number = integer(who, argument, value, allowed, hint)
     require(who, argument, value, allowed, number >= least, hint)
     return number

@@ -238,9 +238,9 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
     there = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(there, 2), carry, "there and back")
-    # Training continues with more replicas.
-    _, on = follow(more.step(tx), there, more.grads(case.calls))
-    assert trees.all_finite(on), "there"
+    # Training continues with more replicas. A state may hold an infinity, as a limit not yet known.
+    params, _ = follow(more.step(tx), there, more.grads(case.calls))
+    assert trees.all_finite(params), "there"
 
 
 PAIR_LAWS = laws_in(globals())
