@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 555,
-    "boostax/_core": 2281,
+    "boostax/_core": 2289,
     "boostax/accumulate": 518,
     "boostax/chain": 299,
     "boostax/config": 974,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1726,
     "boostax/subspace": 700,
     "boostax/testing": 831,
-    "boostax/train": 1035,
+    "boostax/train": 1044,
     "examples": 1500,
     "tests": 18745,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12457
+LIBRARY = 12474
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -214,7 +214,7 @@ def test_what_is_no_depth_is_named_with_its_step(depth):
         f"freeze_schedule: the depth at step 17 must be an integer in [0, 4), got {depth!r}. "
         "Depth d freezes groups 0 to d-1, and the last group always trains."
     )
-    error = ValueError if isinstance(depth, int | np.bool_) else TypeError
+    error = ValueError if type(depth) is int else TypeError
     with pytest.raises(error, match=re.escape(message)):
         schedule.depths(4)
 

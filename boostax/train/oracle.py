@@ -399,7 +399,7 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
-def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: Any) -> tuple[PyTree, Any]:
+def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[PyTree, Any]:
     """Return the gradient in the active params, and the auxiliary result of ``fn``."""
     if not isinstance(active, Choice):
         (_, more), grads = jax.value_and_grad(fn, has_aux=True)(trees.masked(params, active))
@@ -457,7 +457,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
         raise ValueError(checks.message(_WHO, "active", allowed, active, str(error))) from error
 
 
-def _require_trainable(params: PyTree, active: Any) -> None:
+def _require_trainable(params: PyTree, active: PyTree) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
     trees.require_dense(trained, "value_and_grad", "params")

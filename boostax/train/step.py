@@ -3,6 +3,7 @@
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from boostax.train.gather import Gather
 from boostax.train.oracle import value_and_grad
 
 PyTree = Any
+# The findings in a chain by its ``update``, and by the policy and the axes of a step.
+_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def make_train_step(
@@ -122,11 +125,18 @@ def make_train_step(
 
 def _judge(step: TrainStep) -> None:
     """Refuse a chain that is wrong in every run; warn once of its other findings."""
-    # The modules that read chains are loaded with the first step, not with the library.
-    from boostax.chain.findings import findings
-    from boostax.chain.parts import read, rows
+    try:
+        known = _JUDGED.setdefault(step.tx.update, {})
+    except TypeError:  # a callable that has no weak references, or no hash
+        known = {}
+    if (step.policy, step.names) not in known:
+        # The modules that read chains are loaded with the first step, not with the library.
+        from boostax.chain.findings import findings
+        from boostax.chain.parts import read, rows
 
-    for finding in sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain):
+        found = findings(rows(read(step.tx)), step)
+        known[step.policy, step.names] = sorted(found, key=lambda x: not x.certain)
+    for finding in known[step.policy, step.names]:
         if finding.certain:
             allowed = "a chain whose parts fit each other and the step"
             raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
