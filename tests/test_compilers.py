@@ -139,6 +139,9 @@ def test_recording_copies_nothing(target):
 
 
 AVERAGES = {"ema": {}, "lawa": {"size": 2, "every": 5}}
+# What Adam in a window in a scaler moves, in P. v5e copies a leaf ahead in some programs, and a
+# difference of two of them would count it.
+GATED_ADAM = {CPU: 14.0, V5E: 11.0, H100: 11.0}
 
 
 @everywhere
@@ -151,7 +154,8 @@ def test_an_average_writes_in_place_and_a_held_call_moves_nothing_of_it(place, k
     adam = cases.adam()
     tx = gates(average(adam)) if place == "inside" else average(gates(adam))
     found, plain = cases.on_one_chip(tx, target), cases.on_one_chip(gates(adam), target)
-    applied = (found.traffic.most - plain.traffic.most) / BYTES
+    assert abs(plain.traffic.most / BYTES - GATED_ADAM[target]) <= 0.07
+    applied = found.traffic.most / BYTES - GATED_ADAM[target]
     print(f"{kind} {place}: temporaries {found.temporary_bytes / BYTES:.4f} P, {applied:+.3f} P")
     assert found.temporary_bytes <= 0.07 * BYTES
     assert found.traffic.least <= 1.01 * plain.traffic.least
