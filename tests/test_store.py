@@ -43,6 +43,42 @@ def test_the_halves_of_a_number_are_the_number(x):
     assert (np.asarray(formats.joined(high, formats.rest(jnp.asarray(x), high))) == x).all()
 
 
+@jax.jit
+def halved_badly(start, few):
+    """How many patterns are not the sum of their halves, or NaN in both."""
+    whole = start + jax.lax.iota(jnp.uint32, 1 << 24) if few is None else few
+    x = jax.lax.bitcast_convert_type(whole, jnp.float32)
+    high = formats.nearest(x)
+    again = formats.joined(high, formats.rest(x, high))
+    same = jax.lax.bitcast_convert_type(again, jnp.uint32) == whole
+    both = jnp.isnan(high) & jnp.isnan(again)
+    return jnp.sum(~jnp.where(jnp.isnan(x), both, same))
+
+
+def test_halves_of_every_class_of_numbers_and_every_kind_of_nan():
+    """A NaN of bits 0x7fffffff was a param of -0.0, one of 0x7f800001 an infinity."""
+    low = np.uint32([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    high = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
+    assert halved_badly(0, (high + low).ravel()) == 0
+
+
+@pytest.mark.long
+def test_halves_of_all_four_billion_numbers():
+    assert all(halved_badly(np.uint32(i << 24), None) == 0 for i in range(256))
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
+@pytest.mark.parametrize("kind", ["remainder", "stochastic"])
+def test_a_nan_of_any_payload_stays_and_is_held_back(kind, bits):
+    nan, w = jnp.asarray(np.full(4, bits, np.uint32).view(np.float32)), jnp.ones(4, jnp.bfloat16)
+    tx = store(optax.sgd(1.0), params=kind)
+    new, state = boostax.apply_gradients(tx, nan, tx.init(w), w)
+    assert jnp.isnan(new).all() and jnp.isnan(masters(new, state)).all()
+    tx = boostax.precision.check_updates(tx)
+    new, state = boostax.apply_gradients(tx, nan, tx.init(w), w)
+    assert (new == 1).all() and boostax.metrics(state)["held_updates"] == 1
+
+
 GAPS = {
     "bfloat16": lambda x: 2.0**-7 * abs(x),
     "int8": lambda x: 0 * x + abs(x).max() / 127,

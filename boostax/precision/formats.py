@@ -83,13 +83,15 @@ def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.A
 
 
 def nearest(x: jax.Array) -> jax.Array:
-    """Return the bf16 nearest to f32 ``x``; with the ``rest``, ``joined`` restores every bit.
+    """Return the bf16 nearest to f32 ``x``; with the ``rest``, ``joined`` restores every number.
 
-    A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16.
+    A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16. NaN
+    stays NaN, with another payload: adding to its bits would carry over into the sign or end at
+    infinity.
     """
     whole = lax.bitcast_convert_type(x, jnp.int32)
-    upper = ((whole + _HALF) >> 16) << 16
-    return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
+    upper = lax.bitcast_convert_type(((whole + _HALF) >> 16) << 16, jnp.float32)
+    return jnp.where(jnp.isnan(x), x, upper).astype(jnp.bfloat16)
 
 
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
