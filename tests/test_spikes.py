@@ -95,6 +95,15 @@ def test_a_run_with_refused_steps_is_the_run_without_them_to_the_bit():
         chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[-1], x) for x in (mine, other)))
 
 
+@pytest.mark.parametrize("rule", ["median", "sigma"])
+@pytest.mark.parametrize("zeros", [[0] * 4, [0] * 20, [1e-3, 0] * 4])
+def test_zero_gradients_do_not_make_every_other_a_spike(rule, zeros):
+    """After four zeros in a window of eight the limit was 0, and all else refused for ever."""
+    given = np.float32([*zeros, *[1e-3] * 20, 1.0, 0, 1e-3])
+    states, _ = follow(skip_spikes(optax.sgd(1.0), rule=rule, window=8), given)
+    assert np.flatnonzero(~states.ran).tolist() == [len(given) - 3]
+
+
 def test_around_a_window_micro_steps_are_judged_and_inside_one_windows():
     given = np.ones(24, np.float32)
     given[[9, 10]] = 100

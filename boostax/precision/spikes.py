@@ -34,7 +34,8 @@ class SpikesState(NamedTuple):
       norms: f32 ``[window]``, the last accepted norms; zero where there is none yet.
       accepted: i32, how many were accepted since the start.
       value: f32, the norm of the last call.
-      limit: f32, the limit for that norm; infinite until half a window of norms was accepted.
+      limit: f32, the limit for that norm; infinite until half a window of norms above zero was
+        accepted.
       spikes: i32, calls that were refused since the start.
       spikes_in_a_row: i32, calls refused since the last one that ran.
     """
@@ -72,9 +73,12 @@ def _median(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _sigma(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
     count = jnp.maximum(jnp.sum(known), 1)
-    centre = jnp.sum(jnp.where(known, values, 0)) / count
-    variance = jnp.sum(jnp.where(known, jnp.square(values - centre), 0)) / count
-    return centre, jnp.sqrt(variance)
+    # In units of the largest norm nothing overflows and no square is lost.
+    largest = jnp.max(jnp.where(known, values, jnp.finfo(jnp.float32).tiny))
+    shares = jnp.where(known, values / largest, 0)
+    centre = jnp.sum(shares) / count
+    variance = jnp.sum(jnp.where(known, jnp.square(shares - centre), 0)) / count
+    return centre * largest, jnp.sqrt(variance) * largest
 
 
 def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
@@ -103,6 +107,7 @@ def skip_spikes(
     with :math:`v` the global norm, and centre :math:`c` and spread :math:`d` of the last ``window``
     accepted norms: the median and 1.4826 times the median absolute deviation, or the mean and the
     (uncorrected) standard deviation. Even if half of a window are spikes, the median moves little.
+    A norm of zero runs and says nothing of the size of others, so it does not count.
 
     A refused step leaves ``inner``, the params and the statistics unchanged, bit for bit. There is
     no limit to refusals in a row: if the usual norm itself rises above the limit, every step is
@@ -120,7 +125,7 @@ def skip_spikes(
         these record refused norms too.
       k: how many spreads above the centre, > 0.
       floor: the least spread, as a share of the centre.
-      window: number of norms kept; there is no limit until half of them are accepted.
+      window: number of norms kept; there is no limit until half of them are accepted and not zero.
       axis_name: replica axis (or axes). Gradients must then be *local*: see
         ``boostax.train.local_params``; the norm is the root mean square of the replicas' norms.
         ``None`` is no axis, and in a step the step's axis where something inside reduces.
@@ -161,9 +166,10 @@ def skip_spikes(
     def judge(grads: gate.Pending, own: SpikesState, _: PyTree) -> tuple[jax.Array, SpikesState]:
         value, places = _norm(grads, names), jnp.arange(window)
         measure = _median if rule == "median" else _sigma
-        centre, spread = measure(own.norms, places < own.accepted)
+        known = (places < own.accepted) & (own.norms > 0)
+        centre, spread = measure(own.norms, known)
         limit = centre + k * jnp.maximum(spread, floor * jnp.abs(centre))
-        limit = jnp.where(own.accepted >= max(window // 2, 2), limit, jnp.inf)
+        limit = jnp.where(jnp.sum(known) >= max(window // 2, 2), limit, jnp.inf)
         ok = jnp.isfinite(value) & (value <= limit)
         norms = jnp.where(ok & (places == own.accepted % window), value, own.norms)
         accepted, spikes = gate.counted(own.accepted, ok), gate.counted(own.spikes, ~ok)
