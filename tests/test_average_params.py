@@ -212,6 +212,33 @@ def test_carried_leaves_are_given_as_they_are():
     assert averaged_params(state, params)["b"] == params["b"] == 7.0
 
 
+@pytest.mark.parametrize("form", ["step", "update", "window", "flush"])
+def test_around_stored_params_the_masters_are_averaged(form):
+    """The average was one of the params rounded to bf16."""
+    tx = boostax.precision.store(optax.sgd(1.0), params="remainder")
+    every = {"window": 2, "flush": 3}.get(form)
+    tx = average_params(tx if every is None else boostax.accumulate(tx, every), "window")
+    w, wanted = jnp.ones(3, jnp.bfloat16), []
+    state, whole = tx.init(w), np.float32(1)
+    for i in range(4):
+        grads = jnp.full(3, 2.0**-11)
+        if form == "update":
+            updates, state = tx.update(grads, state, w)
+            w = optax.apply_updates(w, updates)
+        else:
+            w, state = boostax.apply_gradients(tx, grads, state, w)
+        if (i + 1) % (every or 1) == 0:
+            whole -= np.float32(2.0**-11)
+            wanted.append(whole)
+    if form == "flush":
+        w, state = boostax.flush(tx, state, w)
+        wanted.append(whole - np.float32(2.0**-11))
+    masters = boostax.precision.masters(w, state)
+    assert (masters == wanted[-1]).all() and masters.dtype == jnp.float32
+    found = averaged_params(state, masters)
+    np.testing.assert_allclose(found, np.mean(wanted, dtype=np.float64), rtol=1e-7)
+
+
 def test_what_cannot_be_averaged_or_read_is_refused():
     tx, inner = average_params(SGD), boostax.reduce.local_updates(SGD, "data", 2)
     gated = average_params(boostax.dynamic_loss_scale(inner, axis_name="data"))

@@ -125,3 +125,17 @@ def test_the_cost_is_what_the_docstring_says(optimizer, traffic, copies):
         held.append(program.memory_analysis().temp_size_in_bytes)
     assert moved[1] <= traffic * moved[0]
     assert held[1] - held[0] <= 1.01 * copies * 6 * 2**21
+
+
+@pytest.mark.parametrize("kind", [None, "stochastic", "remainder"])
+def test_inside_stored_params_it_is_refused_where_it_would_report_zero(kind):
+    """It counted on f32 params, and said 0.0 while every update was lost."""
+    inner = optax.chain(boostax.precision.count_lost_updates(optax.sgd(1e-6)))
+    tx = boostax.precision.store(inner, params=kind)
+    with pytest.raises(ValueError, match="store: inner must be without count_lost_updates"):
+        tx.init({"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4)})
+    if kind is None:
+        tx.init(jnp.ones(4))
+        around = boostax.precision.count_lost_updates(boostax.precision.store(optax.sgd(1e-6)))
+        w, state = plain(around, jnp.ones(4, jnp.bfloat16), jnp.ones(4))
+        assert state.lost == 1 and (w == 1).all()

@@ -79,6 +79,12 @@ def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
     return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
 
 
+def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
+    """Return the params, or what ``store`` inside keeps of them in f32."""
+    stored = trees.telling(inner_state, "whole")
+    return stored[0].whole(params) if stored else params
+
+
 def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Array:
     """Return whether the params are taken in; ``moved`` itself if they are taken in at every step.
 
@@ -114,7 +120,8 @@ def average_params(
     ``size`` snapshots, or of all while there are fewer. Before the first average,
     ``averaged_params`` returns the params.
 
-    It stands around any optimizer or gate, and inside gates. A step that a gate holds back, inside
+    It stands around any optimizer or gate, and inside gates. Around ``boostax.precision.store`` it
+    averages the f32 masters. A step that a gate holds back, inside
     or outside, leaves the average unchanged bit for bit. It is cheapest directly around the
     optimizer, where it shares its loop: ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
@@ -199,12 +206,13 @@ def average_params(
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         value, inner = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
-        return value, take_in(state, inner, gate.passed(inner), new)
+        return value, take_in(state, inner, gate.passed(inner), lambda: _masters(new(), inner))
 
     def flush_fn(state: AverageParamsState, params: PyTree, **extra: Any) -> Stepped:
         waiting = gate.held_open(state.inner_state)
         params, inner = gate.flush_inner(tx, state.inner_state, params, extra)
-        return params, take_in(state, inner, waiting & gate.passed(inner), lambda: params)
+        moved, new = waiting & gate.passed(inner), lambda: _masters(params, inner)
+        return params, take_in(state, inner, moved, new)
 
     return gate.gated(init_fn, step_fn, flush_fn)
 
@@ -217,8 +225,9 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       opt_state: any state that holds one of ``average_params``.
-      params: the current params, which give the dtypes. They are returned unchanged before any
-        params are taken in, and for leaves that are not averaged (``boostax.carry``).
+      params: the current params, which give the dtypes: with ``boostax.precision.store`` inside,
+        its ``masters(params, opt_state)`` give the average in f32. They are returned unchanged
+        before any params are taken in, and for leaves that are not averaged (``boostax.carry``).
 
     Returns:
       A tree like ``params``. Cost: a copy of the params, and a read of the average or snapshots.

@@ -14,6 +14,7 @@ from boostax._core import axes, checks, gate, placement, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax.precision import formats
 from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
+from boostax.precision.updates import LostUpdatesState
 
 PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
@@ -41,6 +42,10 @@ class StoreState(NamedTuple):
     scales: dict[str, replicas.ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Return the params that the optimizer sees: f32, with the bits that bf16 params lack."""
+        return _masters(params, self.low)
 
 
 def _is_store(node: object) -> bool:
@@ -135,8 +140,9 @@ def store(
 
     Raises:
       ValueError, TypeError: ``inner`` is no transformation, or has a gate; an unknown format; at
-        ``init``, ``params`` is given and no param is bf16, or a pattern matches nothing; at trace
-        time, in a ``shard_map`` of your own, 8-bit arrays sharded along dimensions with blocks.
+        ``init``, ``count_lost_updates`` inside with bf16 or f16 params, ``params`` is given and no
+        param is bf16, or a pattern matches nothing; at trace time, in a ``shard_map`` of your own,
+        8-bit arrays sharded along dimensions with blocks.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -166,6 +172,14 @@ def store(
 
     def init_fn(params: PyTree) -> StoreState:
         inner_state = gate.init_optimizer(_WHO, tx, params)
+        narrow = any(trees.wide_dtype(p) != jnp.result_type(p) for p in jax.tree.leaves(params))
+        counting = narrow and trees.find(inner_state, lambda x: isinstance(x, LostUpdatesState))
+        hint = (
+            "Inside it sees f32 params. With params=None put it around: "
+            "count_lost_updates(store(...)); 'stochastic' and 'remainder' lose none on average."
+        )
+        allowed = "without count_lost_updates where params are bf16 or f16"
+        checks.require(_WHO, "inner", "LostUpdatesState", allowed, not counting, hint)
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
