@@ -28,6 +28,7 @@ from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
 from boostax.model.centralize import centralize_gradients as centralize_gradients
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from boostax.precision.loss_scale import skip_bad_steps as skip_bad_steps
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.policy import policy as policy
 from boostax.reduce.adasum import adasum as adasum

@@ -47,7 +47,7 @@ after the first one or two are by keyword. Documents: [how to choose](choose.md)
 REFERENCE = """\
 # Reference
 
-The thirty names that most people use are in `boostax`, the others in its packages. Arguments after
+The names that most people use are in `boostax`, the others in its packages. Arguments after
 the first one or two are by keyword. The same texts: `help(boostax.accumulate)`."""
 
 

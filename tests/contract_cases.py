@@ -155,6 +155,7 @@ FIRST = [
 ]
 # Other settings of these and their siblings: only the laws of arguments hold in every run.
 VARIANTS = [
+    Case("skip_bad_steps", around(boostax.skip_bad_steps), skips=True),
     Case("static_loss_scale", around(boostax.static_loss_scale, 128.0), skips=True),
     Case(
         "static_loss_scale_without_check",

@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 555,
+    "boostax": 556,
     "boostax/_core": 2289,
-    "boostax/accumulate": 518,
+    "boostax/accumulate": 519,
     "boostax/chain": 299,
     "boostax/config": 974,
     "boostax/freeze": 483,
-    "boostax/inspect": 1246,
-    "boostax/model": 556,
-    "boostax/precision": 1253,
+    "boostax/inspect": 1252,
+    "boostax/model": 560,
+    "boostax/precision": 1273,
     "boostax/reduce": 1726,
     "boostax/subspace": 700,
     "boostax/testing": 831,
-    "boostax/train": 1044,
+    "boostax/train": 1079,
     "examples": 1500,
-    "tests": 18773,
+    "tests": 18921,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12474
+LIBRARY = 12541
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -137,6 +137,20 @@ def test_state_machine_equals_its_plain_reference(overflow, scales, options):
         assert actual == expected, (t, options)
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_skip_bad_steps_never_gives_in(bad):
+    """However many bad steps come in a row, where ``optax.apply_if_finite`` applies the next."""
+    tx, params = boostax.skip_bad_steps(optax.adam(0.1)), jnp.ones(3)
+    good, state = boostax.apply_gradients(tx, jnp.ones(3), tx.init(params), params)
+    held = good
+    for _ in range(12):
+        held, state = boostax.apply_gradients(tx, jnp.array([1.0, bad, 1.0]), state, held)
+    np.testing.assert_array_equal(held, good)
+    assert int(state.skipped_steps) == 12 and float(state.scale) == 1
+    held, state = boostax.apply_gradients(tx, jnp.ones(3), state, held)
+    assert (held < good).all()
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_static_scale_stays_and_skips_only_when_asked(skip):
     tx = boostax.static_loss_scale(optax.sgd(1.0), 128.0, skip_nonfinite=skip)

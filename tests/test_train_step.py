@@ -314,3 +314,123 @@ def test_any_tree_passes_one_micro_batch_as_in_jax():
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert left.dtype == right.dtype and left.shape == right.shape and (left == right).all()
+
+
+# Keywords of a call
+
+
+def weighted_loss(params, batch, *, beta, rows=None, scale=1):
+    """A loss with a term whose weight belongs to the call, and a table as long as the batch."""
+    penalty = 0 if rows is None else jnp.sum(rows["table"] ** 2) / rows["table"].size
+    return scale * plain_loss(params, batch) + beta * jnp.sum(params["w"] ** 2) + penalty
+
+
+def on(sizes, chain=lambda tx: tx, **options):
+    """Return a step over a mesh of some sizes, or over one device."""
+    mesh = mesh_of(**sizes) if sizes else None
+    tx = chain(optax.chain(*([boostax.all_reduce()] if sizes else []), optax.sgd(0.1)))
+    names = tuple(sizes) if sizes else None
+    return functools.partial(
+        boostax.make_train_step, tx=tx, mesh=mesh, axis_name=names, microbatches=2, **options
+    )
+
+
+COMPILES = "Compiling jit(_checked)"
+FROZEN = {"w": 1, "b": 0}
+ROADS = {
+    "one device": on({}),
+    "replicas": on({"data": 2}),
+    "two axes": on({"data": 2, "more": 2}, boostax.dynamic_loss_scale),
+    "sharded": on({"data": 2}, param_specs={"w": P("data"), "b": P()}),
+    "frozen": on({"data": 2}, lambda tx: boostax.scheduled_freeze(tx, FROZEN, 1)),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_keyword_reaches_the_loss_whole_and_its_values_share_a_program(road, caplog):
+    """Defect guarded against: a number in the batch was cut like rows, and a step took no other."""
+    batch, traced = token_batch(8), []
+
+    def loss(*args, **kwargs):
+        traced.append(kwargs["beta"])
+        assert kwargs["beta"].shape == () and not kwargs["beta"].weak_type
+        assert "rows" not in kwargs or kwargs["rows"]["table"].shape == (8,)
+        return weighted_loss(*args, **kwargs)
+
+    step = ROADS[road](loss)
+    state, more = step.init(PARAMS), {"rows": {"table": np.arange(8.0)}, "scale": 2}
+    with jax.log_compiles():
+        step(state, batch, beta=0.5, **more)
+    assert COMPILES in caplog.text
+    caplog.clear()
+    count = len(traced)
+    for beta in (0.1, jnp.float32(0.2), jnp.asarray(0.3), np.float32(0.4), np.asarray(0.5)):
+        wanted, state = weighted_loss(PARAMS, batch, beta=beta, **more), step.init(PARAMS)
+        with jax.log_compiles():
+            state, reported = step(state, batch, beta=beta, **more)
+        np.testing.assert_allclose(reported["loss"], wanted, rtol=1e-5)
+    slope = jax.grad(weighted_loss)(PARAMS, batch, beta=0.5, **more)["w"]
+    found = (PARAMS["w"] - state.params["w"]) / 0.1
+    np.testing.assert_allclose(found, slope, rtol=1e-4, atol=1e-5)
+    assert len(traced) == count
+    assert COMPILES not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_keywords_may_be_traced_committed_or_sharded(kind):
+    mesh, devices = mesh_of(data=2, kind=kind), jax.devices()
+    batch, tx = token_batch(8), optax.chain(boostax.all_reduce(), optax.sgd(0.0))
+    step = boostax.make_train_step(weighted_loss, tx, mesh=mesh)
+    table = np.arange(8.0, dtype=np.float32)
+    wanted = weighted_loss(PARAMS, batch, beta=0.5, rows={"table": table})
+    sharded = {"table": jax.device_put(table, jax.NamedSharding(mesh, P("data")))}
+    for beta in (jax.device_put(jnp.float32(0.5), devices[1]), 0.5):
+        found = step(step.init(PARAMS), batch, beta=beta, rows=sharded)[1]["loss"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    traced = lambda state, beta: step(state, step.place(batch), beta=beta)  # noqa: E731
+    _, reported = jax.jit(lambda state: jax.lax.scan(traced, state, jnp.arange(3.0)))(
+        step.init(PARAMS)
+    )
+    wanted = [weighted_loss(PARAMS, batch, beta=beta) for beta in range(3)]
+    np.testing.assert_allclose(reported["loss"], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("given", ["active", "depth", "key", "model_state", "scales"])
+def test_a_keyword_of_the_steps_own_is_refused(given):
+    step = boostax.make_train_step(lambda p, x, **more: jnp.sum(p), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=f"keyword must be none of .*got '{given}'. Call it"):
+        step(step.init(jnp.ones(2)), jnp.ones(2), **{given: 1.0})
+
+
+def test_a_keyword_that_the_loss_cannot_take_is_refused():
+    step = boostax.make_train_step(plain_loss, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"a function that takes beta=.* Leave beta= out"):
+        step(step.init(PARAMS), token_batch(8), beta=0.1)
+    with pytest.raises(TypeError, match=r"mode must be an array or a number, got 'sum'. Bind it"):
+        step(step.init(PARAMS), token_batch(8), mode="sum")
+
+
+@pytest.mark.parametrize("road", ["one device", "replicas"])
+def test_a_number_in_the_batch_is_sent_to_the_keywords(road):
+    step = ROADS[road](plain_loss)
+    with pytest.raises(ValueError, match=r"at 'beta', got \(\). Pass to the loss by keyword"):
+        step(step.init(PARAMS), token_batch(8) | {"beta": jnp.float32(0.5)})
+    with pytest.raises(ValueError, match=r"at '\w+', got \(7.*Pad the batch"):
+        step(step.init(PARAMS), token_batch(7))
+
+
+def test_a_program_with_keywords_is_read_without_a_call():
+    step, batch = ROADS["replicas"](weighted_loss), token_batch(8)
+    state, shapes = step.init(PARAMS), jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch))
+    text = str(step.jaxpr(state, batch, beta=0.1))
+    assert text == str(step.jaxpr(state, batch, beta=jax.ShapeDtypeStruct((), jnp.float32)))
+    whole = step.lower(state, batch, beta=0.1).as_text()
+    assert whole == step.lower(state, shapes, beta=0.1).as_text()
+    by_step = boostax.audit(step, state, batch, beta=0.1)
+    by_stage = boostax.audit(step.lower(state, batch, beta=0.1))
+    assert by_step.collectives == by_stage.collectives
+    assert boostax.explain(step, state, batch, beta=0.1).parts
+    with pytest.raises(ValueError, match="keywords must be left out"):
+        boostax.audit(jax.jit(jnp.sin), 1.0, beta=0.1)
+    with pytest.raises(ValueError, match="beta must be left out without a train step"):
+        boostax.explain(optax.sgd(0.1), PARAMS, beta=0.1)

@@ -22,6 +22,7 @@ PyTree = Any
 _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
+SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
 
 
 class _Sums(NamedTuple):
@@ -95,7 +96,7 @@ def microbatch(
     if count == 1:
         return value_and_grad_fn
 
-    def wrapped(params: PyTree, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+    def wrapped(params: PyTree, batch: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         slices, number, axis = split(batch, count, _WHO)
         micro_batch = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
         key, model_state = kwargs.pop("key", None), kwargs.pop("model_state", None)
@@ -185,7 +186,8 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
     def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
         x, name = jnp.asarray(x), trees.path_name(path) or "the root"
         allowed = f"divisible by microbatches={count} in its leading dimension at {name!r}"
-        checks.require(who, "batch", x.shape, allowed, x.ndim > 0 and not x.shape[0] % count, hint)
+        fits = x.ndim > 0 and not x.shape[0] % count
+        checks.require(who, "batch", x.shape, allowed, fits, hint if x.ndim else SAME)
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 
     return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
@@ -198,6 +200,5 @@ def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
     fits = len(numbers) == 1 and () not in numbers and (0,) not in numbers
     fits = fits and all(len(shape) >= least for _, shape in shapes)
     allowed = "[micro-batches, rows, ...] in every leaf, of one number of micro-batches"
-    hint = "Pass to the loss by keyword what is the same for all rows."
-    checks.require(who, "a stacked batch", dict(shapes), allowed, fits, hint)
+    checks.require(who, "a stacked batch", dict(shapes), allowed, fits, SAME)
     return numbers.pop()[0]

@@ -134,6 +134,7 @@ def audit(
     params: PyTree = None,
     calls: int = 1,
     depth: int | None = None,
+    **given: PyTree,
 ) -> Audit:
     """Compile a program and count what it sends, keeps and copies.
 
@@ -154,6 +155,7 @@ def audit(
       calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
         that of the next call.
+      **given: keywords of the loss of a ``TrainStep``, as for a call of it.
 
     Returns:
       An ``Audit``. Cost: a trace and a compilation; for a billion params on 256 devices about a
@@ -173,7 +175,7 @@ def audit(
       Donate them: jax.jit(step, donate_argnums=...).
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
-    made = targets.compile_program(program, args, target, depth)
+    made = targets.compile_program(program, args, target, depth, given)
     parsed = hlo.parse(made.compiled.as_text())
     listed = collectives.compiled_collectives(parsed, made.mesh, made.jaxpr)
     if params is None:

@@ -111,6 +111,7 @@ def explain(
     batch: PyTree = None,
     *,
     axis_sizes: Mapping[str, int] | None = None,
+    **given: PyTree,
 ) -> Explanation:
     """List the parts of a chain or a train step, their costs, and errors in their order.
 
@@ -130,6 +131,7 @@ def explain(
       batch: arrays, as for a call of the step. Nothing runs.
       axis_sizes: the mesh axes that a transformation names, ``{"data": 8}``; not with a step. The
         devices need not exist. Without sizes, no bytes are counted as sent.
+      **given: keywords of the loss of a step, as for a call of it.
 
     Returns:
       An ``Explanation``. Cost: a trace.
@@ -156,13 +158,14 @@ def explain(
     if isinstance(tx, TrainStep):
         allowed, hint = "left out with a train step", "Its mesh has them."
         checks.absent(_WHO, "axis_sizes", axis_sizes, allowed, hint)
-        return _of_step(tx, params, batch)
+        return _of_step(tx, params, batch, given)
     fits = isinstance(cast(Any, tx), optax.GradientTransformation)
     allowed = "a transformation or a TrainStep"
     hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
     checks.require(_WHO, "tx", tx, allowed, fits, hint, TypeError)
     hint = "boostax.make_train_step makes one."
-    checks.absent(_WHO, "batch", batch, "left out without a train step", hint)
+    for name, value in {"batch": batch, **given}.items():
+        checks.absent(_WHO, name, value, "left out without a train step", hint)
     sizes = {
         name: checks.positive_int(_WHO, f"axis_sizes[{name!r}]", size, "8 is eight devices.")
         for name, size in (axis_sizes or {}).items()
@@ -173,7 +176,7 @@ def explain(
     return _explained(tx, params, place, list, missing)
 
 
-def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
+def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Explanation:
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
     params = jax.eval_shape(step.common_params, state)
@@ -190,7 +193,7 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
 
     def of_loss() -> list[costs.Collective]:
         # A copy of the step, because a step lists the depths that it was built for.
-        program = dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth)
+        program = dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth, **given)
         return [x for x in costs.collectives(program) if not x.scopes]
 
     return _explained(step.tx, params, place, of_loss, missing, step)

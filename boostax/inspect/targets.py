@@ -160,18 +160,21 @@ class CompiledProgram(NamedTuple):
 
 
 def compile_program(
-    program: Any, args: tuple[Any, ...], target: str | None, depth: int | None
+    program: Any, args: tuple[Any, ...], target: str | None, depth: int | None, given: Any
 ) -> CompiledProgram:
     """Compile any program for any devices; ``boostax.audit`` documents the arguments."""
     program = _unwrapped(program)
     if isinstance(program, _STAGES):
-        got, alone = f"{len(args)} arguments, target={target!r}", not args and target is None
+        got = f"{len(args) + len(given)} arguments, target={target!r}"
+        alone = not (args or given) and target is None
         hint = "Pass the jax.jit function with its arguments to compile it for another target."
         checks.require(_AUDIT, "a lowered or compiled program", got, "given alone", alone, hint)
         return _finished(program)
     if isinstance(program, TrainStep):
-        program, args = program.jitted(*args, depth=depth)
+        program, args = program.jitted(*args, depth=depth, **given)
     else:
+        hint = "A TrainStep hands them to its loss; bind others: functools.partial(function, ...)."
+        checks.absent(_AUDIT, "keywords", given or None, "left out", hint)
         checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has any.")
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."

@@ -13,6 +13,7 @@ from boostax.precision.group_scale import scale_boundary as scale_boundary
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from boostax.precision.loss_scale import loss_scale as loss_scale
 from boostax.precision.loss_scale import scale_loss as scale_loss
+from boostax.precision.loss_scale import skip_bad_steps as skip_bad_steps
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy

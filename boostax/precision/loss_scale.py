@@ -224,6 +224,37 @@ def static_loss_scale(
     return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
 
 
+def skip_bad_steps(
+    inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Skip each step whose gradients are not finite, so that it leaves no trace; scale nothing.
+
+    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. ``optax.apply_if_finite`` applies
+    bad steps after a number of them in a row; here none is ever applied.
+
+    Args:
+      inner: the rest of the optimizer.
+      axis_name: as in ``dynamic_loss_scale``.
+
+    Returns:
+      A transformation with a ``LossScaleState``, whose ``skipped_steps`` counts. Cost: as of
+      ``dynamic_loss_scale``.
+
+    Raises:
+      ValueError, TypeError: see ``dynamic_loss_scale``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.skip_bad_steps(optax.sgd(1.0))
+      >>> params = jnp.float32(1.0)
+      >>> updates, state = tx.update(jnp.float32(jnp.nan), tx.init(params), params)
+      >>> float(updates), int(state.skipped_steps)
+      (0.0, 1)
+    """
+    checks.transformation("skip_bad_steps", "inner", inner)
+    return static_loss_scale(inner, 1.0, axis_name=axis_name)
+
+
 def _scaled(
     inner: optax.GradientTransformation,
     init_scale: float,

@@ -123,7 +123,7 @@ class Policy:
         inner = autocast(fn, self.compute_dtype) if self.only_matmuls else fn
 
         @functools.wraps(fn)
-        def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
             return inner(self.cast_params(params), *self.cast_inputs(args), **kwargs)
 
         return wrapped

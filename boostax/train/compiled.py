@@ -32,6 +32,8 @@ from boostax.train.state import Placing, TrainState
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
+# Keywords that a step, or ``lower``, takes itself or hands to the loss from its state.
+_OWN = ("active", "depth", "key", "model_state", "scales")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,25 +130,43 @@ class TrainStep:
             return jax.tree.map(lambda x: x.sharding, state)
         return self.placing.shardings(state)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(
+        self, state: TrainState, batch: PyTree, **given: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take a whole step, or a micro-step of an ``accumulate`` window.
 
         Args:
           state: from ``init`` or the last call; donated.
           batch: tree of arrays whose first dimension is the global batch; on a mesh of several
             processes the rows that belong to this one (see ``rows``).
+          **given: keywords of the loss for what belongs to the call and not to its rows, such as
+            ``beta=0.1``: arrays, numbers, or trees of them, equal in all processes. Each
+            micro-batch and replica gets them whole. They are traced, a number as an array of its
+            default dtype, so a new value compiles nothing.
 
         Returns:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
+
+        Raises:
+          ValueError, TypeError: rows that do not divide; a keyword that the loss does not take, one
+            that the step uses itself, or one that is no array.
+
+        Example:
+          >>> import boostax, jax.numpy as jnp, optax
+          >>> loss = lambda w, x, beta: beta * jnp.mean(w * x)
+          >>> step = boostax.make_train_step(loss, optax.sgd(1.0), microbatches=2)
+          >>> state, metrics = step(step.init(jnp.float32(2.0)), jnp.ones(4), beta=0.25)
+          >>> float(metrics["loss"]), float(state.params)
+          (0.5, 1.75)
         """
-        batch = self.place(batch)
+        args = self._placed(batch, given)
         programs = self._of(state)
         if not self._varies_on_host(state):
-            return programs.jitted("step", None)(state, batch)
+            return programs.jitted("step", None)(state, *args)
         depth = programs.coming(state.opt_state)
         part = programs.part(depth)
-        small, reported = programs.jitted("step", depth)(part.take(state), batch)
+        small, reported = programs.jitted("step", depth)(part.take(state), *args)
         state = part.put(state, small)
         programs.coming.follow(state.opt_state)
         return state, reported
@@ -158,25 +178,27 @@ class TrainStep:
         return part.put(state, programs.jitted("flush", depth)(part.take(state)))
 
     def jitted(
-        self, state: TrainState, batch: PyTree, *, depth: int | None = None
-    ) -> tuple[Any, tuple[TrainState, PyTree]]:
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
+    ) -> tuple[Any, tuple[TrainState, PyTree, PyTree]]:
         """Return the ``jax.jit`` function of a call, at a depth, and its arguments."""
         depth = self._coming(state) if depth is None else depth
         programs = self._of(state)
-        given = programs.part(depth).take(state), self.place(batch)
-        return programs.jitted("step", depth), given
+        args = programs.part(depth).take(state), *self._placed(batch, given)
+        return programs.jitted("step", depth), args
 
     def lower(
-        self, state: TrainState, batch: PyTree, *, depth: int | None = None
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> jax.stages.Lowered:
         """Lower the program, also from shapes alone, for its text, memory and cost."""
-        program, given = self.jitted(state, batch, depth=depth)
-        return program.lower(*given)
+        program, args = self.jitted(state, batch, depth=depth, **given)
+        return program.lower(*args)
 
-    def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
+    def jaxpr(
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
+    ) -> Any:
         """Trace the program, for counts of collectives and bytes."""
-        program, given = self.jitted(state, batch, depth=depth)
-        return jax.make_jaxpr(program)(*given)
+        program, args = self.jitted(state, batch, depth=depth, **given)
+        return jax.make_jaxpr(program)(*args)
 
     def common_params(self, state: TrainState) -> PyTree:
         """Return the params for an evaluation: the mean of per-replica params."""
@@ -193,6 +215,16 @@ class TrainStep:
     def place(self, batch: PyTree) -> PyTree:
         """Place a batch on the mesh, as a call does."""
         return batch if self.placing is None else self.placing.batch(batch)
+
+    def _placed(self, batch: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the batch and the keywords of a call, placed on the mesh."""
+        hint = "Call it otherwise in loss_fn; step.init takes key= and model_state=."
+        allowed = f"none of {', '.join(_OWN)}"
+        for name in given:
+            checks.require("TrainStep", "a keyword", name, allowed, name not in _OWN, hint)
+        given = jax.tree_util.tree_map_with_path(_strong, given)
+        given = self.placing.common(given, batch) if given and self.placing else given
+        return self.place(batch), given
 
     def _varies_on_host(self, state: TrainState) -> bool:
         if variants_of(self.tx) is None or self.freeze_driver != "host":
@@ -281,19 +313,19 @@ class Programs:
             self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
         return self.compiled[key]
 
-    def _checked(self, kind: Kind, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
+    def _checked(self, kind: Kind, depth: int | None, state: TrainState, *args: PyTree) -> Any:
         """Take a step, or flush, and check the state while the program is traced."""
         require_replicas("make_train_step", state, self._step.replicas)
         if depth is None:
             self._step._require_fit(state)
         extra: dict[str, Any] = {} if depth is None else {"depth": depth}
         if kind == "step":
-            return self._taken(state, *batch, **extra)
+            return self._taken(state, *args, **extra)
         params, opt_state = flush(self._tx, state.opt_state, state.params, **extra)
         return state._replace(params=params, opt_state=opt_state)
 
     def _taken(
-        self, state: TrainState, batch: PyTree, **extra: Any
+        self, state: TrainState, batch: PyTree, given: PyTree, **extra: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and the report of a step."""
         step, params, opt_state = self._step, state.params, state.opt_state
@@ -303,7 +335,7 @@ class Programs:
         elif self._variants is not None:
             active = self._variants.choice(params, opt_state)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        given = {"key": key, "model_state": state.model_state}
+        given = given | {"key": key, "model_state": state.model_state}
         seen = self._gathering(params, opt_state)
         value, grads = step.oracle(seen(params), opt_state, batch, active=active, **given)
         loss, aux = value if step.has_aux else (value, Aux())
@@ -350,6 +382,16 @@ def _mean_gradient(grads: PyTree) -> PyTree:
 def _mean_of_replicas(params: PerReplica) -> PyTree:
     # In this form the mean of equal params is exact.
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
+
+
+def _strong(path: Any, x: Any) -> Any:
+    """Return an array of a call in a strong dtype, so that a number and an array trace once."""
+    if isinstance(x, jax.Array):
+        return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+    fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
+    allowed, hint = "an array or a number", "Bind it to loss_fn by functools.partial."
+    checks.require("TrainStep", trees.path_name(path), x, allowed, fits, hint, TypeError)
+    return x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x, jnp.result_type(x))
 
 
 def _own(x: Any) -> jax.Array:

@@ -108,7 +108,7 @@ def value_and_grad(
     names = axes.of_mesh(_WHO, axis_name, mesh)
 
     @functools.wraps(loss_fn)
-    def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(trees.restored(params), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
@@ -147,6 +147,7 @@ class Oracle:
         self,
         params: PyTree,
         opt_state: PyTree,
+        /,
         *batch: PyTree,
         active: PyTree = True,
         **kwargs: Any,
@@ -203,7 +204,7 @@ class Oracle:
         grads = PerReplica(trees.without_gradient(grads, said))
         return ((loss, aux) if self.has_aux else loss), grads
 
-    def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
+    def loss_at(self, batch: PyTree, /, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """Return the loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
@@ -227,7 +228,7 @@ class Oracle:
         active, names = _active(active, params), self.names
         _require_trainable(params, active)
 
-        def evaluate(params: PyTree, rows: PyTree, scale: jax.Array, **given: Any) -> Any:
+        def evaluate(params: PyTree, rows: PyTree, scale: jax.Array, /, **given: Any) -> Any:
             """Return the loss and the gradient of one micro-batch."""
 
             def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
@@ -281,7 +282,7 @@ class Oracle:
     def _loss(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
         """Return the loss alone."""
 
-        def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
+        def forward(params: PyTree, batch: PyTree, /, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
             loss, aux = self._loss_and_aux(params, params, batch, kwargs)
             weight = as_aux(aux).weight
             if weight is not None:

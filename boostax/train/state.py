@@ -7,11 +7,13 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
 from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
+from boostax.accumulate.microbatch import SAME
 from boostax.train.on_mesh import specs_of
 
 PyTree = Any
@@ -141,6 +143,23 @@ class Placing:
             return place_rows(batch, self.rows_sharding)
         return jax.device_put(batch, self.rows_sharding)
 
+    def common(self, given: PyTree, batch: PyTree) -> PyTree:
+        """Place what is not split over replicas on all devices; give types beside types."""
+        where = NamedSharding(self.mesh, PartitionSpec())
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((given, batch))):
+            typed = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+            return jax.tree.map(lambda x: typed(x.shape, x.dtype), given)
+
+        def put(x: Any) -> Any:
+            if isinstance(x, Tracer):
+                return x
+            # XLA gathers what is sharded over the mesh where the loss reads it, but for Explicit.
+            here = isinstance(x, jax.Array) and x.sharding.device_set == where.device_set
+            here = here and AxisType.Explicit not in self.mesh.axis_types
+            return x if here else place(x, where)
+
+        return jax.tree.map(put, given)
+
     def _require_even(self, path: Any, leaf: Any) -> None:
         rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
         whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
@@ -151,4 +170,4 @@ class Placing:
         got = getattr(leaf, "shape", ())
         fits = rows > 0 and rows % (replicas * self.microbatches) == 0
         hint = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
-        checks.require("make_train_step", "batch", got, allowed, fits, hint)
+        checks.require("make_train_step", "batch", got, allowed, fits, hint if got else SAME)

@@ -51,7 +51,8 @@ def make_train_step(
     rows of one replica, and whole params.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
+      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them, and
+        the keywords of a call, ``step(state, batch, beta=0.1)``, which are not split.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
       axis_name: the axis, or axes, of the mesh over which the batch is split; by default its only
