@@ -325,7 +325,7 @@ def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("state", "meta", "error", "words"),
     [
-        *(({"a": [x]}, None, TypeError, "at a/0'") for x in (1.0, np.float32(1), np.zeros(3))),
+        *(({"a": [x]}, None, TypeError, "at a/0. Make") for x in (1.0, np.float32(1), np.zeros(3))),
         ({"a.b": jnp.ones(2), "a": {"b": jnp.ones(3)}}, None, ValueError, "joined by dots"),
         ({"a": jnp.ones(2)}, {"x": object()}, TypeError, "not JSON serializable"),
     ],

@@ -169,7 +169,7 @@ MEANT = [
     (of(precision.loss_scale, TWO), r"loss_scale: opt_state must hold one .* got 2"),
     (of(precision.scale_loss, jnp.float32(1), TWO), r"loss_scale: opt_state must hold .* got 2"),
     *(
-        (of(boostax.train.has_updated, tx.init(PARAMS)), "has_updated: opt_state .* got 'none'")
+        (of(boostax.train.has_updated, tx.init(PARAMS)), "has_updated: opt_state .* got no such")
         for tx in (SGD, dynamic())
     ),
     (of(boostax.flush, WINDOW, WINDOW.init(PARAMS), PARAMS), "flush: tx must be .* hidden"),

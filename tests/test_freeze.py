@@ -343,7 +343,7 @@ def test_a_function_of_the_step_is_a_schedule_for_so_many_steps_and_no_more():
     plan = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step % 4).freezing.plan(start())
     assert [plan.known(step) for step in (0, 5, 65535)] == [0, 1, 3]
     assert plan.at(jnp.int32([0, 5, 65535, 65536])).tolist() == [0, 1, 3, 3]
-    with pytest.raises(ValueError, match=r"got '65536 steps and one more .* total_steps"):
+    with pytest.raises(ValueError, match=r"got 65536 steps and one more .* total_steps"):
         plan.known(65536)
     tx = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step)
     with pytest.raises(
@@ -521,7 +521,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_schedule_shorter_than_the_run_is_an_error_and_not_silent():
     tx = boostax.scheduled_freeze(adamw(), GROUPS, [0, 1])
-    with pytest.raises(ValueError, match=r"at least as long as the run, got '2 steps"):
+    with pytest.raises(ValueError, match=r"at least as long as the run, got 2 steps"):
         list(run(tx, 3))
     # Depths may come from an iterator.
     tx = boostax.scheduled_freeze(adamw(), GROUPS, iter([0, 1]), repeat=True)

@@ -297,7 +297,7 @@ def test_saved_hyperparameters_win_and_are_named():
 def test_params_of_other_shapes_are_refused_by_name():
     params, old = trained(ADAM())
     params["b"]["w"] = jnp.zeros((5, 2))
-    message = r"migrate_state: params must .* \(2, 2\) at '0/mu/b/w', got 'b/w of \(5, 2\)'"
+    message = r"migrate_state: params must .* \(2, 2\) at '0/mu/b/w', got b/w of \(5, 2\)"
     with pytest.raises(ValueError, match=message):
         migrate_state(old, scaled(ADAM()), params)
 
@@ -343,7 +343,7 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
     assert "window" in report.anew[0] and len(report.anew) == 1
     # As restored, on the host.
     assert_same(migrate_state(jax.device_get(old), new_tx, params)[0], state)
-    with pytest.raises(ValueError, match=r"got '4 and 8'\. boostax\.reshard_state"):
+    with pytest.raises(ValueError, match=r"got 4 and 8\. boostax\.reshard_state"):
         migrate_state(state, new_tx, params, replicas=4)
     halved = boostax.reshard_state(state, 4)
     again, report = migrate_state(halved, new_tx, params, replicas=4)

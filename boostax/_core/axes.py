@@ -499,9 +499,10 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sharded = [_name(path) for path, leaf in leaves if varying(leaf).difference(names)]
+    others = ((_name(path), sorted(varying(leaf).difference(names))) for path, leaf in leaves)
+    sharded = [f"{name} sharded over {', '.join(over)}" for name, over in others if over]
     allowed = f"whole on every device of a replica (axes {names})"
-    checks.require(who, "leaves", sharded[:6], allowed, not sharded, hint)
+    checks.require(who, "leaves", "; ".join(sharded[:6]), allowed, not sharded, hint)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -16,8 +16,12 @@ Choice = TypeVar("Choice", bound=str)
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
-    """Return a sentence that names the argument, the allowed values, the given value and a fix."""
-    return f"{who}: {argument} must be {allowed}, got {got!r}. {hint}"
+    """Return a sentence that names the argument, the allowed values, the given value and a fix.
+
+    A value is shown as Python writes it; a text of several words describes one, without quotes.
+    """
+    shown = got if isinstance(got, str) and " " in got else repr(got)
+    return f"{who}: {argument} must be {allowed}, got {shown}. {hint}"
 
 
 @contextlib.contextmanager

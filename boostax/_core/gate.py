@@ -173,9 +173,7 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 def require_no_gate(who: str, state: Any) -> None:
     """Refuse the state of an optimizer with a gate inside."""
     got = [type(node).__name__ for node in _gates(state)]
-    hint = (
-        f"They may hold a step back: put {who} inside them, dynamic_loss_scale({who}(adamw(...)))."
-    )
+    hint = f"They hold steps back: put {who} inside, dynamic_loss_scale({who}(adamw(...)))."
     checks.require(who, "inner", got, "an optimizer without gates", not got, hint)
 
 

@@ -353,7 +353,7 @@ def has_updated(opt_state: PyTree) -> jax.Array:
     """
     found = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
     allowed, hint = "one with an AccumulateState", "Wrap the optimizer in boostax.accumulate."
-    checks.require("has_updated", "opt_state", "none", allowed, bool(found), hint)
+    checks.require("has_updated", "opt_state", "no such", allowed, bool(found), hint)
     return gate.passed(opt_state)
 
 

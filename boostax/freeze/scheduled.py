@@ -404,5 +404,5 @@ def active_groups(opt_state: PyTree) -> jax.Array:
     """
     found = trees.find(opt_state, lambda x: isinstance(x, ScheduledFreezeState))
     allowed, hint = "one with a ScheduledFreezeState", "Wrap the optimizer in scheduled_freeze."
-    checks.require("active_groups", "opt_state", "none", allowed, bool(found), hint)
+    checks.require("active_groups", "opt_state", "no such", allowed, bool(found), hint)
     return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth

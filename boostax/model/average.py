@@ -244,7 +244,7 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
     found = trees.find(opt_state, lambda node: isinstance(node, AverageParamsState))
     who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
     allowed = "one with an AverageParamsState"
-    checks.require(who, "opt_state", "none", allowed, bool(found), hint)
+    checks.require(who, "opt_state", "no such", allowed, bool(found), hint)
     params, averaged = trees.arrays(params), found[0].averaged
 
     def mean(kept: jax.Array, p: jax.Array) -> jax.Array:

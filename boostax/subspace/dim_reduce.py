@@ -504,6 +504,6 @@ def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
     ours = lambda node: isinstance(node, DimReduceState)  # noqa: E731
     found, allowed = bool(trees.find(opt_state, ours)), "one with a state of dim_reduce"
     hint = "Put boostax.dim_reduce into the chain."
-    checks.require("replace_basis", "opt_state", "none", allowed, found, hint)
+    checks.require("replace_basis", "opt_state", "no such", allowed, found, hint)
     renewed = lambda node: node.with_basis(basis) if ours(node) else node  # noqa: E731
     return jax.tree.map(renewed, opt_state, is_leaf=ours)

@@ -199,5 +199,5 @@ def _recorded(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
     """Return the state of a recorder, and its number of slots."""
     found = trees.find(opt_state, lambda x: isinstance(x, TrajectoryState))
     hint = "Put boostax.subspace.record_trajectory into the chain."
-    checks.require(who, "opt_state", "none", "one with a TrajectoryState", bool(found), hint)
+    checks.require(who, "opt_state", "no such", "one with a TrajectoryState", bool(found), hint)
     return found[0], jax.tree.leaves(found[0].snapshots)[0].shape[0]
