@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 556,
-    "boostax/_core": 2289,
+    "boostax/_core": 2287,
     "boostax/accumulate": 519,
     "boostax/chain": 299,
     "boostax/config": 974,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 831,
     "boostax/train": 1079,
     "examples": 1500,
-    "tests": 18921,
+    "tests": 18920,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12541
+LIBRARY = 12539
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -28,7 +28,7 @@ The state of a gate describes its last call by methods and fields:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -306,17 +306,10 @@ Branch = Callable[..., PyTree]
 def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) -> PyTree:
     """Run ``work(*operands)`` where the predicate holds, else ``hold(*operands)``, in place.
 
-    Every branch that carries state is one of these. Both must return the same types.
+    Every branch that carries state is one of these. Both must return the same types. It is a
+    switch because an index keeps the order of the branches.
     """
     return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
-
-
-def alternatives(index: jax.Array, branches: Sequence[Branch]) -> PyTree:
-    """Run the branch at an index; all must return the same types.
-
-    This is a switch because an index keeps the order of the branches.
-    """
-    return lax.switch(index.astype(jnp.int32), branches)
 
 
 def passed(state: PyTree) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import axes, checks, gate
+from boostax._core import axes, checks
 
 PyTree = Any
 Arrays = Sequence[jax.Array]
@@ -154,7 +154,7 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
         held, late = axes.to_varying((message.held, list(message.late)), names)
         return message._replace(held=held, late=late)
 
-    return gate.alternatives(index, [functools.partial(run, send) for send in sends])
+    return jax.lax.switch(index, [functools.partial(run, send) for send in sends])
 
 
 def staged(

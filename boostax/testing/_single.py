@@ -221,9 +221,8 @@ def init_takes_shapes(case: Case) -> None:
     """Promise 1: ``init`` of ``jax.ShapeDtypeStruct`` makes a state like that of arrays."""
     tx, params = _made(case), arrays.example_params(jnp.bfloat16)
     made, expected = tx.init(jax.eval_shape(lambda: params)), tx.init(params)
-    same = jax.tree.structure(made) == jax.tree.structure(expected)
-    same = same and arrays.types_of(made) == arrays.types_of(expected)
-    assert same, "another structure or other types"
+    assert jax.tree.structure(made) == jax.tree.structure(expected), "another structure"
+    assert arrays.types_of(made) == arrays.types_of(expected), "other types"
 
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
