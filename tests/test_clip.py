@@ -133,3 +133,13 @@ def test_a_leaf_without_a_gradient_at_first_is_not_held_at_zero():
     for late in (0.0, 0.0, 0.0, 1.0):
         updates, state = tx.update({"a": jnp.float32(1), "late": jnp.float32(late)}, state)
     assert updates["late"] == 1
+
+
+@pytest.mark.parametrize("power", [70, 100, -80])
+def test_adagc_clips_finite_gradients_of_any_size(power):
+    """The square of a norm above 1e19 is infinite; a finite gradient became NaN."""
+    tx = boostax.model.adagc(warmup=1)
+    g = {"w": jnp.array([0.6, 0.8]) * 2.0**power, "b": jnp.zeros(2)}
+    updates, state = tx.update(g, tx.init(g))
+    np.testing.assert_allclose(updates["w"], g["w"] / max(2.0**power, 1), rtol=1e-6)
+    assert state.steps == 1 and (updates["b"] == 0).all()

@@ -104,6 +104,16 @@ def test_zero_gradients_do_not_make_every_other_a_spike(rule, zeros):
     assert np.flatnonzero(~states.ran).tolist() == [len(given) - 3]
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e20, 1e30])
+def test_norms_of_any_size_are_told_apart(size):
+    """Norms of 1e-25 and 1e-20 were both 0, and one of 1e20 was called not finite."""
+    given = np.float32(size) * np.float32([1, 1.1, 0.9, 1, 1, 1e5, 1, np.inf])
+    states, _ = follow(skip_spikes(optax.sgd(1.0), window=8), given)
+    told = jax.vmap(boostax.metrics)(states)
+    np.testing.assert_allclose(told["spike_value"], given, rtol=1e-6)
+    assert told["spike_reason"].tolist() == [0, 0, 0, 0, 0, OVER, 0, NOT_FINITE]
+
+
 def test_around_a_window_micro_steps_are_judged_and_inside_one_windows():
     given = np.ones(24, np.float32)
     given[[9, 10]] = 100
@@ -122,13 +132,13 @@ def test_a_scaler_inside_is_refused_as_its_scale_would_be_in_the_norm():
         tx.init(jnp.zeros(3))
 
 
-def test_replicas_refuse_the_same_step_and_send_four_bytes(mesh):
+def test_replicas_refuse_the_same_step_and_send_eight_bytes(mesh):
     inner = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
     tx = skip_spikes(inner, window=4, axis_name="data")
     loss = lambda w, x: jnp.mean((w - x) ** 2)  # noqa: E731
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
     batch, state = jnp.ones(16), step.init(jnp.float32(0.0))
-    assert boostax.explain(step, state, batch).parts[0].wire_bytes == 2 * 7 / 8 * 4
+    assert boostax.explain(step, state, batch).parts[0].wire_bytes == 2 * 7 / 8 * 8
     for i in range(8):
         # One replica's rows alone.
         data = batch.at[:2].set(1e3) if i == 5 else batch.at[3].set(jnp.nan) if i == 6 else batch

@@ -137,9 +137,9 @@ def adagc(
     @describe(who, "norm clip")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
-        length = lambda g: jnp.sqrt(jnp.sum((g * g.conj()).real).astype(jnp.float32))  # noqa: E731
-        sizes = jax.tree.map(length, trees.at_least_float32(updates))
-        total, early = optax.tree.norm(sizes), state.steps < warmup
+        length = lambda g: trees.root(trees.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
+        sizes, early = jax.tree.map(length, updates), state.steps < warmup
+        total = trees.root(sum(trees.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
         finite = jnp.isfinite(total)
 
         def clipped(g: jax.Array, size: jax.Array, norm: jax.Array) -> Stepped:

@@ -84,9 +84,8 @@ def _sigma(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
     """Return the root mean square of the replicas' norms, without a derivative."""
     leaves = jax.tree.leaves(jax.lax.stop_gradient(grads.value()))
-    squares = [jnp.sum((g * g.conj()).real).astype(jnp.float32) for g in leaves]
-    total = axes.sum_over_shards(squares, names)
-    return jnp.sqrt(total / (axes.size(names) if names else 1))
+    total = axes.sum_over_shards(trees.square_sums(leaves), names)
+    return trees.root(total / (axes.size(names) if names else 1)).astype(jnp.float32)
 
 
 @bound_axis.gate
@@ -132,7 +131,7 @@ def skip_spikes(
 
     Returns:
       A gate whose state has a ``SpikesState``. Cost: 4 bytes for each of ``window``, and 25; one
-      read of the gradients; with ``axis_name`` a collective of 4 bytes; on CPU no temporary beyond
+      read of the gradients; with ``axis_name`` a collective of 8 bytes; on CPU no temporary beyond
       those of a bare step.
 
     Raises:

@@ -92,7 +92,7 @@ def compress(
 
     Returns:
       A transformation with a ``CompressedState``. Cost: the codec's messages; a residual per
-      replica, with ``momentum`` a velocity too; two sums of 4 bytes.
+      replica, with ``momentum`` a velocity too; two sums of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients that are summed
@@ -196,18 +196,19 @@ class _Feedback(NamedTuple):
             flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
         kept = zip(held, flow, strict=True)
         wanted = [e + v for e, v in kept] if self.error_feedback else flow
-        total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
+        total = _square_sums(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
         # selects the new or the old, writes it and sums its squares.
-        finite = jnp.isfinite(total)
+        finite = jnp.isfinite(total[0])
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         codec_state = map_per_leaf(coded, state.codec)
         message = _reduced(self.codec, wanted, codec_state, names)
         kept = zip(message.held, held, strict=True)
         residual = [keep(*pair) for pair in kept] if self.error_feedback else message.held
         waiting, growth = _with_late(residual, message.late, finite, names)
-        norm = _squared_norm(residual, names, growth)
-        unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
+        norm = _square_sums(residual, names, growth)
+        shares = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
+        unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
         held = waiting if self.error_feedback else held
         if self.momentum is not None:
             # An element whose residual equals ``wanted`` was not sent, so its velocity stays. They
@@ -255,19 +256,10 @@ def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
     return list((dict(enumerate(old)) | dict(zip(kind, new, strict=True))).values())
 
 
-def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
-    """Return the sum of squares over all replicas, plus the ``growth`` of single leaves.
-
-    The sum is not finite if any element is not finite, or if a square overflows.
-    """
-    dtype = jnp.result_type(jnp.float32, *leaves)
-    parts = [x.astype(dtype) for x in (*map(_square, leaves), *growth)]
+def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
+    """Return ``trees.square_sums`` over all replicas, plus the ``growth`` of single leaves."""
     # A growth may be negative, so rounding may make the total slightly negative.
-    return jnp.maximum(axes.sum_over_shards(parts, names), 0)
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.sum(x * x)
+    return jnp.maximum(axes.sum_over_shards([*trees.square_sums(leaves), *growth], names), 0)
 
 
 def _with_late(
@@ -279,7 +271,8 @@ def _with_late(
         size = more.shape[dim]
         start = axes.index(names) * size
         old = lax.dynamic_slice_in_dim(held[i], start, size, dim)
-        growth.append(_square(old + more) - _square(old))
+        grown, before = trees.square_sums([old + more, old], jnp.result_type(*residual))
+        growth.append(grown - before)
         new = old + jnp.where(finite, more, 0)
         held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, dim)
     return held, growth

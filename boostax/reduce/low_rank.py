@@ -175,7 +175,7 @@ def power_sgd_reduce(
     Returns:
       A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` a payload of
       ``4 rank (m + k) / 2`` bytes on average, times ``2 (n-1)/n`` on a ring; three products with
-      its basis and a QR of that; a residual per replica, both factors; two sums of 4 bytes.
+      its basis and a QR of that; a residual per replica, both factors; two sums of 8 bytes.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

@@ -48,7 +48,7 @@ class Cut:
         """Return the smallest magnitude that is sent."""
         if self.threshold is None or not self.relative:
             return self.threshold or 0.0
-        return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
+        return self.threshold * trees.root(trees.square_sums([leaf])[0] / leaf.size)
 
     def reach(self, values: jax.Array, least: Bound) -> jax.Array:
         """Return which elements are to be sent; zeros need no slot."""
@@ -378,7 +378,7 @@ def top_k_reduce(
       or block of up to 65536 elements, 4 if also ``value_dtype`` is half), gathered from all
       replicas: k elements of each take ``(n-1) k`` times that on a ring, less than a mean's
       ``8 (n-1)/n N`` bytes only while ``density < 1/n``; one residual of the size of the gradients
-      in f32 per replica (two with ``momentum``); two sums of 4 bytes.
+      in f32 per replica (two with ``momentum``); two sums of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
