@@ -80,7 +80,7 @@ def test_explain_knows_them():
     assert parts["sign_reduce"].role == "compressed"
     assert parts["sign_reduce"].own_bytes == 256 * 4
     # Of eight replicas a bit an element and a number, as a sum on a ring; two norms are agreed.
-    assert parts["sign_reduce"].wire_bytes == 2 * 7 / 8 * (8 * (256 / 8 + 4) + 2 * 4)
+    assert parts["sign_reduce"].wire_bytes == 2 * 7 / 8 * (8 * (256 / 8 + 4) + 2 * 8)
     assert parts["drop_spikes"].role == "check"
     assert "Signs" not in parts
 

@@ -296,6 +296,16 @@ def unify(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
 
 
+def placed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Give each leaf the sharding of its counterpart, where types have one: on an Explicit mesh."""
+
+    def placed(x: jax.Array, y: jax.Array) -> jax.Array:
+        wanted = jax.typeof(y).sharding
+        return x if jax.typeof(x).sharding.spec == wanted.spec else jax.sharding.reshard(x, wanted)
+
+    return jax.tree.map(placed, tree, like)
+
+
 def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
     """Make zeros of a type, with its sharding on an Explicit mesh and its varying axes."""
     made = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)

@@ -197,7 +197,7 @@ def run(
         extra = extra | {"grad": grads._replace(raw=extra["grad"]).value()}
     updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     if apply:
-        return settled(optax.apply_updates(params, updates)), state
+        return settled(trees.applied(params, updates)), state
     return trees.as_updates(updates, params), state
 
 
@@ -271,7 +271,8 @@ def run_or_hold(
 
     def work() -> Stepped:
         value, new_state = replay()
-        return axes.unify((value, trees.cast_like(new_state, state)), held)
+        result = axes.placed_like((value, trees.cast_like(new_state, state)), held)
+        return axes.unify(result, held)
 
     return branch(predicate, work, lambda: held)
 

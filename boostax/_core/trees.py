@@ -51,9 +51,9 @@ def wide_dtype(x: Any) -> np.dtype[Any]:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Without x64 a NumPy array of f64 becomes f32, so its own dtype is not the right one.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
-    if dtype == jnp.float32:
+    if not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
-    return jnp.promote_types(dtype, jnp.float32) if is_inexact(dtype) else dtype
+    return np.dtype(np.float32)
 
 
 def is_inexact(dtype: DTypeLike) -> bool:
@@ -261,6 +261,17 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to the strong dtype of its counterpart."""
     return jax.tree.map(lambda x, y: as_dtype(x, jnp.result_type(y)), tree, like)
+
+
+def applied(params: PyTree, updates: PyTree) -> PyTree:
+    """Apply updates as Optax does, to float8 params too, which JAX promotes to no other dtype."""
+
+    def wide(p: Any) -> Any:
+        small = is_inexact(jnp.result_type(p)) and jnp.finfo(jnp.result_type(p)).bits == 8
+        return as_dtype(p, np.dtype(np.float32)) if small else p
+
+    new = optax.apply_updates(jax.tree.map(wide, params), jax.tree.map(wide, updates))
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), new, params)
 
 
 def as_updates(tree: PyTree, params: PyTree) -> PyTree:
@@ -575,7 +586,7 @@ def dense(tree: PyTree, who: str) -> PyTree:
         checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
         # The type of x.todense() lacks the axes over which it varies. The sum is in f32
         # or wider, so that rows of one index are rounded once.
-        zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = jnp.zeros(x.shape, wide_dtype(x))
         zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
         return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
 

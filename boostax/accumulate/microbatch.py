@@ -22,6 +22,7 @@ PyTree = Any
 _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
+PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
 SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
 
 
@@ -184,13 +185,21 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
     )
 
     def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
-        x, name = jnp.asarray(x), trees.path_name(path) or "the root"
-        allowed = f"divisible by microbatches={count} in its leading dimension at {name!r}"
-        fits = x.ndim > 0 and not x.shape[0] % count
-        checks.require(who, "batch", x.shape, allowed, fits, hint if x.ndim else SAME)
+        x = jnp.asarray(x)
+        require_even(who, path, x.shape, count, f"microbatches={count}", hint=hint)
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 
     return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
+
+
+def require_even(
+    who: str, path: Any, shape: Any, count: int, by: str, dim: int = 0, hint: str = PAD
+) -> None:
+    """Refuse a leaf of a batch whose rows, or slices, do not divide by ``count``."""
+    name, place = trees.path_name(path) or "the root", f"dimension {dim}"
+    allowed = f"divisible by {by} in its {place if dim else 'leading dimension'} at {name!r}"
+    fits = len(shape) > dim and shape[dim] > 0 and not shape[dim] % count
+    checks.require(who, "batch", shape, allowed, fits, hint if shape else SAME)
 
 
 def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:

@@ -324,7 +324,8 @@ def _summed(
     first: jax.Array, seed: jax.Array | None, path: tuple[Any, ...], old: jax.Array, new: jax.Array
 ) -> jax.Array:
     """Add a gradient to a window's sum, or begin the sum with the first one."""
-    total = jnp.where(first, new, old.astype(new.dtype) + new)
+    total = axes.placed_like(old.astype(new.dtype) + new, old)
+    total = jnp.where(first, axes.placed_like(new, old), total)
     if seed is not None and old.dtype == jnp.bfloat16:
         return formats.to_bfloat16(total, formats.seed_of(seed, path))
     return total.astype(old.dtype)

@@ -205,7 +205,7 @@ def average_params(
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         value, inner = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
-        new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
+        new = lambda: value if apply else trees.applied(params, value)  # noqa: E731
         return value, take_in(state, inner, gate.passed(inner), lambda: _masters(new(), inner))
 
     def flush_fn(state: AverageParamsState, params: PyTree, **extra: Any) -> Stepped:

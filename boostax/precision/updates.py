@@ -113,7 +113,7 @@ def check_updates(
         """Return params (``apply``) or updates, and the inner state, new ones if finite."""
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
-        after = value if apply or params is None else optax.apply_updates(params, value)
+        after = value if apply or params is None else trees.applied(params, value)
         new = trees.cast_like(inner_state, old)
         ok = trees.stays_finite((before, old), (after, new))
         ok = axes.agree(axes.to_varying(ok, names), names)
@@ -205,7 +205,7 @@ def count_lost_updates(
         trees.require_params(params, who, "Call tx.update(grads, state, params).")
         wide = trees.at_least_float32(params)
         updates, inner_state = tx.update(grads.value(), state.inner_state, wide, **extra)
-        new = optax.apply_updates(params, updates)
+        new = trees.applied(params, updates)
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
         return (placement.settled(new) if apply else trees.as_updates(updates, params)), state
 

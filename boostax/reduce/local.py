@@ -75,7 +75,7 @@ class _Own(NamedTuple):
             updates, inner = gate.run(self.tx, grads, old, wide, apply=False, extra=extra)
             inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
             value = axes.unify(updates, own)
-            value = optax.apply_updates(own, value) if apply else value
+            value = trees.applied(own, value) if apply else value
             # The inner state does not pass through the branch that averages.
             value, new = average(state._replace(inner_state=None), own, value, apply)
             return trees.as_updates(value, own), new._replace(inner_state=inner)
@@ -106,7 +106,7 @@ def through(
       value: the params after the step (``apply``), or the updates to them.
       apply: see ``value``.
     """
-    new, state = average(value if apply else optax.apply_updates(own, value))
+    new, state = average(value if apply else trees.applied(own, value))
     if not apply:
         new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(own))
     return axes.unify(trees.cast_like(new, value), value), state

@@ -158,7 +158,7 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
     if not x.size:  # Empty leaves are not sent: they are equal on all replicas.
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(trees.wide_dtype(x))
     wide = wide / replicas if divide == "before" else wide
     total = lax.psum(wide, names)
     total = total / replicas if divide == "after" else total

@@ -165,7 +165,7 @@ def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return view.put(total, *theirs), None
 
-    zeros = jnp.zeros(view.shape, jnp.promote_types(values.dtype, jnp.float32))
+    zeros = jnp.zeros(view.shape, trees.wide_dtype(values))
     return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
 
 

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class Case:
         ``inner``; ``axis_name`` is ``None`` on a single device.
       reduces: it takes local gradients and reduces them itself.
       own_params: each replica keeps its own params.
-      skips: it skips steps whose gradients are not finite.
+      skips: it skips steps whose gradients have an element of ``bad``.
       distributed: it has a meaning inside a mapped function.
       by_shard: it treats each shard of a leaf as a leaf.
       calls: calls per change of the params.
@@ -43,6 +44,7 @@ class Case:
       bad_arguments: functions that must raise, each with a part of its message.
       compresses: at every call it passes to ``inner`` the part of local gradients that a codec
         sends, and keeps the rest in a residual.
+      bad: numbers that no step may apply; squares of the finite one overflow.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Case:
     scaled: Callable[[PyTree, PyTree], PyTree] | None = None
     bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
     compresses: bool = False
+    bad: tuple[float, ...] = (math.nan, math.inf, -math.inf, 1e36)
 
     def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
         """Make the transformation for one device."""

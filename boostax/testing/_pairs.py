@@ -28,7 +28,6 @@ from boostax.testing._mapped import AXIS
 
 PyTree = Any
 Grads = list[PyTree]
-BAD = (np.nan, np.inf, -np.inf, 1e36)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +68,10 @@ class Setting:
         return [jax.tree.map(whole, arrays.even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
-        """Replace one element, anywhere in the first leaf, by a value of ``BAD``."""
+        """Replace one element, anywhere in the first leaf, by one of ``case.bad``."""
         shape = jax.tree.leaves(grads)[0].shape
         at = tuple(int(self.rng.integers(size)) for size in shape)
-        return arrays.poison(grads, BAD[int(self.rng.integers(len(BAD)))], at)
+        return arrays.poison(grads, self.case.bad[int(self.rng.integers(len(self.case.bad)))], at)
 
     def start(self, tx: optax.GradientTransformation) -> Carry:
         """Make the first params and state, as they are outside of a mapped function."""

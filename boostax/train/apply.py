@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import is_per_replica
 
@@ -68,7 +68,8 @@ def apply_gradients(
     else:
         tx = optax.with_extra_args_support(tx)
         updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
-        new = optax.apply_updates(own, updates)
+        new = trees.applied(own, updates)
+    new = axes.placed_like(new, own)
     return (trees.put_back(new, params) if holes else new), opt_state
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import asked, variants_of
@@ -236,7 +236,7 @@ class TrainStep:
         """Return the programs for a structure of the state, and types and specs of the params."""
         structure = jax.tree.structure(state)
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
-        specs = self.placing and self.placing.of_params(state.params)
+        specs = self.placing.of_params(state.params) if self.placing else _placed(state.params)
         key = structure, types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
             self._programs[key] = Programs(self, state, structure)
@@ -281,6 +281,7 @@ class Programs:
         self._specs: Any = step.placing and step.placing.specs(state)
         if self._placement is not None:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
+        self._kept = None if step.placing else _placed(state.params)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], Any] = {}
@@ -308,6 +309,10 @@ class Programs:
             where = None
             if self._placement is not None:
                 where = self._placement.shardings(self.part(depth).take(self._specs))
+                where = (where, None) if kind == "step" else where
+            elif self._kept is not None:
+                # XLA would give params the sharding of a state that users shard themselves.
+                where = TrainState(None, self._kept, None, None, None)
                 where = (where, None) if kind == "step" else where
             checked = functools.partial(self._checked, kind, depth)
             self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
@@ -376,6 +381,15 @@ def _mean_gradient(grads: PyTree) -> PyTree:
     """Return the gradient of the mean loss, in the units of the local gradients."""
     wide = trees.at_least_float32(grads)
     return jax.tree.map(lambda g: g.mean(0), wide.local) if is_per_replica(wide) else wide
+
+
+def _placed(params: PyTree) -> PyTree | None:
+    """Return the shardings of params that the user has placed on a mesh."""
+    leaves = jax.tree.leaves(params)
+    # Inside another program params are traced, and their sharding may be a type's alone.
+    known = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
+    here = known and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
+    return jax.tree.map(lambda x: x.sharding, params) if here else None
 
 
 @jax.jit

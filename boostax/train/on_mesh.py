@@ -122,7 +122,7 @@ def placed_on(
                 return gate.step(pending, state, params, apply=apply, **given, **fixed)
             local = pending.value() if pending.factors else pending.raw
             value, state = inner.update(local, state, params, **given, **fixed)
-            return (optax.apply_updates(params, value) if apply else value), state
+            return (trees.applied(params, value) if apply else value), state
 
         of_arrays = lambda x: all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))  # noqa: E731
         arrays = {k: x for k, x in extra.items() if of_arrays(x)}

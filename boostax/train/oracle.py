@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,13 @@ from boostax._core import axes, checks, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, total, weigh
-from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
+from boostax.accumulate.microbatch import (
+    Count,
+    microbatch,
+    require_count,
+    require_even,
+    stacked_count,
+)
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
@@ -317,6 +324,10 @@ class Oracle:
             # and libraries need not say over which axes their results vary.
             how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
+            # JAX's own message about rows speaks of this map.
+            count, dim = math.prod(self.mesh.shape[x] for x in names), len(self.rows) - 1
+            for path, x in jax.tree_util.tree_leaves_with_path(batch):
+                require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
             args = gathered(self.mesh, names, params), batch, given, *more
             # Outside jit JAX maps some axes of a mesh alone only where it checks types.
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax._core import checks, trees
 from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
-from boostax.accumulate.microbatch import SAME
+from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
 
 PyTree = Any
@@ -161,13 +161,9 @@ class Placing:
         return jax.tree.map(put, given)
 
     def _require_even(self, path: Any, leaf: Any) -> None:
-        rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
         whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
         replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
         of = "replicas" if whole else "this process's replicas"
-        parts, name = f"{replicas} x {self.microbatches}", trees.path_name(path) or "the root"
-        allowed = f"divisible by {of} x microbatches = {parts} in its leading dimension at {name!r}"
-        got = getattr(leaf, "shape", ())
-        fits = rows > 0 and rows % (replicas * self.microbatches) == 0
-        hint = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
-        checks.require("make_train_step", "batch", got, allowed, fits, hint if got else SAME)
+        by = f"{of} x microbatches = {replicas} x {self.microbatches}"
+        count, shape = replicas * self.microbatches, getattr(leaf, "shape", ())
+        require_even("make_train_step", path, shape, count, by)
