@@ -122,3 +122,151 @@ def test_rows_that_do_not_divide_among_the_replicas(mesh, rows):
         boostax.value_and_grad(loss, mesh=mesh, axis_name="data", microbatches="stacked")(
             params, (), jax.tree.map(lambda x: np.stack([x, x]), batch)
         )
+
+
+def test_lookahead_in_a_window_is_lookahead_of_means():
+    """Its params are two trees, of which gradients have one."""
+    ahead = lambda: optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)  # noqa: E731
+    start = optax.LookaheadParams.init_synced({"w": jnp.zeros(4)})
+    grads = [{"w": jnp.arange(4.0) * i + i} for i in range(8)]
+    means = [jax.tree.map(lambda a, b: (a + b) / 2, *grads[i : i + 2]) for i in range(0, 8, 2)]
+
+    def followed(tx, grads):
+        params, state = start, tx.init(start)
+        for g in grads:
+            params, state = boostax.apply_gradients(tx, g, state, params)
+        return params
+
+    found, wanted = followed(boostax.accumulate(ahead(), 2), grads), followed(ahead(), means)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("base", [jnp.int8(2), jnp.arange(3)])
+def test_a_base_of_integers_that_no_schedule_trains_passes_every_driver(base):
+    """An int8 base under float adapters in one tree, frozen for good; beside it one that moves."""
+    params = {"base": base, "a": jnp.zeros(3), "lora": jnp.zeros(3)}
+    run = lambda p, x: jnp.mean((x * (p["base"] + p["lora"] + p["a"]) - 1) ** 2)  # noqa: E731
+    tx = boostax.scheduled_freeze(
+        boostax.accumulate(optax.sgd(0.1), 2), ["base", "a"], lambda step: 1 + step % 2
+    )
+    ends = []
+    for driver in ("host", "switch"):
+        step = boostax.make_train_step(run, tx, freeze_driver=driver)
+        state = step.init(params)
+        for _ in range(8):
+            state, _ = step(state, jnp.ones((4, 3)))
+        ends.append(state.params)
+    state, x = tx.init(params), jnp.ones((4, 3))
+    chosen = boostax.value_and_grad(run)(params, state, x, active=tx.choice(params, state))[1]
+    wanted = jax.grad(lambda lora: run(params | {"lora": lora}, x))(params["lora"])
+    np.testing.assert_allclose(chosen["lora"], wanted, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert (ends[0]["a"] != 0).any() and (ends[0]["base"] == base).all()
+
+
+def test_an_average_inside_a_freeze_at_one_depth_has_one_answer():
+    """In a step, in ``auto`` and in a loop of one's own."""
+    params, batch = {"w": jnp.ones(3), "base": jnp.ones(3)}, jnp.ones((4, 3))
+    run = lambda p, x: jnp.mean((x * (p["w"] + p["base"])) ** 2)  # noqa: E731
+    average = lambda: boostax.model.average_params(optax.sgd(0.1), decay=0.5)  # noqa: E731
+    by_hand = boostax.scheduled_freeze(average(), ["base"], 1)
+    read = {
+        "freeze": {"groups": ["base"], "level": 1, "kind": [1]},
+        "average_params": {"decay": 0.5},
+    }
+    ends = []
+    for tx in (by_hand, boostax.auto(read).optimizer(optax.sgd(0.1))):
+        step = boostax.make_train_step(run, tx)
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        ends.append(boostax.model.averaged_params(state.opt_state, state.params))
+    own, state = params, by_hand.init(params)
+    for _ in range(3):
+        grads = jax.grad(run)(own, batch)
+        own, state = boostax.apply_gradients(by_hand, grads, state, own)
+    ends.append(boostax.model.averaged_params(state, own))
+    for found in ends:
+        np.testing.assert_allclose(found["w"], ends[0]["w"], rtol=1e-6)
+        np.testing.assert_array_equal(found["base"], params["base"])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("make", [boostax.reduce.partial_average, boostax.reduce.local_updates])
+def test_params_that_differ_per_replica_in_a_map_of_ones_own(mesh, make, check_vma):
+    tx, states, params = (
+        make(optax.sgd(0.1), "data", 2),
+        boostax.states,
+        {"w": jnp.eye(8), "v": jnp.ones(8)},
+    )
+    specs, oracle = (
+        states.state_specs(tx, params, "data"),
+        boostax.value_and_grad(
+            lambda p, x: jnp.mean((x @ p["w"] * p["v"] - 1) ** 2), axis_name="data"
+        ),
+    )
+
+    def step(forgot, own, state, x):
+        own, state = (
+            (own, state)
+            if forgot
+            else (states.enter_replica(own).local, states.enter_replica(state))
+        )
+        own, state = boostax.apply_gradients(tx, oracle(own, state, x)[1], state, own)
+        return states.leave_replica(states.PerReplica(own)), states.leave_replica(state)
+
+    def mapped(forgot):
+        inside, how = (P("data"), specs, P("data")), {"mesh": mesh, "check_vma": check_vma}
+        return jax.jit(
+            jax.shard_map(lambda *a: step(forgot, *a), in_specs=inside, out_specs=inside[:2], **how)
+        )
+
+    own = states.stack_replicas(states.PerReplica(params), 8)
+    given = own, states.stack_replicas(tx.init(params), 8), BATCH["x"]
+    by_step = boostax.make_train_step(
+        oracle.loss_fn, make(optax.sgd(0.1), "data", 2), mesh=mesh, axis_name="data"
+    )
+    wanted, _ = by_step(by_step.init(params), BATCH["x"])
+    found, _ = mapped(False)(*given)
+    np.testing.assert_allclose(found.local["w"], wanted.params.local["w"], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"enter_replica\(params\).local is"):
+        mapped(True)(*given)
+
+
+def test_a_basis_that_is_not_finite_is_not_loaded(tmp_path):
+    params = {"w": jnp.zeros(3)}
+    basis = boostax.subspace.Basis({"w": jnp.eye(3)[:2]}, params, jnp.ones(2))
+    for bad in (jnp.nan, jnp.inf):
+        broken = basis._replace(components={"w": jnp.eye(3)[:2].at[0, 0].set(bad)})
+        broken.save(tmp_path / "basis.npz")
+        with pytest.raises(ValueError, match="path must be a file of finite numbers"):
+            boostax.subspace.Basis.load(tmp_path / "basis.npz", params)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: boostax.accumulate(4), r"'every'.*accumulate\(optax.adamw\(1e-3\), every=4\)"),
+        (lambda: boostax.accumulate(4, 2), "inner must be .* not beside it in optax.chain"),
+        (lambda: boostax.dynamic_loss_scale(), r"It takes inner, .*dynamic_loss_scale\(optax"),
+        (lambda: boostax.skip_bad_steps(), r"skip_bad_steps\(optax.adamw"),
+        (lambda: boostax.model.average_params(), "stands around an optimizer, not beside it"),
+        (lambda: boostax.accumulate(optax.sgd(1), every_k_schedule=4), "It takes inner, every"),
+        (lambda: boostax.on_mesh(optax.sgd(1)), r"on_mesh\(optax.adamw\(1e-3\), params\)"),
+        (lambda: boostax.make_train_step(len), r"make_train_step\(loss_fn, optax"),
+    ],
+)
+def test_a_wrapper_written_as_a_link_of_a_chain_is_shown_around_the_optimizer(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_no_mend_of_lost_updates_leads_to_another_refusal():
+    low, sgd = {"w": jnp.ones(4, "bfloat16")}, optax.sgd(0.1)
+    count, store = boostax.precision.count_lost_updates, boostax.precision.store
+    for kind in ("stochastic", "remainder"):
+        with pytest.raises(ValueError, match="Leave count_lost_updates out"):
+            count(store(sgd, params=kind)).init(low)
+        with pytest.raises(ValueError, match=r"count_lost_updates\(store\(...\)\)"):
+            store(count(sgd), params=kind).init(low)
+    count(store(sgd)).init(low)

@@ -27,11 +27,10 @@ _REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("redu
 
 def reduction(factory: Factory) -> Factory:
     """Make ``axis_name`` optional for a reduction, and tell gates around it its axes."""
-    signature = inspect.signature(factory)
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
-        given = signature.bind(*args, **kwargs)
+        given = checks.bind(factory, args, kwargs)
         who = given.arguments.get("name") or factory.__name__
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
@@ -55,11 +54,10 @@ def reduction(factory: Factory) -> Factory:
 
 def gate(factory: Factory) -> Factory:
     """Make ``axis_name`` optional for a gate: the bound axis, if a part inside reduces."""
-    signature = inspect.signature(factory)
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
-        alone, given = factory(*args, **kwargs), signature.bind(*args, **kwargs)
+        given, alone = checks.bind(factory, args, kwargs), factory(*args, **kwargs)
         if given.arguments.get("axis_name") is not None:
             return alone
         known: dict[tuple[str, ...], Extended] = {(): alone}

@@ -2,6 +2,8 @@
 """Argument checks: each error names the argument, the allowed values, the given value and a fix."""
 
 import contextlib
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Generator
@@ -13,6 +15,9 @@ import optax
 from jax.core import Tracer
 
 Choice = TypeVar("Choice", bound=str)
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+_SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
+_AROUND = " It stands around an optimizer, not beside it in optax.chain."
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
@@ -134,9 +139,34 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
     return dtype
 
 
+def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Bind the arguments of a call; if they do not fit, show a call that does."""
+    signature, who = inspect.signature(factory), factory.__name__
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = [x for x in signature.parameters.values() if x.default is x.empty]
+        shown = [_SHOWN.get(x.name, x.name) for x in wanted if x.kind is x.POSITIONAL_OR_KEYWORD]
+        known = ", ".join(signature.parameters)
+        hint = _AROUND if "inner" in signature.parameters else ""
+        said = f"{who}: {error}. It takes {known}: {who}({', '.join(shown)}).{hint}"
+        raise TypeError(said) from None
+
+
+def arguments(factory: Factory) -> Factory:
+    """Make a function show a call that fits where the arguments do not."""
+
+    @functools.wraps(factory)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        bind(factory, args, kwargs)
+        return factory(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
 def transformation(who: str, argument: str, value: Any) -> Any:
     """Require ``init`` and ``update``, as Optax does; add support for extra arguments."""
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
-        hint = "Pass an optimizer such as optax.adamw(1e-3)."
+        hint = "Pass an optimizer such as optax.adamw(1e-3)." + _AROUND * (argument == "inner")
         raise TypeError(message(who, argument, "an optax.GradientTransformation", value, hint))
     return optax.with_extra_args_support(value)

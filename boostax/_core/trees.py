@@ -271,7 +271,7 @@ def applied(params: PyTree, updates: PyTree) -> PyTree:
         return as_dtype(p, np.dtype(np.float32)) if small else p
 
     new = optax.apply_updates(jax.tree.map(wide, params), jax.tree.map(wide, updates))
-    return jax.tree.map(lambda x, p: x.astype(p.dtype), new, params)
+    return cast_like(new, params)
 
 
 def as_updates(tree: PyTree, params: PyTree) -> PyTree:

@@ -205,7 +205,9 @@ class _Windows(NamedTuple):
         if not (isinstance(self.every, int) and self.every == 1):
             zeros = lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, self.narrow))  # noqa: E731
             weight = jnp.zeros((), jnp.float32) if weighted else None
-            window = Window(jax.tree.map(zeros, params), weight)
+            # Around optax.lookahead gradients are those of the fast params alone.
+            fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+            window = Window(jax.tree.map(zeros, fast), weight)
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
         a, b, c = (jnp.zeros((), jnp.int32) for _ in range(3))
         return AccumulateState(a, b, c, jnp.asarray(False), window, inner_state)

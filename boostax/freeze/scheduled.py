@@ -221,9 +221,9 @@ def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) 
         "leaves would stay different on each replica. "
         "A schedule of a single depth allows them.": changes and replicas.owns_params(states),
         f"not keep whole params {_CHANGES} record_trajectory or average_params: frozen leaves "
-        "would be missing from them. boostax.subspace.pca_basis takes a list of snapshots, "
-        "jax.device_get(params) between steps; average_params may stand around "
-        f"{_WHO}.": changes and trees.telling(states, "whole_params"),
+        "would be missing from them. Freeze at one depth, as average_params allows, or take "
+        "jax.device_get(params) between steps: boostax.subspace.pca_basis takes a list of "
+        "them.": changes and trees.telling(states, "whole_params"),
         f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
         "Use boostax.accumulate.": changes and windows,
     }
@@ -255,6 +255,7 @@ def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     checks.require(_WHO, "gradients", "masked ones", allowed, fits, hint)
 
 
+@checks.arguments
 def scheduled_freeze(
     inner: optax.GradientTransformation,
     groups: PyTree,

@@ -34,10 +34,15 @@ class Choice(NamedTuple):
     at: jax.Array
     options: tuple[PyTree, ...]
 
+    @property
+    def widest(self) -> PyTree:
+        """Return the leaves that are active in some option: those of the first."""
+        return self.options[0]
+
     def levels(self) -> list[int]:
-        """Return the index of the last option in which each leaf is active, or ``NEVER``."""
+        """Return the index of the last option in which each leaf of ``widest`` is active."""
         columns = zip(*map(jax.tree.leaves, self.options), strict=True)
-        return [sum(column) + NEVER for column in columns]
+        return [sum(column) + NEVER for column in columns if column[0]]
 
 
 def staged(

@@ -94,6 +94,7 @@ def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Arra
     return due & ((steps - start) % every == 0) if every > 1 else due
 
 
+@checks.arguments
 def average_params(
     inner: optax.GradientTransformation,
     kind: Literal["ema", "window", "lawa"] = "ema",

@@ -224,6 +224,7 @@ def static_loss_scale(
     return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
 
 
+@checks.arguments
 def skip_bad_steps(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:

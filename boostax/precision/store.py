@@ -75,6 +75,7 @@ def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
     return jax.tree.map(narrow, like, opt_state, is_leaf=_is_store)
 
 
+@checks.arguments
 def store(
     inner: optax.GradientTransformation,
     *,
@@ -183,7 +184,8 @@ def store(
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
+            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...))). "
+            "Leave count_lost_updates out: with 'stochastic' and 'remainder' none are lost."
         )
         checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
         codes, scales = _first(inner_state, params, rules, least)

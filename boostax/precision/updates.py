@@ -153,6 +153,7 @@ class LostUpdatesState(NamedTuple):
         return {"lost_updates": self.lost}
 
 
+@checks.arguments
 def count_lost_updates(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

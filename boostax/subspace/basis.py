@@ -90,7 +90,10 @@ class Basis(NamedTuple):
         mean = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), wide_dtype(x)), params)
         rows = jax.tree.map(lambda x: x.update(shape=(k, *x.shape)), mean)
         like: Any = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
-        return jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
+        basis = jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
+        fits, hint = bool(trees.all_finite(basis)), "Compute it of finite snapshots."
+        checks.require("Basis.load", "path", str(path), "a file of finite numbers", fits, hint)
+        return basis
 
 
 def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Any:

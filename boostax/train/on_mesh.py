@@ -18,6 +18,7 @@ PyTree = Any
 _WHO = "on_mesh"
 
 
+@checks.arguments
 def on_mesh(
     tx: optax.GradientTransformation,
     params: PyTree,

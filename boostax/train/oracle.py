@@ -43,6 +43,7 @@ _TAKEN = {
 }
 
 
+@checks.arguments
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -178,6 +179,12 @@ class Oracle:
                 active = trees.of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
+            allowed, hint = (
+                "those of this replica",
+                "boostax.states.enter_replica(params).local is.",
+            )
+            got = type(params).__name__
+            checks.require(_WHO, "params", got, allowed, not is_per_replica(params), hint)
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
@@ -325,7 +332,8 @@ class Oracle:
             how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
             # JAX's own message about rows speaks of this map.
-            count, dim = math.prod(self.mesh.shape[x] for x in names), len(self.rows) - 1
+            sizes: Any = self.mesh and self.mesh.shape
+            count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
             args = gathered(self.mesh, names, params), batch, given, *more
@@ -416,10 +424,11 @@ def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[
     if not isinstance(active, Choice):
         (_, more), grads = jax.value_and_grad(fn, has_aux=True)(trees.masked(params, active))
         return grads, more
-    value, pullback, more = jax.vjp(fn, params, has_aux=True)
+    trained = trees.masked(params, active.widest)
+    value, pullback, more = jax.vjp(fn, trained, has_aux=True)
     backward = lambda: jax.tree.leaves(pullback(jnp.ones_like(value)))  # noqa: E731
     grads = staged(backward, active.levels(), active.at)
-    return jax.tree.unflatten(jax.tree.structure(params), grads), more
+    return jax.tree.unflatten(jax.tree.structure(trained), grads), more
 
 
 def _require_uncrossed(
@@ -439,7 +448,8 @@ def _require_uncrossed(
         # A typed sum sends nothing backward; a tangent shows no backward rule of the loss's own.
         programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
-    jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
+    active = active.widest if isinstance(active, Choice) else active
+    jax.eval_shape(look, trees.masked(params, active))
     crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
     allowed = "left out of a loss through which gradients go from replica to replica"
     got = f"one and a collective over {', '.join(sorted(crossed))}"
@@ -471,7 +481,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
 def _require_trainable(params: PyTree, active: PyTree) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
-    trained = params if isinstance(active, Choice) else trees.masked(params, active)
+    trained = trees.masked(params, active.widest if isinstance(active, Choice) else active)
     trees.require_dense(trained, "value_and_grad", "params")
     allowed = "floating or complex arrays where they are trained"
     hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."

@@ -23,6 +23,7 @@ PyTree = Any
 _JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
 
 
+@checks.arguments
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
