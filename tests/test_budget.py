@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 556,
-    "boostax/_core": 2287,
-    "boostax/accumulate": 519,
+    "boostax/_core": 2346,
+    "boostax/accumulate": 527,
     "boostax/chain": 299,
     "boostax/config": 974,
-    "boostax/freeze": 483,
+    "boostax/freeze": 487,
     "boostax/inspect": 1252,
-    "boostax/model": 560,
-    "boostax/precision": 1273,
-    "boostax/reduce": 1726,
-    "boostax/subspace": 700,
-    "boostax/testing": 831,
-    "boostax/train": 1079,
+    "boostax/model": 561,
+    "boostax/precision": 1276,
+    "boostax/reduce": 1724,
+    "boostax/subspace": 703,
+    "boostax/testing": 832,
+    "boostax/train": 1107,
     "examples": 1500,
-    "tests": 18920,
+    "tests": 19171,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12539
+LIBRARY = 12644
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
