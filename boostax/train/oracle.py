@@ -179,12 +179,6 @@ class Oracle:
                 active = trees.of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
-            allowed, hint = (
-                "those of this replica",
-                "boostax.states.enter_replica(params).local is.",
-            )
-            got = type(params).__name__
-            checks.require(_WHO, "params", got, allowed, not is_per_replica(params), hint)
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
@@ -239,6 +233,9 @@ class Oracle:
         rules: carried.Rules,
     ) -> tuple[Any, PyTree]:
         """Return the loss and the gradient of one replica; see ``value_and_grad``."""
+        hint = "boostax.states.enter_replica(params).local is."
+        got, fits = type(params).__name__, not is_per_replica(params)
+        checks.require(_WHO, "params", got, "those of this replica", fits, hint)
         active, names = _active(active, params), self.names
         _require_trainable(params, active)
 
