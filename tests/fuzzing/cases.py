@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 SHAPES = {"a": (8, 3), "b": (8,), "c": ()}
-GROUPS = {"a": 0, "b": 1, "c": 2}
+# A leaf without elements, which some cases have.
+EMPTY = {"e": (0, 3)}
+GROUPS = {"a": 0, "b": 1, "c": 2, "e": 2}
+# The term of a loss in which a leaf is, if the loss has two.
+TERMS = {"a": 0, "b": 0, "c": 1, "e": 0}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}
 MAPPED = ("checked", "unchecked", "pmap")
 MESHES = ("mesh", "zero", "fsdp", "hsdp")
@@ -46,8 +50,8 @@ class Case:
       dtype: of gradients, or of what the loss computes in.
       loss: whether gradients come from a loss, or are handed over.
       microbatches: of the loss.
-      face: ``"step"`` for ``apply_gradients``, ``"update"``, ``"chain"`` that hides the gate, or
-        ``"train"`` for ``make_train_step``.
+      face: ``"step"`` for ``apply_gradients``, ``"update"``, ``"chain"`` that hides the gate,
+        ``"train"`` for ``make_train_step``, or ``"nnx"`` for ``boostax.nnx.Optimizer``.
       reduction: of the replicas' gradients.
       clip: the largest norm, or ``None``.
       decay: ``"none"``, ``"coupled"`` or ``"decoupled"``.
@@ -61,6 +65,9 @@ class Case:
       spikes: the rule by which the norm of the gradient is judged, or ``""``.
       stored: whether the optimizer is in ``store``, which keeps f32 params and state as they are.
       told: whether each part names the axis, or the step around them alone.
+      empty: whether there is a leaf without elements.
+      numbers: whether the loss is multiplied by a number of each call.
+      terms: whether the loss is two terms with counts of their own.
     """
 
     seed: int = 0
@@ -92,6 +99,14 @@ class Case:
     spikes: str = ""
     stored: bool = False
     told: bool = True
+    empty: bool = False
+    numbers: bool = False
+    terms: bool = False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the params."""
+        return SHAPES | (EMPTY if self.empty else {})
 
     @property
     def weighted(self) -> bool:
@@ -181,8 +196,8 @@ def draw(seed: int) -> Case:
             dtype=one_of("float32", "float32", "float16", "bfloat16"),
             loss=chance(0.5),
             microbatches=one_of(1, 2),
-            face=one_of("step", "train", "train", "update", "chain"),
-            reduction=one_of("mean", "mean", "mean", "bfloat16", "top_k", *CONSERVING),
+            face=one_of("step", "train", "train", "update", "chain", "nnx"),
+            reduction=one_of("mean", "mean", "mean", "sum", "bfloat16", "top_k", *CONSERVING),
             clip=one_of(None, 0.5, 5.0),
             decay=one_of("none", "coupled", "decoupled"),
             optimizer=one_of("sgd", "momentum", "nesterov", "adam", "adam"),
@@ -195,6 +210,9 @@ def draw(seed: int) -> Case:
             spikes=one_of("", "", "median", "sigma"),
             stored=chance(0.25),
             told=chance(0.5),
+            empty=chance(0.3),
+            numbers=chance(0.3),
+            terms=chance(0.2),
         )
     )
 
@@ -205,12 +223,22 @@ def tidy(case: Case) -> Case:
     single, placement = case.placement == "single", case.placement
     if case.face == "train" and (placement == "pmap" or not case.loss):
         new["face"] = "step"
+    if case.face == "nnx" and (not case.loss or placement not in ("single", *MESHES)):
+        new["face"] = "step"
+    if case.face == "nnx":
+        # It is told the axis; and the state of a module cannot be resharded in place.
+        new["told"] = True
+    if not case.loss:
+        new |= {"numbers": False, "terms": False}
+    elif case.terms:
+        # In less than f32 the counts would round the gradient.
+        new |= {"dtype": "float32", "normalize": "weight"}
     scaled, windows = "scale" in case.gates, "window" in case.gates
     counts = {"single": (1,), "fsdp": (2, 4, 8), "hsdp": (2, 4)}.get(placement, tuple(range(1, 9)))
     nearest = lambda n: min(counts, key=lambda x: abs(x - n))  # noqa: E731
     new["replicas"] = nearest(case.replicas)
     bound = placement in MESHES or new.get("face", case.face) == "train"
-    new["told"] = case.told or single or not bound
+    new["told"] = new.get("told", case.told) or single or not bound
     if not scaled:
         # A check of spikes refuses what is not finite as well.
         left = [x for x in case.bad if x[2] != LARGE] if case.spikes else []
@@ -229,7 +257,7 @@ def tidy(case: Case) -> Case:
     if placement not in ("single", "checked", "unchecked"):
         new["frozen"] = ()
     case = dataclasses.replace(case, **new)
-    whole = case.face in ("step", "train") and not case.frozen
+    whole = case.face in ("step", "train", "nnx") and not case.frozen
     if case.conserving:
         plain = {"clip": None, "decay": "none", "optimizer": "sgd", "rates": (0.1, 0.1)}
         case = dataclasses.replace(case, **plain, frozen=())
@@ -241,7 +269,7 @@ def tidy(case: Case) -> Case:
         case = dataclasses.replace(case, average=(kind, min(around, len(case.gates))))
     allowed = {
         "save": True,
-        "reshard": not single and not case.frozen,
+        "reshard": not single and not case.frozen and case.face != "nnx",
         "nest": scaled and windows and whole,
         "flush": windows and whole,
     }
@@ -254,15 +282,18 @@ def tidy(case: Case) -> Case:
     return dataclasses.replace(case, moves=tuple(moves), bad=tuple(sorted(bad, key=str)))
 
 
-def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """``(x, weights)`` of a call: leaves ``[replicas, microbatches, *shape]`` in the dtype."""
+Inputs = tuple[dict[str, np.ndarray], np.ndarray, float]
+
+
+def inputs(case: Case, call: int, replicas: int) -> Inputs:
+    """``(x, weights, number)`` of a call: leaves ``[replicas, microbatches, *shape]``."""
     rng = np.random.default_rng([case.seed, 1, call])
     count = case.microbatches if case.loss else 1
     dtype = DTYPES[case.dtype]
     with np.errstate(over="ignore"):
         x = {
             name: np.asarray(case.magnitude * rng.standard_normal((replicas, count, *shape)), dtype)
-            for name, shape in SHAPES.items()
+            for name, shape in case.shapes.items()
         }
         for at, replica, value in case.bad:
             if at == call:
@@ -273,10 +304,16 @@ def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray],
     if case.placement in MESHES and not case.loss:
         # Handed to global arrays, a weight is that of all replicas.
         weights[:] = weights[:1]
-    return x, weights
+    return x, weights, 2.0 ** int(rng.integers(-1, 2)) if case.numbers else 1.0
+
+
+def counts(case: Case, weights: Any) -> list[Any]:
+    """Of each term of the loss, or the weights of all."""
+    return [weights, (3 * weights + 1) % 4] if case.terms else [weights]
 
 
 def first_params(case: Case) -> dict[str, np.ndarray]:
     """In f32."""
     rng = np.random.default_rng([case.seed, 0])
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    draw = lambda shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return {name: draw(shape) for name, shape in case.shapes.items()}

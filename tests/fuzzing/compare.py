@@ -37,9 +37,9 @@ def check(case: Case) -> str:
             theirs.move(kind, argument)
             _compare(case, f"{kind} before call {call}", ours, theirs)
         if call < case.calls:
-            x, weights = inputs(case, call, theirs.replicas)
-            ours.call(x, weights)
-            theirs.call(x, weights)
+            given = inputs(case, call, theirs.replicas)
+            ours.call(*given)
+            theirs.call(*given)
             if case.quadratic and ours.loss is not None and theirs.loss < LARGEST:
                 loss = float(ours.loss)
                 if not np.isclose(loss, theirs.loss, rtol=1e-4):

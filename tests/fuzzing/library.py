@@ -9,17 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import boostax
+import boostax.nnx
 from boostax._core import axes
-from fuzzing.cases import AVERAGES, GROUPS, MESHES, RING, SHAPES, Case
+from fuzzing.cases import AVERAGES, GROUPS, MAPPED, MESHES, RING, TERMS, Case, counts
 
 Tree = Any
 AXIS = "data"
 
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda axis: boostax.all_reduce(axis),
+    "sum": lambda axis: boostax.all_reduce(axis, op="sum"),
     "bfloat16": lambda axis: boostax.all_reduce(axis, dtype="bfloat16"),
     "top_k": lambda axis: boostax.top_k_reduce(axis, 0.25),
     "int8": lambda axis: boostax.int8_reduce(axis, rounding="stochastic"),
@@ -62,7 +65,7 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
         if place == around:
             tx = average(tx)
     if case.frozen:
-        tx = boostax.scheduled_freeze(tx, GROUPS, case.frozen)
+        tx = boostax.scheduled_freeze(tx, {n: GROUPS[n] for n in case.shapes}, case.frozen)
     return optax.chain(tx) if case.face == "chain" else optax.with_extra_args_support(tx)
 
 
@@ -71,7 +74,8 @@ def _window(case: Case, tx: Any, axis: str | None) -> Any:
     every = case.every[-1]
     if case.schedule:
         every = lambda step: table[jnp.minimum(step, len(case.every) - 1)]  # noqa: E731
-    return boostax.accumulate(tx, every, normalize=case.normalize, axis_name=axis)
+    normalize = ("p", "q") if case.terms else case.normalize
+    return boostax.accumulate(tx, every, normalize=normalize, axis_name=axis)
 
 
 def _scaler(case: Case, tx: Any, axis: str | None) -> Any:
@@ -83,6 +87,17 @@ def _scaler(case: Case, tx: Any, axis: str | None) -> Any:
         tx, init_scale=case.scale, growth_factor=growth, backoff_factor=backoff,
         growth_interval=interval, hysteresis=hysteresis, min_scale=least, axis_name=axis,
     )  # fmt: skip
+
+
+class _Net(nnx.Module):
+    """The params, each in a variable."""
+
+    def __init__(self, params: Tree):
+        for name, p in params.items():
+            setattr(self, name, nnx.Param(p))
+
+    def values(self) -> Tree:
+        return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Param)}
 
 
 class Library:
@@ -117,19 +132,28 @@ class Library:
             )
         self.step = None
 
-    def _loss(self, params: Tree, batch: Tree) -> tuple[jax.Array, boostax.Aux]:
-        total = jnp.float32(0.0)
+    def _loss(self, params: Tree, batch: Tree, factor: Any = 1.0) -> tuple[Tree, boostax.Aux]:
+        case, totals = self.case, [jnp.float32(0.0)] * 2
+        weights = counts(case, batch["w"][0])
         for name, p in params.items():
-            x = batch["x"][name][0]
-            if self.case.quadratic:
-                total += 0.5 * jnp.sum((p - x) ** 2)
+            x, term = batch["x"][name][0], TERMS[name] if case.terms else 0
+            if case.terms:
+                # What has no count is nothing, whatever it is.
+                x = jnp.where(weights[term] > 0, x, 0)
+            if case.quadratic:
+                totals[term] += 0.5 * jnp.sum((p - x) ** 2)
             else:
-                total += jnp.sum((p.astype(x.dtype) * x).astype(jnp.float32))
-        return total, boostax.Aux(weight=batch["w"][0] if self.case.weighted else None)
+                totals[term] += jnp.sum((p.astype(x.dtype) * x).astype(jnp.float32))
+        if case.terms:
+            pairs = zip(totals, weights, strict=True)
+            terms = [(factor * total * weight, weight) for total, weight in pairs]
+            return dict(zip("pq", terms, strict=True)), boostax.Aux()
+        return factor * totals[0], boostax.Aux(weight=weights[0] if case.weighted else None)
 
     def _specs(self) -> Tree:
         axis = {"fsdp": AXIS, "hsdp": "other"}.get(self.case.placement)
-        return {n: PartitionSpec(axis) if shape else PartitionSpec() for n, shape in SHAPES.items()}
+        spec = lambda shape: PartitionSpec(axis) if shape else PartitionSpec()  # noqa: E731
+        return {name: spec(shape) for name, shape in self.case.shapes.items()}
 
     def _put(self, params: Tree, state: Tree) -> None:
         """Params and state, whole and outside of any map, to where the step wants them."""
@@ -148,11 +172,32 @@ class Library:
             )
             where = jax.tree.map(lambda x: x.sharding, self.placed.init(params))
             state = jax.device_put(state, where)
+        if case.face == "nnx":
+            # A new optimizer has a new state; one from elsewhere is put back by its own methods.
+            axis, self.model = None if case.placement == "single" else AXIS, _Net(params)
+            self.optimizer = boostax.nnx.Optimizer(
+                self.model, self.tx, wrt=nnx.Param, axis_name=axis,
+                shard_optimizer=case.placement == "zero",
+            )  # fmt: skip
+            self._in_place()
+            return
         if case.placement == "pmap":
             params = jax.tree.map(lambda x: jnp.stack([x] * case.replicas), params)
             lead = lambda x: x if _own(x) else jnp.stack([x] * case.replicas)  # noqa: E731
             state = jax.tree.map(lead, state, is_leaf=_own)
         self.carry = params, state
+
+    def _in_place(self) -> None:
+        self.carry = self.model.values(), nnx.as_pure(self.optimizer.opt_state)
+
+    def _of_model(self, model: _Net, optimizer: Any, given: Tree, number: Any) -> Any:
+        """One step of an optimizer that works in place."""
+        loss = lambda model, batch, **more: self._loss(model.values(), batch, **more)  # noqa: E731
+        oracle = optimizer.value_and_grad(loss, has_aux=True, microbatches=self.case.microbatches)
+        (value, aux), grads = oracle(model, given, **self._numbers(number))
+        extra = {"weight": aux.weight} if self.case.weighted else {}
+        optimizer.update(model, grads, **extra)
+        return value
 
     def _taken(self) -> tuple[Tree, Tree]:
         """What ``_put`` was given, as it is now, on the host."""
@@ -162,7 +207,7 @@ class Library:
             state = jax.tree.map(lambda x: x if _own(x) else x[0], state, is_leaf=_own)
         return jax.device_get((params, state))
 
-    def call(self, x: Tree, weights: Any) -> None:
+    def call(self, x: Tree, weights: Any, number: float) -> None:
         """One step."""
         case, given = self.case, {"x": x, "w": weights}
         if not case.loss:
@@ -170,27 +215,39 @@ class Library:
             with np.errstate(over="ignore", invalid="ignore"):
                 rounded = lambda v: (v[:, 0].astype(np.float64) * scale).astype(v.dtype)  # noqa: E731
                 given = {"x": {n: rounded(v) for n, v in x.items()}, "w": weights[:, 0]}
-        if case.placement == "single" and case.face != "train":
+        if case.placement == "single" and case.face not in ("train", "nnx"):
             given = jax.tree.map(lambda v: v[0], given)
-        elif (case.placement in MESHES and case.loss) or case.face == "train":
+        elif (case.placement in MESHES and case.loss) or case.face in ("train", "nnx"):
             given = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), given)
         if case.face == "train":
-            self._trained(*self.train(self.state, given))
+            self._trained(*self.train(self.state, given, **self._numbers(number)))
+            return
+        if case.face == "nnx":
+            self.step = self.step or nnx.jit(self._of_model)
+            self.loss = self.step(self.model, self.optimizer, given, np.float32(number))
+            self._in_place()
             return
         if self.step is None:
             self.step = self._compiled(self._one, given=1)
-        self.carry = self.step(*self.carry, given)
+        # A mapped function gets one for each replica.
+        mapped = case.placement in MAPPED
+        number = np.full(case.replicas, number, np.float32) if mapped else np.float32(number)
+        self.carry = self.step(*self.carry, (given, number))
+
+    def _numbers(self, number: Any) -> dict[str, Any]:
+        return {"factor": number} if self.case.numbers else {}
 
     def _trained(self, state: Any, metrics: Tree) -> None:
         self.state, self.loss = state, metrics.get("loss")
         self.carry = state.params, state.opt_state
 
     def _one(self, params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
+        given, number = given
         tx, weight = self.tx, given["w"]
         if self.case.placement in MESHES:
             tx = self.placed
         if self.oracle is not None:
-            (_, aux), grads = self.oracle(params, state, given)
+            (_, aux), grads = self.oracle(params, state, given, **self._numbers(number))
             weight = aux.weight
         else:
             grads = given["x"]
@@ -230,6 +287,9 @@ class Library:
 
     def move(self, kind: str, argument: int) -> None:
         """What happens between two calls."""
+        if self.case.face == "nnx":
+            self._moved_in_place(kind)
+            return
         if kind == "flush" and self.case.face == "train":
             self._trained(self.train.flush(self.state), {})
             return
@@ -251,6 +311,22 @@ class Library:
             state, _ = boostax.migrate_state(state, chain(case), params, replicas=count)
             self._prepare(case)
         self._put(params, state)
+
+    def _moved_in_place(self, kind: str) -> None:
+        if kind == "flush":
+            self.optimizer.flush(self.model)
+        elif kind == "save":
+            state = pickle.loads(pickle.dumps(jax.device_get(self.carry[1])))
+            fresh = boostax.nnx.Optimizer(
+                self.model, self.tx, wrt=nnx.Param, axis_name=self.optimizer.axis_name,
+                shard_optimizer=self.optimizer.shard_optimizer,
+            )  # fmt: skip
+            fresh.set_state(state)
+            self.optimizer = fresh
+        else:
+            self._prepare(dataclasses.replace(self.case, gates=self.case.gates[::-1]))
+            self.optimizer.migrate(self.model, self.tx)
+        self._in_place()
 
     @property
     def params(self) -> dict[str, np.ndarray]:

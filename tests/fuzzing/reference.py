@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.cases import AVERAGES, DTYPES, GROUPS, RING, Case
+from fuzzing.cases import AVERAGES, DTYPES, GROUPS, RING, TERMS, Case, counts
 
 Tree = dict[str, np.ndarray]
 # Beyond it the squares of gradients do not add up in f32.
@@ -22,7 +22,8 @@ class Reference:
         self.last_finite, self.skipped, self.growths, self.backoffs = False, 0, 0, 0
         self.count, self.windows = 0, 0
         self.sums: list[Tree] = []
-        self.weights = np.zeros(case.replicas)
+        # Of each term of the loss.
+        self.weights = np.zeros((case.replicas, 1 + case.terms))
         zeros = lambda: {name: np.zeros_like(x) for name, x in self.params.items()}  # noqa: E731
         self.steps, self.first, self.second = 0, zeros(), zeros()
         self.residual = [zeros() for _ in range(case.replicas)]
@@ -45,8 +46,8 @@ class Reference:
             found["spikes"] = self.refused
         return found
 
-    def received(self, x: Tree, weights: np.ndarray) -> tuple[list[Tree], list[float] | None]:
-        """The scaled gradients of each replica, and its weight: of a loss, or as handed over."""
+    def received(self, x: Tree, weights: np.ndarray) -> tuple[list[Tree], Any]:
+        """The scaled gradients of each replica, and its weights: of a loss, or as handed over."""
         case = self.case
         if not case.loss:
             wide = {name: v[:, 0].astype(np.float64) * self.scale for name, v in x.items()}
@@ -54,7 +55,7 @@ class Reference:
                 {name: self._rounded(v[r]) for name, v in wide.items()}
                 for r in range(self.replicas)
             ]
-            return grads, list(weights[:, 0]) if case.weighted else None
+            return grads, weights[:, :1]
         grads = [
             [
                 {name: self._slope(name, v[r, i].astype(np.float64)) for name, v in x.items()}
@@ -62,29 +63,35 @@ class Reference:
             ]
             for r in range(self.replicas)
         ]
-        if not case.weighted:
+        if not (case.weighted or case.terms):
             return [_mean(of_one, np.ones(len(of_one))) for of_one in grads], None
         # Weighted by tokens within a replica, and over replicas so that their mean is that of all.
-        total = weights.sum()
-        own = [_mean(g, w) for g, w in zip(grads, weights, strict=True)]
-        share = weights.sum(1) * self.replicas / (total or 1)
-        scaled = [
-            {name: v * s if s else np.zeros_like(v) for name, v in g.items()}
-            for g, s in zip(own, share, strict=True)
-        ]
-        return scaled, [total / self.replicas] * self.replicas
+        found: list[Tree] = [{} for _ in grads]
+        terms = counts(case, weights)
+        for n in x:
+            tokens = terms[self._term(n)]
+            for new, of_one, own in zip(found, grads, tokens, strict=True):
+                mean = _mean([{n: g[n]} for g in of_one], own)[n]
+                share = own.sum() * self.replicas / (tokens.sum() or 1)
+                new[n] = mean * share if share else np.zeros_like(mean)
+        totals = np.array([tokens.sum() / self.replicas for tokens in terms])
+        return found, np.stack([totals] * self.replicas)
+
+    def _term(self, name: str) -> int:
+        return TERMS[name] if self.case.terms else 0
 
     def _slope(self, name: str, x: np.ndarray) -> np.ndarray:
         if self.case.quadratic:
-            return (self.params[name] - x) * self.scale
-        return self._rounded(x * self.scale)
+            return (self.params[name] - x) * self.scale * self.number
+        return self._rounded(x * self.scale * self.number)
 
     def _rounded(self, x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
             return x.astype(DTYPES[self.case.dtype]).astype(np.float64)
 
-    def call(self, x: Tree, weights: np.ndarray) -> None:
+    def call(self, x: Tree, weights: np.ndarray, number: float) -> None:
         """One step."""
+        self.number = number
         with np.errstate(all="ignore"):
             self.loss = self._loss(x, weights)
             grads, own = self.received(x, weights)
@@ -94,13 +101,14 @@ class Reference:
 
     def _loss(self, x: Tree, weights: np.ndarray) -> float:
         """The mean over all rows, or over all tokens."""
-        squares = [
-            ((self.params[n] - v.astype(np.float64)) ** 2).reshape(*v.shape[:2], -1).sum(-1)
-            for n, v in x.items()
-        ]
-        of_rows, counts = sum(squares) / 2, weights if self.case.weighted else np.ones_like(weights)
-        kept = np.where(counts > 0, counts * of_rows, 0)
-        return float(kept.sum() / (counts.sum() or 1))
+        terms, loss = counts(self.case, weights), 0.0
+        for n, v in x.items():
+            wide = (self.params[n] - v.astype(np.float64)) ** 2
+            of_rows = wide.reshape(*v.shape[:2], -1).sum(-1) / 2
+            own = terms[self._term(n)]
+            tokens = own if self.case.weighted or self.case.terms else np.ones_like(own)
+            loss += float(np.where(tokens > 0, tokens * of_rows, 0).sum() / (tokens.sum() or 1))
+        return loss * self.number
 
     def depth(self) -> int:
         """How many groups are frozen."""
@@ -123,11 +131,12 @@ class Reference:
             return taken
         if not self.count:
             self.sums = [{n: np.zeros_like(g) for n, g in own.items()} for own in grads]
-            self.weights = np.zeros(self.replicas)
+            self.weights = np.zeros((self.replicas, 1 + self.case.terms))
         for r, own in enumerate(grads):
-            weight = weights[r] if self.case.weighted else 1.0
-            self.weights[r] += weight
+            of_terms = weights[r] if self.case.weighted else np.ones(1)
+            self.weights[r] += of_terms
             for n, g in own.items():
+                weight = of_terms[self._term(n)]
                 if weight:
                     self.sums[r][n] = self.sums[r][n] + weight * g
         self.count += 1
@@ -138,12 +147,12 @@ class Reference:
 
     def _close(self, gates: tuple[str, ...]) -> bool:
         count, self.count = self.count, 0
-        factor = {"mean": 1 / count, "sum": 1.0}.get(self.case.normalize)
-        if factor is None:
+        factors = [{"mean": 1 / count, "sum": 1.0}.get(self.case.normalize)]
+        if self.case.weighted:
             if not self.weights.sum():
                 return False
-            factor = self.replicas / self.weights.sum()
-        grads = [{n: s * factor for n, s in own.items()} for own in self.sums]
+            factors = [self.replicas / x if x else 0.0 for x in self.weights.sum(0)]
+        grads = [{n: s * factors[self._term(n)] for n, s in own.items()} for own in self.sums]
         taken = self._enter(gates, grads, None)
         self.windows += taken
         return taken
@@ -186,7 +195,8 @@ class Reference:
         if case.reduction == "bfloat16":
             narrow = DTYPES["bfloat16"]
             grads = [{n: g.astype(narrow).astype(np.float64) for n, g in o.items()} for o in grads]
-        return _mean(grads, np.ones(self.replicas))
+        mean, summed = _mean(grads, np.ones(self.replicas)), case.reduction == "sum"
+        return {n: g * self.replicas for n, g in mean.items()} if summed else mean
 
     def _usual(self, grads: list[Tree]) -> bool:
         """Whether the norm is one of the usual; recorded if it is."""
