@@ -218,7 +218,7 @@ class Library:
         if case.placement == "single" and case.face not in ("train", "nnx"):
             given = jax.tree.map(lambda v: v[0], given)
         elif (case.placement in MESHES and case.loss) or case.face in ("train", "nnx"):
-            given = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), given)
+            given = jax.tree.map(lambda v: v.reshape(v.shape[0] * v.shape[1], *v.shape[2:]), given)
         if case.face == "train":
             self._trained(*self.train(self.state, given, **self._numbers(number)))
             return
@@ -344,6 +344,8 @@ class Library:
     def average(self) -> dict[str, np.ndarray]:
         """Of the params; they themselves without one."""
         params, state = self._taken()
+        if self.case.face == "nnx":
+            params = nnx.as_pure(nnx.state(self.model, nnx.Param))
         found = boostax.model.averaged_params(state, params) if self.case.average else params
         return {n: np.float64(x) for n, x in found.items()}
 
