@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 556,
-    "boostax/_core": 2346,
+    "boostax/_core": 2437,
     "boostax/accumulate": 527,
-    "boostax/chain": 299,
+    "boostax/chain": 304,
     "boostax/config": 974,
     "boostax/freeze": 487,
-    "boostax/inspect": 1252,
+    "boostax/inspect": 1284,
     "boostax/model": 561,
-    "boostax/precision": 1276,
+    "boostax/precision": 1277,
     "boostax/reduce": 1724,
     "boostax/subspace": 703,
     "boostax/testing": 832,
-    "boostax/train": 1107,
+    "boostax/train": 1119,
     "examples": 1500,
-    "tests": 19171,
+    "tests": 19461,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12644
+LIBRARY = 12785
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

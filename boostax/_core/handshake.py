@@ -18,6 +18,7 @@ from collections.abc import Generator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from boostax._core import checks, trees
@@ -42,7 +43,11 @@ class Mark:
 
 
 _MARKS: dict[int, tuple[weakref.ref[Any], Mark]] = {}
+# The scales of each loss that is being traced, outermost first.
 _INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("inside", default=())
+# The factor of the innermost loss. The caches of jax.jit know this context: what was traced for one
+# loss does not serve another.
+_FACTOR = jax.make_user_context(None)
 
 
 def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
@@ -131,17 +136,62 @@ def scaling(opt_state: PyTree) -> Generator[None]:
     scales = _scales(opt_state)
     for scale in scales:
         _mark(scale).loss = True
-    token = _INSIDE.set((*_INSIDE.get(), *scales))
+    token = _INSIDE.set((*_INSIDE.get(), scales))
     try:
         yield
     finally:
         _INSIDE.reset(token)
 
 
+def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
+    """Tell ``current_scale`` the factor of a loss that is traced within ``scaling``."""
+    # The caches keep the context, so it must not hold a tracer, nor be compared by its value.
+    known = weakref.ref(scale)
+    factor = (lambda: known()) if isinstance(scale, Tracer) else float(scale)
+    return _FACTOR(factor if any(_INSIDE.get()[-1:]) else None)
+
+
+def current_scale() -> jax.Array:
+    """Return the number by which the loss that is being differentiated is multiplied.
+
+    A backward rule (``jax.custom_vjp``) whose result is not proportional to the cotangent needs it:
+    under a loss scale the cotangent arrives multiplied by ``s``, and the gradients are divided by
+    ``s``. A bound, a threshold, noise or an injected gradient must be multiplied by ``s``, too.
+
+    Call it in the loss, and hand the result to the rule as an argument. In the rule itself it fails
+    inside ``jax.jit``. It is known in ``boostax.value_and_grad`` and ``make_train_step``, also in a
+    scan, a checkpoint, a micro-batch or a replica. With ``scale_loss`` or in your own ``jax.grad``
+    pass ``loss_scale(opt_state)`` to the loss; with ``group_loss_scale`` the cotangents of group
+    ``k`` are multiplied by ``scales[k]``.
+
+    Returns:
+      f32 scalar; 1 where no loss is scaled. Cost: none. A program is traced anew for each loss.
+
+    Example:
+      Add the gradient 1 of an auxiliary loss, whatever the scale:
+
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> @jax.custom_vjp
+      ... def inject(x, auxiliary, scale):
+      ...   return x
+      >>> inject.defvjp(lambda x, auxiliary, scale: (x, scale), lambda s, g: (g, s, None))
+      >>> def loss_fn(w, x):
+      ...   scale = boostax.precision.current_scale()
+      ...   return jnp.mean(inject(x, 0.5 * w, scale))
+      >>> step = boostax.make_train_step(loss_fn, boostax.dynamic_loss_scale(optax.sgd(1.0)))
+      >>> state, _ = step(step.init(jnp.float32(1.0)), jnp.ones(4))
+      >>> float(state.params)
+      0.5
+    """
+    factor: Any = _FACTOR.value
+    known = factor() if callable(factor) else factor
+    return jnp.asarray(1.0 if known is None else known, jnp.float32)
+
+
 def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
     """Record a scaled loss; refuse a loss that is scaled already, or that other code scales."""
     scales = _scales(opt_state)
-    within = any(one is other for one in scales for other in _INSIDE.get())
+    within = any(one is other for one in scales for found in _INSIDE.get() for other in found)
     twice = within or (bool(scales) and _mark(loss).product)
     hint = "boostax.value_and_grad does so by itself: return the plain loss there."
     allowed, got = "multiplied by the scale once", "one that is multiplied already"

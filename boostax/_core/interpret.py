@@ -178,6 +178,7 @@ def flow(
     nothing: Fact,
     *,
     once: bool = False,
+    constant: Callable[[Any, Any], Fact] | None = None,
 ) -> list[Fact]:
     """Return facts about the results of a program, from facts about its inputs.
 
@@ -190,10 +191,11 @@ def flow(
       nothing: the fact about constants.
       once: run each loop body once, without a fixed point, and ignore branch indices and loop
         conditions. Otherwise a loop ends only if ascending chains of facts are finite.
+      constant: ``constant(value, aval)`` returns the fact about a constant; by default ``nothing``.
     """
 
     def run(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        return evaluate(body, facts, rule, lambda value, aval: nothing)
+        return evaluate(body, facts, rule, constant or (lambda value, aval: nothing))
 
     def looped(turn: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
         while True:

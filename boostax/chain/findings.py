@@ -10,9 +10,10 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import optax
 
 from boostax._core.axes import UNNAMED
-from boostax.chain.parts import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, Row, number, sign
+from boostax.chain.parts import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, Row, number, read, rows, sign
 
 
 class Finding(NamedTuple):
@@ -94,7 +95,7 @@ def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
             yield Finding(f"{b.part.name} {where} {a.part.name}", why, mend, said[2])
 
 
-def _finding(setting: str, **names: str) -> Finding:
+def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting in the words of ``orders.toml``."""
     said = _WORDS["settings"][setting]
     texts = {field: said[field].format(**names) for field in ("what", "why", "mend")}
@@ -110,23 +111,23 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
         name, description = row.part.name, row.part.description
         # Freezing that saves nothing.
         if row.role == "freeze" and (row.holders or row.routes):
-            yield _finding("freeze_inside", name=name)
+            yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
-            yield _finding("zero_in_partition", name=name)
+            yield finding("zero_in_partition", name=name)
         # A gate that decides on each replica alone although a reduction is inside. The axes of a
         # clip are axes of shards, which a gate learns from the types of the gradients.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
-            yield _finding("without_axis", name=name, axes=axes)
+            yield finding("without_axis", name=name, axes=axes)
         # A gate that sees only some of the params.
         if row.masks and row.role in ("scaler", "window", "peer window", "hold"):
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
-            yield _finding(setting, name=name, mask=row.masks[-1])
+            yield finding(setting, name=name, mask=row.masks[-1])
         # A compressed reduction that discards what it does not send.
         if description is not None and description.lossy:
-            yield _finding("lossy", name=name)
+            yield finding("lossy", name=name)
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
@@ -140,24 +141,34 @@ def directions(found: Sequence[Row]) -> Iterator[Finding]:
         if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
             continue
         if row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0:
-            yield _finding("decay_after_rate", name=row.part.name)
+            yield finding("decay_after_rate", name=row.part.name)
         if row.role in CLIPS:
-            yield _finding("clip_after_rate", name=row.part.name)
+            yield finding("clip_after_rate", name=row.part.name)
     if math.prod(signs) == 1 and -1 in signs:
-        yield _finding("two_signs")
+        yield finding("two_signs")
     elif math.prod(signs) == 1 and any(row.role in MEMORIES for row in line):
-        yield _finding("no_sign")
+        yield finding("no_sign")
+
+
+def scales(tx: optax.GradientTransformation) -> bool:
+    """Return whether a chain scales the loss, by a scale that is not always 1.
+
+    With carried leaves, which may follow the scaled cotangents, nothing can be said of a loss.
+    """
+    found = rows(read(tx))
+    scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in found)
+    return scaler and all(x.role != "carry" for x in found)
 
 
 def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
     """Yield findings for settings that a step needs and its chain lacks."""
     scales = any(row.role == "scaler" for row in found)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
-        yield _finding("half_without_scaler")
+        yield finding("half_without_scaler")
     if all(row.role != UNKNOWN for row in found):
         reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
         reduced |= set(step.names) if UNNAMED[0] in reduced else set()
         others = ", ".join(map(repr, sorted(reduced)))
         for axis in (axis for axis in step.names if axis not in reduced):
             setting = "reduced_over_others" if reduced else "not_reduced"
-            yield _finding(setting, axis=repr(axis), others=others)
+            yield finding(setting, axis=repr(axis), others=others)

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from boostax._core import axes, checks, costs, handshake, jaxprs, replicas
+from boostax._core import axes, checks, costs, handshake, interpret, jaxprs, replicas, trees
 from boostax._core.describe import Reduction, asked, variants_of
-from boostax.chain.findings import Finding, findings
+from boostax._core.groups import few
+from boostax.chain.findings import Finding, finding, findings, scales
 from boostax.chain.parts import UNKNOWN, Row, follow, read, rows
 from boostax.inspect.tables import Cells, aligned
+from boostax.precision.loss_scale import loss_scale
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
@@ -116,10 +118,16 @@ def explain(
     """List the parts of a chain or a train step, their costs, and errors in their order.
 
     Parts are listed in the order in which a gradient passes them, each with the bytes that it keeps
-    and sends on one device. Bytes are counted from types and from the traced program, so nothing
-    runs. Orders known to be wrong (a clip outside the scaler, a mean before AdaSum, decay behind a
-    gate, ...) are named with the reason and a fix. A part of another package is called unknown, and
-    its position is not judged.
+    and sends on one device, counted from types and from the traced program. Orders known to be
+    wrong (a clip outside the scaler, a mean before AdaSum, decay behind a gate, ...) are named with
+    the reason and a fix. A part of another package is called unknown, and its position is not
+    judged.
+
+    With a train step that scales the loss, and a batch, it also finds backward rules
+    (``jax.custom_vjp``) in the loss that are not linear in the cotangent, and the params whose
+    gradients, divided by the scale, differ between the scale in the state and one near 1. They are
+    not compared where something is computed in f16 (by a policy, in f32 in its place), with
+    keywords, or with ``boostax.carry``.
 
     With a train step and a batch the bytes are those of the whole step, including the loss;
     ``boostax.audit`` has the costs of its compiled program (FLOPs, memory, bytes, at each freeze
@@ -128,13 +136,13 @@ def explain(
     Args:
       tx: a transformation, or the result of ``make_train_step``.
       params: arrays or ``jax.ShapeDtypeStruct``; with a step, its ``TrainState`` or params.
-      batch: arrays, as for a call of the step. Nothing runs.
+      batch: arrays, as for a call of the step, or their types.
       axis_sizes: the mesh axes that a transformation names, ``{"data": 8}``; not with a step. The
         devices need not exist. Without sizes, no bytes are counted as sent.
       **given: keywords of the loss of a step, as for a call of it.
 
     Returns:
-      An ``Explanation``. Cost: a trace.
+      An ``Explanation``. Cost: a trace; with arrays, where it compares, two gradients.
 
     Raises:
       ValueError, TypeError: neither a transformation nor a step; errors of ``init`` and ``update``.
@@ -180,8 +188,9 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
     params = jax.eval_shape(step.common_params, state)
+    more = _of_scales(step, state, batch, given) if batch is not None and scales(step.tx) else []
     if step.placing is None:
-        return _explained(step.tx, params, _Place(), list, "", step)
+        return _explained(step.tx, params, _Place(), list, "", step, more)
     specs, sizes = step.placing.of_params(state.params), dict(step.placing.mesh.shape)
     place = _Place(step.names, sizes, specs, step.shard_optimizer)
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -196,7 +205,43 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
         program = dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth, **given)
         return [x for x in costs.collectives(program) if not x.scopes]
 
-    return _explained(step.tx, params, place, of_loss, missing, step)
+    return _explained(step.tx, params, place, of_loss, missing, step, more)
+
+
+def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) -> list[Finding]:
+    """Find backward rules that are not linear, and leaves whose gradients depend on the scale."""
+    rules: list[str] = []
+    oracle: Any = dataclasses.replace(step.oracle, watch=rules.extend)
+    if step.policy is not None:
+        wide = dataclasses.replace(step.policy, compute_dtype=jnp.float32)
+        oracle = dataclasses.replace(oracle, computed=wide.compute(oracle.computed.__wrapped__))
+
+    def unscaled(factor: float, state: TrainState, batch: PyTree, given: Any) -> list[jax.Array]:
+        own = [x.known_by() for x in trees.telling(state.opt_state, "known_by")]
+        put = lambda x: x * factor if any(x is y for y in own) else x  # noqa: E731
+        more = {**given, "key": state.key, "model_state": state.model_state}
+        _, grads = oracle(state.params, jax.tree.map(put, state.opt_state), batch, **more)
+        return [g / factor for g in jax.tree.leaves(trees.at_least_float32(grads))]
+
+    def apart(*args: Any) -> list[jax.Array]:
+        pairs = zip(unscaled(1.0, *args), unscaled(factor, *args), strict=True)
+        largest = lambda x: jnp.max(jnp.abs(x), initial=0)  # noqa: E731
+        return [largest(x - y) > tolerance * largest(x) for x, y in pairs]
+
+    args = state, step.place(batch), given
+    program: Any = jax.make_jaxpr(functools.partial(unscaled, 1.0))(*args).jaxpr
+    found = [finding("not_linear", rule=rule) for rule in dict.fromkeys(rules)]
+    values: Any = [x.aval for eqn, _ in interpret.equations(program) for x in eqn.outvars]
+    limits = [jnp.finfo(x.dtype) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    # A power of two changes no bit, unless something vanishes or overflows, as it can in f16.
+    if given or shapes or any(x.tiny > 1e-30 for x in limits):
+        return found
+    factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
+    # On a GPU the order of a sum may differ from run to run.
+    tolerance = max(float(x.eps) for x in limits) ** 0.5
+    leaves = few([*itertools.compress(trees.names(state.params), jax.jit(apart)(*args))])
+    return [*found, finding("depends_on_scale", leaves=leaves)] if leaves else found
 
 
 def _explained(
@@ -206,10 +251,11 @@ def _explained(
     of_loss: Callable[[], list[costs.Collective]],
     missing: str,
     step: TrainStep | None = None,
+    more: Sequence[Finding] = (),
 ) -> Explanation:
     """Explain a chain; count the bytes that it and its loss send, if that is possible."""
     found, sent = rows(read(tx)), list[costs.Collective]()
-    wrong, problem = tuple(findings(found, step)), missing
+    wrong, problem = (*findings(found, step), *more), missing
     try:
         if place.names and not missing:
             with axes.binding(place.names):

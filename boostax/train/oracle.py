@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, jaxprs, trees
+from boostax._core import axes, checks, degrees, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, total, weigh
@@ -136,6 +136,8 @@ class Oracle:
       accumulator_dtype: dtype of the gradient sum over micro-batches.
       mesh: over whose replica axes alone the loss is mapped, on global arrays; ``None`` where it is
         called within a mapped function, or on one device.
+      watch: is told, in each trace, which backward rules of the loss are not linear; ``None`` where
+        no scale makes them wrong.
     """
 
     loss_fn: Callable[..., Any]
@@ -145,6 +147,7 @@ class Oracle:
     has_aux: bool
     accumulator_dtype: np.dtype[Any]
     mesh: Mesh | None = None
+    watch: Callable[[list[str]], None] | None = None
 
     @property
     def rows(self) -> PartitionSpec:
@@ -249,10 +252,19 @@ class Oracle:
                 loss = axes.to_varying(loss, names)
                 return loss * scale.astype(loss.dtype), (loss, aux)
 
-            grads, (loss, aux) = _grad(scaled_loss, params, active)
-            weight = as_aux(aux).weight
+            with handshake.multiplied(scale):
+                if self.watch is not None:
+                    trained = params if isinstance(active, Choice) else trees.masked(params, active)
+                    loss = lambda x: self._loss_and_aux(x, params, rows, given)[0]  # noqa: E731
+                    program = jax.make_jaxpr(loss)(trained)
+                    # A keyword may be the scale itself.
+                    sure = given.keys() <= {"key"} and all(x is not scale for x in program.consts)
+                    self.watch(degrees.nonlinear(program, sure))
+                grads, (loss, aux) = _grad(scaled_loss, params, active)
+                weight = as_aux(aux).weight
+                if weight is not None:
+                    _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, names)
             if weight is not None:
-                _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, names)
                 # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
                 new = carried.unless_empty(grads, params, rules, weight)
                 loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train step: gradient function and optimizer in one jitted function."""
 
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -86,8 +87,8 @@ def make_train_step(
     Raises:
       ValueError, TypeError: an argument out of range, an axis that the mesh lacks; a chain that
         cannot be right: nothing that reduces over an axis, a scaler for a part of the params, ...:
-        see ``boostax.explain``, whose other findings are warnings. At trace time, an array in an
-        aux that is no ``boostax.Aux``.
+        see ``boostax.explain``, whose other findings are warnings, at the first call also those of
+        backward rules in the loss. At trace time, an array in an aux that is no ``boostax.Aux``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -121,21 +122,24 @@ def make_train_step(
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
-    _judge(step)
-    return step
+    watch = _warn_of_rules if _judge(step) else None
+    return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
 
-def _judge(step: TrainStep) -> None:
-    """Refuse a chain that is wrong in every run; warn once of its other findings."""
+def _judge(step: TrainStep) -> bool:
+    """Refuse a chain that is wrong in every run; warn once of its other findings.
+
+    Return whether its scale may make a loss wrong.
+    """
     try:
         known = _JUDGED.setdefault(step.tx.update, {})
     except TypeError:  # a callable that has no weak references, or no hash
         known = {}
-    if (step.policy, step.names) not in known:
-        # The modules that read chains are loaded with the first step, not with the library.
-        from boostax.chain.findings import findings
-        from boostax.chain.parts import read, rows
+    # The modules that read chains are loaded with the first step, not with the library.
+    from boostax.chain.findings import findings, scales
+    from boostax.chain.parts import read, rows
 
+    if (step.policy, step.names) not in known:
         found = findings(rows(read(step.tx)), step)
         known[step.policy, step.names] = sorted(found, key=lambda x: not x.certain)
     for finding in known[step.policy, step.names]:
@@ -143,6 +147,14 @@ def _judge(step: TrainStep) -> None:
             allowed = "a chain whose parts fit each other and the step"
             raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
         warnings.warn(f"make_train_step: {finding}", stacklevel=3)
+    return scales(step.tx)
+
+
+def _warn_of_rules(rules: list[str]) -> None:
+    from boostax.chain.findings import finding
+
+    for rule in rules:
+        warnings.warn(f"make_train_step: {finding('not_linear', rule=rule)}", stacklevel=2)
 
 
 def _reporting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
