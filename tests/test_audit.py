@@ -75,6 +75,9 @@ def test_a_reduction_in_a_loop_counts_at_each_turn(mesh):
     assert (reduction.kind, reduction.dtypes, reduction.executions) == ("all-reduce", ("f32",), 6)
     assert reduction.axes == ("data",) and reduction.loops and not reduction.branches
     assert found.wire_bytes.most == 6 * 2 * 7 / 8 * 4 * COUNT
+    said = str(found)
+    assert f"8 devices; {COUNT:,} params" in said and "6.00 N reduced per call" in said
+    assert re.search(r"all-reduce +f32 +6 +data +each", said) and "! Gradients are reduced" in said
 
 
 def test_a_window_reduces_once_in_eight_calls(mesh):
@@ -197,6 +200,119 @@ def test_a_scan_reads_its_stack_once():
     assert 1.0 <= found.traffic.most / (64 * 4096 * 4) <= 4.0
 
 
+# What cannot be counted, and what is no gradient.
+
+
+def mapped(local):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    step = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(step, donate_argnums=0), *placed(mesh, (jnp.ones((WIDTH, WIDTH)), jnp.int32(7)))
+
+
+def turned(carry):
+    return carry[0] + 1, lax.psum(carry[1], "data") / 8
+
+
+UNKNOWN = {
+    "body": (7, lambda c, n: c[0] < n, turned),
+    "condition": (8, lambda c, n: lax.psum(c[1], "data").sum() < n, lambda c: (c[0], c[1] + 1)),
+    "inner": (21, lambda c, n: c[0] < n, lambda c: lax.fori_loop(0, 3, lambda _, c: turned(c), c)),
+}
+
+
+def endless(_=None, where="body"):
+    _, runs, body = UNKNOWN[where]
+    return mapped(lambda w, n: lax.while_loop(lambda c: runs(c, n), body, (0, w))[1])
+
+
+@pytest.mark.parametrize("where", UNKNOWN)
+def test_unknown_turns_have_no_bound_unless_they_are_said(where):
+    """Defect guarded against: they counted once, and what is in a condition not at all."""
+    found = boostax.audit(*endless(where=where))
+    assert found.reductions == np.inf and found.reduced.least == 0 and found.unknown_loops
+    assert "turns are not known, over 'data'" in found.findings[0].what
+    assert "unknown N reduced" in str(found) and "nan" not in str(found)
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["reductions"] is None and plain["reduced"] == [0, None]
+    said = boostax.audit(*endless(where=where), turns=7)
+    assert said.reductions == UNKNOWN[where][0] and "not known" not in str(said)
+
+
+def test_a_loop_that_sends_nothing_leaves_what_is_sent_known():
+    run = lambda x, n: lax.while_loop(lambda x: x[0] < n, lambda x: x + 1, x)  # noqa: E731
+    found = boostax.audit(run, jnp.ones(3), 9.0)
+    assert found.unknown_loops and found.reductions == 0 and found.traffic.most == np.inf
+
+
+SENDS = {
+    "psum": lambda x: lax.psum(x, "data"),
+    "all_gather": lambda x: lax.all_gather(x, "data", tiled=True)[:WIDTH],
+    "ppermute": lambda x: lax.ppermute(x, "data", [(i, i ^ 1) for i in range(8)]),
+}
+
+
+@pytest.mark.parametrize("name", SENDS)
+def test_the_narrow_branches_are_widened_and_one_is_paid(name):
+    """Defect guarded against: an f32 beside a bf16 of another branch passed for widened."""
+    narrow = lambda x: SENDS[name](x.astype(jnp.bfloat16)).astype(jnp.float32)  # noqa: E731
+    branches = [narrow, SENDS[name], lambda x: 2 * narrow(x)]
+    found = boostax.audit(*mapped(lambda x, n: lax.switch(n, branches, x)))
+    assert [c.widened for c in found.collectives] == [True, False, True]
+    assert f"to f32: {found.wire_bytes.most:,.0f} bytes" in found.findings[0].what
+
+
+@pytest.mark.parametrize("form", ["plain", "remat", "replicated"])
+def test_activations_of_a_sharded_model_are_no_gradients(form):
+    """They are reduced over an axis that no batch is sharded over."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    layer = lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None)  # noqa: E731
+    loss = lambda w, x: jnp.mean(lax.scan(layer, x, w)[0])  # noqa: E731
+    params = [placed(mesh, jnp.ones((2, 16, 64)), None, None, "model")]
+    params += [placed(mesh, jnp.ones((2, 64, 16)), None, "model")]
+    batch = placed(mesh, jnp.ones((8, 16)), *["data"] * (form != "replicated"))
+    loss = jax.checkpoint(loss) if form == "remat" else loss
+    found = boostax.audit(jax.grad(loss), params, batch)
+    # A device holds a quarter of the params.
+    assert found.reductions == 0.25 * (form != "replicated") < found.reduced.most / found.params
+    uses = {c.axes[0]: [*c.uses] for c in found.collectives}
+    assert uses.pop("model") == ["activations"] and uses.get("data", ["gradients"]) == ["gradients"]
+
+
+def test_products_of_an_optimizer_are_no_gradients(mesh):
+    """Defect guarded against: sharded Muon read as more than one reduction of the gradient."""
+    tx = optax.chain(boostax.all_reduce(), optax.contrib.muon(1e-3, ns_steps=1))
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, shard_optimizer=True)
+    params = {"a": jnp.ones((WIDTH, 32)), "b": jnp.ones((32, WIDTH))}
+    found = boostax.audit(step, step.init(params), jnp.ones((16, WIDTH)))
+    assert found.reduced.most > 1.2 * found.params and 1.0 <= found.reductions < 1.01
+    assert any("optimizer" in c.uses for c in found.collectives)
+    assert not any("_muon" in c.source for c in found.collectives if "gradients" in c.uses)
+
+
+@pytest.mark.parametrize("loss", [None, lambda w, x: ((x.T @ x) * w**2).sum()])
+def test_what_may_be_a_gradient_counts(mesh, loss):
+    """A product outside of autodiff; a sum of the forward pass that has the size of the params."""
+    step = jax.grad(loss) if loss else lambda w, x: w - x.T @ (x @ w)
+    given = placed(mesh, jnp.ones((64, 64))), placed(mesh, jnp.ones((16, 64)), "data")
+    assert 1.0 <= boostax.audit(step, *given).reductions < 1.01
+
+
+PADDED = {
+    "int8_reduce": (boostax.int8_reduce(), boostax.int8_reduce(dense=lambda _, x: x.size < 4096)),
+    "adasum": (boostax.adasum(), optax.partition({"small": boostax.all_reduce()}, "small")),
+    "all_reduce": (boostax.all_reduce(dtype="float16"),) * 2,
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_small_leaves_that_are_padded_are_found(mesh, name):
+    for tx, count in zip(PADDED[name], (1, 0), strict=True):
+        size = 128 if (name, count) == ("all_reduce", 0) else 12
+        step = boostax.make_train_step(lambda w, x: jnp.mean(x @ w), tx, mesh=mesh)
+        found = boostax.audit(step, step.init(jnp.ones((size, size))), jnp.ones((8, size)))
+        assert [x.what.startswith(f"{name} sends ") for x in found.findings] == [True] * count
+
+
 # Programs of others.
 
 
@@ -265,6 +381,8 @@ def test_programs_of_others_are_audited_as_they_are(mesh, make):
     assert (found.devices, found.params, found.reductions) == (8, WIDTH**2, 1.0)
     (reduction,) = found.collectives
     assert len(reduction.axes) == 1 and reduction.devices == 8
+    call = {by_nnx: "nnx.jit(", by_equinox: "equinox.filter_jit("}.get(make, "jax.jit(")
+    assert f"Donate them: {call}step, donate" in found.findings[-1].mend
     if make is by_nnx:  # Also what NNX lowered or compiled.
         for stage in (lowered := program.lower(*args), lowered.compile()):
             again = boostax.audit(stage, params=params)
@@ -363,6 +481,17 @@ def test_the_limit_of_an_inner_loop_may_be_carried_by_the_outer_one():
     loops = (s for s in parsed.sites if s.instruction.op == "while")
     assert {s.instruction.name: parsed.trips(s) for s in loops} == {"out": 4, "in": 7}
     assert {s.executions for s in parsed.sites if s.computation == "turn"} == {28}
+
+
+@pytest.mark.parametrize("none", [0, 1])
+def test_a_stack_is_read_however_a_frame_without_a_caller_is_written(none):
+    files = {"1": '"/own.py"', "2": '"/optax.py"'}
+    places = {n: f"file_name_id={n} line={n}0" for n in files}
+    frames = {n: f"file_location_id={n} parent_frame_id={int(n) - 1 + none}" for n in files}
+    tables = {"FileNames": files, "FileLocations": places, "StackFrames": frames}
+    framed = hlo.Program({}, "", "", tables)
+    (line,) = program("%p = f32[] parameter(0), metadata={stack_frame_id=2}").sites
+    assert [*framed.sources(line.instruction)] == ["/optax.py:20", "/own.py:10"]
 
 
 def test_starts_ends_and_what_is_computed_between():
@@ -466,13 +595,6 @@ def test_an_audit_knows_no_more_of_boostax_than_a_step_and_two_states(name):
 # Words, the command.
 
 
-def test_the_words_name_what_matters(mesh):
-    step, given = scanned(mesh, 6)
-    said = str(boostax.audit(step, *given))
-    assert f"8 devices; {COUNT:,} params" in said and "6.00 N reduced per call" in said
-    assert re.search(r"all-reduce +f32 +6 +data +each", said) and "! Gradients are reduced" in said
-
-
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -484,12 +606,6 @@ def program(devices):
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
     return jax.jit(step, donate_argnums=0), typed((128, 128)), typed((64, 128), "data")
-
-def alone():
-    return jax.jit(jnp.sin), jnp.ones(3)
-
-def no_tuple():
-    return jax.jit(jnp.sin)
 
 def window():
     tx = optax.MultiSteps(optax.sgd(0.1), 8)
@@ -519,7 +635,50 @@ def test_the_command_prints_and_judges(command):
     code, told = command("audited_program:program", "--json", "--max-findings", "0")
     told = json.loads(told.out)
     assert code == 0 and told["reductions"] == 1.0 and told["findings"] == []
-    assert command("audited_program:alone")[0] == 0
+    assert command("test_audit:without_params")[0] == 0
+
+
+def without_params():
+    return (jax.jit(lambda: jnp.ones(3)),)
+
+
+def test_no_limit_passes_what_is_not_known(command):
+    for limit, code in {"--max-reductions": 1, "--max-gathers": 0, "--max-findings": 1}.items():
+        assert command("test_audit:endless", limit, "0")[0] == code
+    told = command("test_audit:endless", "--max-reductions", "99")[1].err
+    assert "reductions inf, not known, as the turns of while" in told and "say --turns" in told
+    assert command("test_audit:endless", "--max-reductions", "7", "--turns", "7")[0] == 0
+    code, told = command("test_audit:without_params", "--max-reductions", "7", "--json")
+    assert code == 1 and "the params are not" in told.err
+    assert json.loads(told.out, parse_constant=pytest.fail)["flops"] is None
+
+
+a_step = lambda params, batch: params - batch.sum()  # noqa: E731
+jitted = jax.jit(a_step)
+
+
+@pytest.mark.parametrize("step", ["a_step", "jitted"])
+def test_a_step_gets_the_lines_that_build_its_program(command, step):
+    code, told = command(f"test_audit:{step}")
+    assert code == 1 and f"test_audit:{step} takes params, batch, as a step does" in told.err
+    lines = told.err.partition("In audited.py:")[2].rpartition("\nboostax audit")[0]
+    pathlib.Path(f"builds_{step}.py").write_text(lines)
+    assert command(f"builds_{step}:program")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["job_a/at.py", "job_b.bt", "pack_c/i/ct.py", "pack_d.dt"])
+def test_programs_are_found_by_file_and_by_module(command, name):
+    """A script imports what stands beside it, a module of a package what is in the package."""
+    path = pathlib.Path(name.removesuffix(".py").replace(".", "/") + ".py")
+    path.parent.mkdir(parents=True)
+    for folder in [*path.parents][:-1] if "pack" in name else ():
+        (folder / "__init__.py").touch()
+    beside = f"{path.stem}_width"
+    (path.parent / f"{beside}.py").write_text("width = 8")
+    text = f"from {'.' * ('pack' in name)}{beside} import width\nimport jax.numpy as jnp\n"
+    path.write_text(text + "run = lambda: (jnp.sin, jnp.ones(width))")
+    code, told = command(f"{name}:run")
+    assert code == 0 and "8 params" in told.out, told.err
 
 
 def test_the_command_needs_nothing_but_the_runtime(command):
@@ -541,7 +700,9 @@ def test_the_command_refuses_in_words(command):
     for argument, said in {
         "audited_program": "must be module:function",
         "audited_program:missing": "could not be imported",
-        "audited_program:no_tuple": "must return the program with its arguments",
+        "platform:system": "must return the program with its arguments",
+        "os:system": "must be module:function in Python, got 'os:system'",
+        "no_such_file.py:program": "could not be imported",
     }.items():
         code, told = command(argument)
         assert code == 1 and said in told.err

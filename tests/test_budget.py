@@ -23,7 +23,7 @@ CEILINGS = {
     "boostax/chain": 304,
     "boostax/config": 974,
     "boostax/freeze": 487,
-    "boostax/inspect": 1284,
+    "boostax/inspect": 1364,
     "boostax/model": 561,
     "boostax/precision": 1277,
     "boostax/reduce": 1724,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 832,
     "boostax/train": 1119,
     "examples": 1500,
-    "tests": 19461,
+    "tests": 19589,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12785
+LIBRARY = 12865
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

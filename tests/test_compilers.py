@@ -5,6 +5,7 @@ is judged at P = 1.07 GB: a TPU keeps the temporaries of smaller models in its v
 """
 
 import collections
+import contextlib
 import functools
 import os
 import pathlib
@@ -21,6 +22,7 @@ import pytest
 import recipes_cases
 from compilers_cases import AXIS, BYTES, GATES, WINDOW, WIRES, mean, perceptron, trained
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -455,6 +457,19 @@ def test_the_command_audits_where_no_platform_was_asked_for(target):
     assert told.stderr == ""
     wrong = in_a_process(COMMAND, "audit", "audited:program", "--target", "v5e:3x5")
     assert wrong.returncode == 1 and "target_devices: target must be one" in wrong.stderr
+
+
+@on(V5E, H100)
+def test_custom_partitioning_for_an_absent_tpu_is_refused_in_a_sentence(target):
+    wrapped = custom_partitioning(lambda x: 2 * x)
+    same = lambda mesh, given, _: (mesh, jnp.sin, given[0].sharding, (given[0].sharding,))  # noqa: E731
+    place = lambda mesh, given, _: given[0].sharding  # noqa: E731
+    wrapped.def_partition(same, infer_sharding_from_operands=place, sharding_rule="i -> i")
+    sharding = NamedSharding(cases.mesh_of(target), P(AXIS))
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharding)
+    said = "audit: program must be one that compiles for TPU v5 lite, got .* CPU and GPU alone"
+    with pytest.raises(RuntimeError, match=said) if target == V5E else contextlib.nullcontext():
+        assert boostax.audit(jax.jit(wrapped), x).devices == 8
 
 
 def test_devices_of_a_target_are_had_beside_those_at_hand():

@@ -3,6 +3,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
@@ -42,7 +43,8 @@ class Audit:
 
     Counts are per call and device. If branches differ, a count is ``(least, most)``: with the
     cheapest branch of every conditional (a call that a gate holds) and with the dearest (a call
-    that applies).
+    that applies). A loop whose turns are not known adds nothing to the least and makes the most
+    infinite.
 
     Attributes:
       target: the machine that it was compiled for.
@@ -54,6 +56,8 @@ class Audit:
       not_donated: arguments that are returned with the same type and are not donated.
       collectives: the collectives in the order of the schedule.
       reduced: elements that all-reduces and reduce-scatters take in.
+      gradients: of these, gradients, and all whose use cannot be told: see ``uses`` of
+        ``CompiledCollective``.
       gathered: elements that all-gathers return.
       wire_bytes: bytes that a device sends, by the formula of a ring.
       crossing_bytes: the ``wire_bytes`` sent to another slice; on a single slice, to another host.
@@ -64,7 +68,7 @@ class Audit:
       overlap: the share of ``wire_bytes`` with work between the start and the end of a collective;
         ``None`` without collectives.
       flops: floating-point operations by XLA's count, the body of a loop once; NaN without a count.
-      unknown_loops: loops whose number of turns is unknown: their bodies count once.
+      unknown_loops: loops whose number of turns is unknown.
       compile_seconds: the time of compilation; NaN if the program was compiled before.
       findings: waste, each with a fix.
       window: the path of a window's state among the arguments if ``calls`` is 1, because counts are
@@ -82,6 +86,7 @@ class Audit:
     collectives: tuple[CompiledCollective, ...]
     # The label of each row of the table, and the field that holds the same count as a multiple.
     reduced: Ways = field(metadata={"elements reduced": "params"})
+    gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
     wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
     crossing_bytes: Ways = field(metadata={"bytes to another slice or host": "params_bytes"})
@@ -105,8 +110,11 @@ class Audit:
 
     @property
     def reductions(self) -> float:
-        """Elements reduced per optimizer step, as a multiple of the params: 1 is once."""
-        return self.per_step(self.reduced) / self.params if self.params else math.nan
+        """Gradients reduced per optimizer step, as a multiple of the params: 1 is once.
+
+        What cannot be told from gradients is counted.
+        """
+        return self.per_step(self.gradients) / self.params if self.params else math.nan
 
     @property
     def gathers(self) -> float:
@@ -119,9 +127,10 @@ class Audit:
         return self.temporary_bytes / self.params_bytes if self.params_bytes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, without the text."""
+        """Return plain data for JSON, without the text; ``None`` for what is not known."""
         measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
-        return {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
+        plain = {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
+        return jax.tree.map(lambda x: x if isinstance(x, str) or math.isfinite(x) else None, plain)
 
     def __str__(self) -> str:
         return tables.text(self)
@@ -134,6 +143,7 @@ def audit(
     params: PyTree = None,
     calls: int = 1,
     depth: int | None = None,
+    turns: int | None = None,
     **given: PyTree,
 ) -> Audit:
     """Compile a program and count what it sends, keeps and copies.
@@ -155,6 +165,8 @@ def audit(
       calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
         that of the next call.
+      turns: turns of loops whose number the program does not say, as of a ``while_loop`` whose
+        bound is an argument. Without it, what is inside counts as infinite.
       **given: keywords of the loss of a ``TrainStep``, as for a call of it.
 
     Returns:
@@ -175,14 +187,18 @@ def audit(
       Donate them: jax.jit(step, donate_argnums=...).
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
+    checks.natural(WHO, "turns", turns or 0, "It is the number of turns of a loop.")
     made = targets.compile_program(program, args, target, depth, given)
-    parsed = hlo.parse(made.compiled.as_text())
-    listed = collectives.compiled_collectives(parsed, made.mesh, made.jaxpr)
+    parsed = hlo.parse(made.compiled.as_text(), turns)
     if params is None:
         params = getattr(args[0], "params", args[0]) if args else None
     sizes = _sizes(params)
+    shapes = [shape for shape, _ in sizes]
+    possible = functools.cache(functools.partial(collectives.gradient_sizes, shapes, made.mesh))
+    batch = _batch_axes(made.arguments, shapes)
+    listed = collectives.compiled_collectives(parsed, made.mesh, possible, batch)
     memory: Any = made.compiled.memory_analysis()
-    loops = (site for site in parsed.sites if site.instruction.op == "while")
+    loops = (x for x in parsed.sites if x.instruction.op == "while" and turns is None)
     found = Audit(
         target=target or made.described,
         devices=parsed.partitions,
@@ -205,7 +221,7 @@ def audit(
         **_buffers(parsed, made.arguments),
         **_sent(parsed, listed, made.mesh),
     )
-    findings = waste.wastes(found, [shape for shape, _ in sizes], made.mesh)
+    findings = waste.wastes(found, shapes, parsed.total, type(program).__module__)
     return dataclasses.replace(found, findings=tuple(findings))
 
 
@@ -213,17 +229,26 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
     """Return the fields of an audit that are sums over collectives."""
 
     def total(of: Callable[[CompiledCollective], float]) -> Ways:
-        return program.total((c.branches, of(c)) for c in listed)
+        return program.total((c.branches, hlo.repeated(of(c), c.executions)) for c in listed)
 
-    wire, hidden = total(lambda c: c.wire_bytes), total(lambda c: c.overlapped * c.wire_bytes)
+    sent = lambda c: c.bytes * collectives.RING[c.kind](c.devices)  # noqa: E731
+    wire, hidden = total(sent), total(lambda c: c.overlapped * sent(c))
     border = "slice" if collectives.slice_axes(mesh) else "host"
     return {
-        "reduced": total(lambda c: c.elements * c.executions * (c.does in collectives.REDUCES)),
-        "gathered": total(lambda c: c.elements * c.executions * (c.does == "all-gather")),
+        "reduced": total(lambda c: c.elements * (c.does in collectives.REDUCES)),
+        "gradients": total(lambda c: c.uses.get("gradients", 0) + c.uses.get("unknown", 0)),
+        "gathered": total(lambda c: c.elements * (c.does == "all-gather")),
         "wire_bytes": wire,
-        "crossing_bytes": total(lambda c: c.wire_bytes * (c.crosses == border)),
+        "crossing_bytes": total(lambda c: sent(c) * (c.crosses == border)),
         "overlap": hidden.most / wire.most if wire.most else None,
     }
+
+
+def _batch_axes(arguments: Sequence[Any], shapes: Sequence[Any]) -> frozenset[str] | None:
+    """Return the mesh axes that shard arguments other than params and what has their shapes."""
+    used = [x for x in arguments if x.sharding is not None and x.info.shape not in ((), *shapes)]
+    specs: list[Any] = [getattr(x.sharding, "spec", None) for x in used]
+    return None if None in specs or not specs else frozenset(jax.tree.leaves([*map(tuple, specs)]))
 
 
 def _window(args: tuple[Any, ...]) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives of a compiled program: bytes, executions, mesh axes, source lines."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -8,28 +9,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from boostax.inspect.hlo import Array, Instruction, Program, Site, bits, unreadable
+from boostax.inspect.hlo import Array, Instruction, Program, Site, bits, repeated, unreadable
 
 REDUCES = ("all-reduce", "reduce-scatter")
-# XLA's names for the collectives of JAX.
-_KINDS = {
-    **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
 # Bytes that one of n devices sends on a ring, per byte of its operand.
 RING: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
     "all-gather": lambda n: n - 1,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
+    **dict.fromkeys(("reduce-scatter", "all-to-all", "ragged-all-to-all"), lambda n: (n - 1) / n),
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
 # The collective that the permutes in a computation of this name do together.
@@ -37,10 +27,10 @@ _WINDOWED = {
     "windowed_dot_general_body_ag": "all-gather",
     "windowed_dot_general_body_rs": "reduce-scatter",
 }
+# Operations that pass an array on.
+_MOVES = frozenset("bitcast bitcast-convert copy convert get-tuple-element reshape".split())
 # Operations that compute, and can hide a transfer.
-_WORK = frozenset(
-    "fusion custom-call reduce dot convolution sort while conditional call copy".split()
-)
+_WORK = "fusion custom-call reduce dot convolution sort while conditional call copy".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +48,16 @@ class CompiledCollective:
         all-gather.
       operands: the elements of each array.
       bytes: bytes of the operands of one execution on one device.
-      executions: executions per call, multiplied by the trip counts of loops.
+      uses: elements of one execution by use: ``"gradients"``, ``"activations"`` of a model that is
+        sharded, products of the ``"optimizer"``, or ``"unknown"``.
+      executions: executions per call, multiplied by the trip counts of loops; infinite if one is
+        not known.
       devices: devices in a group.
       axes: the mesh axes that it runs over; empty if the mesh is unknown or no axes fit.
       crosses: ``"slice"`` or ``"host"`` if a group spans several, else ``""``.
       branches: the branches around it, outermost first; empty if every call runs it.
       loops: the loops around it.
-      widened: whether the compiler widened the dtype that the program asks for. For a program that
-        was compiled before, only widened sums of a CPU or GPU are known.
+      widened: whether the compiler widened the dtype that the program asks for.
       overlapped: whether something is computed between its start and its end.
       source: ``file:line``, if the compiler kept it.
       name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
@@ -77,7 +69,8 @@ class CompiledCollective:
     elements: int
     operands: tuple[int, ...]
     bytes: int
-    executions: int
+    uses: Mapping[str, int]
+    executions: float
     devices: int
     axes: tuple[str, ...]
     crosses: str
@@ -91,13 +84,20 @@ class CompiledCollective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends per call, by the formula of a ring."""
-        return self.bytes * self.executions * RING[self.kind](self.devices)
+        return repeated(self.bytes * RING[self.kind](self.devices), self.executions)
 
 
 def compiled_collectives(
-    program: Program, mesh: Mesh | None = None, jaxpr: Any = None
+    program: Program, mesh: Mesh | None = None, sizes: Any = lambda _: (), batch: Any = None
 ) -> tuple[CompiledCollective, ...]:
-    """Return all collectives in the order of the schedule; ``jaxpr`` is the traced program."""
+    """Return all collectives in the order of the schedule.
+
+    Args:
+      program: the compiled program.
+      mesh: its mesh.
+      sizes: the possible sizes of a gradient that is whole over mesh axes, by ``gradient_sizes``.
+      batch: the set of mesh axes over which the batch is sharded; ``None`` if not known.
+    """
     found: dict[Any, CompiledCollective] = {}
     for site in program.sites:
         i = site.instruction
@@ -109,35 +109,22 @@ def compiled_collectives(
         channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
         transfer = (channel, chain, site.branches) if carried else len(found)
         if transfer not in found:
-            found[transfer] = _collective(program, site, kind, mesh, carried)
-    listed = found.values()
-    # Kinds and bits in the jaxpr for which the compiled program has no collective.
-    kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
-    lost = set(_asked(jaxpr)) - kept
-    return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
+            c = _collective(program, site, kind, mesh, carried)
+            found[transfer] = _used(program, site, c, sizes, batch) if c.does in REDUCES else c
+    return tuple(found.values())
 
 
-def _asked(jaxpr: Any) -> Iterator[tuple[str, int]]:
-    """Yield the kind of each collective in the jaxpr, and the bits of its elements."""
-    for eqn in () if jaxpr is None else jaxpr.eqns:
-        kind = _KINDS.get(eqn.primitive.name.removesuffix("_invariant"))
-        if kind and (eqn.params.get("axes") or eqn.params.get("axis_name")):
-            yield from ((kind, bits(x.aval.dtype.name)) for x in eqn.invars)
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
-            yield from _asked(inner if hasattr(inner, "eqns") else None)
+def _widened(program: Program, site: Site) -> bool:
+    """Return whether what is sent is converted to more bits by the compiler: without JAX's name."""
+    body = program.computations[site.computation]
+    i: Any = body[site.instruction.operands[0]]
+    if i.op == "fusion":
+        body, i = program.computations[i.called[0]], program.root(i.called[0])
+    converts = i.op == "convert" and "op_name=" not in i.attributes
+    return converts and bits(body[i.operands[0]].result[0].dtype) < bits(i.result[0].dtype)
 
 
-def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
-    """Return whether the compiler widened a collective: a narrower one of the jaxpr is missing."""
-    asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
-    widest = max(map(bits, c.dtypes), default=0)
-    return asked and any(kind == c.kind and narrow < widest for kind, narrow in lost)
-
-
-def _collective(
-    program: Program, site: Site, kind: str, mesh: Mesh | None, carried: bool
-) -> CompiledCollective:
+def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: bool) -> Any:
     i, given = site.instruction, program.operands(site)
     if kind == "send":
         given = given[:1] or i.result[:1]
@@ -157,7 +144,6 @@ def _collective(
         axes, crosses = slice_axes(mesh), "slice"
     # The compiler may keep the name and source of a fusion but not of its parts.
     said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
-    names = (x.attribute(r'op_name="([^"]*)"') for x in said)
     return CompiledCollective(
         kind=kind,
         does=does,
@@ -165,17 +151,76 @@ def _collective(
         elements=sum(operands),
         operands=operands,
         bytes=sum(x.bytes for x in given),
+        uses={},
         executions=site.executions,
         devices=len(groups[0]),
         axes=axes,
         crosses=crosses,
         branches=site.branches,
         loops=site.loops,
-        widened="promoted" in reducer,
+        widened="promoted" in reducer or (kind not in REDUCES and _widened(program, site)),
         overlapped=carried or _overlapped(program, site),
         source=next(filter(None, map(program.source, said)), ""),
-        name=next(filter(None, names), ""),
+        name=next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in said)), ""),
     )
+
+
+def _used(program: Program, site: Site, c: Any, sizes: Any, batch: Any) -> CompiledCollective:
+    """Say what a reduction reduces, and give it the source of its gradients if it has none.
+
+    Names of operations tell the forward pass, the backward pass and the optimizer apart. What is of
+    a pass are activations if two things say so: it is the forward pass, no batch is sharded over
+    the reduction's axes, it has the size of no gradient that is whole over them.
+    """
+    uses, most = collections.Counter[str](), (0, "")
+    apart = bool(c.axes) and batch is not None and batch.isdisjoint(c.axes)
+    # A name of several operands is that of the first alone, or of none.
+    own = {_stage(program, site.instruction, True)} if len(c.operands) == 1 else set()
+    for name, elements in zip(site.instruction.operands, c.operands, strict=False):
+        for maker, count in _makers(program, site.computation, name, site.caller, elements):
+            stages = (own | {_stage(program, maker, False)}) - {""}
+            use = "gradients" if count in sizes(c.axes if apart else ()) else "unknown"
+            if "optimizer" in stages:
+                use = "optimizer" if len(stages) == 1 else use
+            elif stages and (stages == {"forward"}) + apart + (use == "unknown") > 1:
+                use = "activations"
+            uses[use] += count
+            most = max(most, (count * (use == "gradients"), program.source(maker)))
+    return dataclasses.replace(c, uses=dict(uses), source=c.source * (":" not in c.name) or most[1])
+
+
+def _stage(program: Program, i: Instruction, own: bool) -> str:
+    """Return whether an operation is of the forward or backward pass or of an optimizer's products.
+
+    A maker that is named after the forward pass may have made a gradient, unless it is a product.
+    """
+    name = i.attribute(r'op_name="([^"]*)"')
+    product = name.endswith(("/dot_general", "/conv_general_dilated"))
+    if "transpose(" in name:
+        return "backward"
+    if "jvp(" in name:
+        return "forward" if own or product else ""
+    return "optimizer" * (product and any("-packages/optax/" in x for x in program.sources(i)))
+
+
+def _makers(
+    program: Program, computation: str, name: str, caller: Any, size: int
+) -> Iterator[tuple[Instruction, int]]:
+    """Yield the instructions that computed the parts of an array, with the elements of each."""
+    i = (body := program.computations[computation])[name]
+    inside = program.root(i.called[0]) if i.op in ("fusion", "call") else None
+    if i.op == "parameter" and caller is not None:
+        given = caller.instruction.operands[int(i.literal)]
+        yield from _makers(program, caller.computation, given, caller.caller, size)
+    elif i.op == "concatenate" or (i.op in _MOVES and not _stage(program, i, False)):
+        for operand in i.operands:
+            part = size if i.op in _MOVES else body[operand].result[0].elements
+            yield from _makers(program, computation, operand, caller, part)
+    elif inside is not None and inside.op in ("concatenate", *_MOVES):
+        site = Site(i, computation, caller, 1, (), (), False)
+        yield from _makers(program, i.called[0], inside.name, site, size)
+    else:
+        yield i, size
 
 
 def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
@@ -257,8 +302,7 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[
     apart = {tuple(place[0][~varies]) for place in at}
     whole = len(apart) == len(set(map(frozenset, groups)))
     axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()
-    crosses = "host" if spans(lambda d: d.process_index) else ""
-    return axes, "slice" if spans(_slice) else crosses
+    return axes, "slice" if spans(_slice) else "host" * spans(lambda d: d.process_index)
 
 
 def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
@@ -272,3 +316,20 @@ def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
 
 def _slice(device: object) -> int:
     return getattr(device, "slice_index", 0) or 0
+
+
+def gradient_sizes(shapes: Sequence[Any], mesh: Mesh | None, whole: Any = ()) -> frozenset[int]:
+    """Return the possible sizes of a gradient on a device: of a leaf, a layer or a shard.
+
+    No shard is one over the axes ``whole``.
+    """
+    sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in whole]
+    shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
+    stacks = [shape for shape in shapes if len(shape) > 2]
+    # XLA may also join leaves in one array: all of them, or the matrices of a layer.
+    counts = {shape[0] for shape in stacks}
+    layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == count) for count in counts]
+    layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
+    whole = [math.prod(shape) for shape in shapes]
+    sharded = {n // count for n in whole + layers for count in shards if n % count == 0}
+    return frozenset({sum(whole)} | sharded)

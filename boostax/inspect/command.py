@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import inspect
 import json
+import math
 import os
+import pathlib
 import pkgutil
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any
 
 import jax
 
+from boostax.inspect import waste
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
 
@@ -55,9 +58,11 @@ def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
     for name in _LIMITS:
         value, limit = getattr(found, name), getattr(given, f"max_{name}")
         value = len(value) if name == "findings" else value
-        # An unknown count (NaN) exceeds every limit.
+        # An unknown count (NaN, infinite) exceeds every limit.
         if limit is not None and not value <= limit:
-            yield f"{name} {value:.2f}, more than {limit:g}"
+            loops = f"the turns of {', '.join(found.unknown_loops)} are not: say --turns"
+            why = f"not known, as {loops if value == math.inf else 'the params are not'}"
+            yield f"{name} {value:.2f}, {f'more than {limit:g}' if math.isfinite(value) else why}"
 
 
 @contextlib.contextmanager
@@ -88,22 +93,39 @@ def _audited(given: argparse.Namespace) -> Audit:
         jax.config.update("jax_num_cpu_devices", given.cpu_devices)
     build = _function(given.program)
     devices = target_devices(given.target) if given.target else ()
-    wanted = inspect.signature(build).parameters
+    wanted = inspect.signature(build).parameters.values()
+    needed = [x.name for x in wanted if x.default is x.empty and not str(x).startswith("*")]
+    if hasattr(build, "lower") or len(needed) > 1:
+        raise TypeError(_step(given.program, needed))
     made = build(devices or tuple(jax.devices())) if wanted else build()
     if not isinstance(made, tuple):
         said = "audit: the function must return the program with its arguments, got"
         raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
-    return audit(*made, target=given.target, calls=given.calls)
+    return audit(*made, target=given.target, calls=given.calls, turns=given.turns)
+
+
+def _step(name: str, arguments: Sequence[str]) -> str:
+    """Return the error for a step in the place of what builds one, with the lines to write."""
+    module, _, step = name.replace(".py:", ":").replace("/", ".").rpartition(":")
+    made = "\n".join(f"    {x} = jax.ShapeDtypeStruct((64, 64), 'float32')" for x in arguments)
+    listed = ", ".join(arguments)
+    return waste.WORDS["step"].format(name=name, module=module, step=step, made=made, listed=listed)
 
 
 def _function(name: str) -> Any:
-    sys.path.insert(0, os.getcwd())
+    module, _, attribute = name.rpartition(":")
+    path = pathlib.Path(module.removesuffix(".py").replace(".", "/") + ".py").absolute()
+    # A file belongs to the packages around it; what it imports may stand beside the outermost.
+    root = next(x for x in path.parents if not x.joinpath("__init__.py").exists())
+    if module.endswith(".py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+    sys.path[:0] = [os.getcwd(), str(root)]
     try:
-        found = pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(f"{module}:{attribute}" if module else attribute)
     except (ValueError, ImportError, AttributeError) as error:
         raise ImportError(f"audit: {name} could not be imported: {error}") from error
-    if not callable(found):
-        raise TypeError(f"audit: program must be module:function, got {name!r}. train:program.")
+    if not callable(found) or inspect.isbuiltin(found):
+        raise TypeError(f"audit: program must be module:function in Python, got {name!r}.")
     return found
 
 
@@ -115,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("program", metavar="module:function", help="a function that builds the program")
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; by default what is at hand")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
+    add("--turns", type=int, help="turns of loops whose number the program does not say")
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="emulate so many devices at hand")

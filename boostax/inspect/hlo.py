@@ -30,7 +30,7 @@ _INSTRUCTION = re.compile(
 )
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation; sorted, they give branches in order.
-_BODIES = "body|branch_computations|calls|false_computation|true_computation"
+_BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
 
 
 class Array(NamedTuple):
@@ -94,7 +94,8 @@ class Site(NamedTuple):
       instruction: the instruction.
       computation: the name of its computation.
       caller: the site that runs the computation; ``None`` in the entry.
-      executions: how often a call of the program runs it if it takes its branches.
+      executions: how often a call of the program runs it if it takes its branches; infinite in a
+        loop whose turns are not known.
       branches: the branches around it, outermost first, as ``conditional:index``.
       loops: the loops around it, outermost first.
       fused: whether it is part of a fusion.
@@ -103,7 +104,7 @@ class Site(NamedTuple):
     instruction: Instruction
     computation: str
     caller: Site | None
-    executions: int
+    executions: float
     branches: tuple[str, ...]
     loops: tuple[str, ...]
     fused: bool
@@ -114,7 +115,9 @@ class Ways(NamedTuple):
 
     Attributes:
       least: the sum if each conditional takes its cheapest branch: a call that is held or skipped.
-      most: the sum if each takes its dearest branch: a call that applies.
+        Loops whose turns are not known add nothing.
+      most: the sum if each takes its dearest branch: a call that applies. Infinite if such a loop
+        adds to it.
     """
 
     least: float
@@ -145,12 +148,14 @@ class Program:
       entry: the computation that a call runs.
       header: the first line.
       tables: the tables of source locations: rows by heading and number.
+      turns: the turns of loops whose number is not written in the program; ``None`` if unknown.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
     header: str
     tables: Mapping[str, Mapping[str, str]]
+    turns: int | None = None
 
     @property
     def partitions(self) -> int:
@@ -174,7 +179,10 @@ class Program:
         if caller is not None:
             _, _, _, executions, branches, loops, fused = caller
             name, op = caller.instruction.name, caller.instruction.op
-            executions *= (self.trips(caller) or 1) if op == "while" else 1
+            if op == "while":
+                turns = self.turns if (told := self.trips(caller)) is None else told
+                # The condition, which is called second, also runs after the last turn.
+                executions *= math.inf if turns is None else max(1, turns + index)
             branches += (f"{name}:{index}",) * (op == "conditional")
             loops += (name,) * (op == "while")
             fused |= op == "fusion"
@@ -190,15 +198,15 @@ class Program:
         Args:
           amounts: pairs of the branches around an amount and the amount of all its executions.
         """
-        always = 0.0
+        least = most = 0.0
         inside = collections.defaultdict[str, Any](lambda: collections.defaultdict(list))
         for branches, amount in amounts:
             if branches:
                 conditional, _, index = branches[0].rpartition(":")
                 inside[conditional][index].append((branches[1:], amount))
             else:
-                always += amount
-        least = most = always
+                least += amount if math.isfinite(amount) else 0.0
+                most += amount
         for conditional, taken in inside.items():
             sums = list(map(self.total, taken.values()))
             # A branch without any amount costs nothing.
@@ -275,17 +283,26 @@ class Program:
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the code behind an instruction; empty if the compiler lost it."""
-        frame = self._numbers("StackFrames", instruction.attribute(r"stack_frame_id=(\d+)"))
-        place = self._numbers("FileLocations", frame.get("file_location_id", ""))
-        file = self.tables.get("FileNames", {}).get(place.get("file_name_id", ""), "").strip('"')
-        return f"{file}:{place['line']}" if file else ""
+        return next(self.sources(instruction), "")
+
+    def sources(self, instruction: Instruction) -> Iterator[str]:
+        """Yield ``file:line`` of the code behind an instruction and of its callers."""
+        # Frame 1 has no caller, and XLA writes the numbers of callers from 1 or from 0.
+        none = int(self._numbers("StackFrames", "1").get("parent_frame_id", 0))
+        number = instruction.attribute(r"stack_frame_id=(\d+)")
+        while frame := self._numbers("StackFrames", number):
+            place = self._numbers("FileLocations", frame.get("file_location_id", ""))
+            if file := self.tables["FileNames"].get(place.get("file_name_id", ""), "").strip('"'):
+                yield f"{file}:{place['line']}"
+            # A caller has a smaller number.
+            number = str(min(int(number), int(frame.get("parent_frame_id", 0)) - none + 1) - 1)
 
     def _numbers(self, table: str, number: str) -> dict[str, str]:
         """Return the fields of a row of a table."""
         return dict(re.findall(r"(\w+)=(\d+)", self.tables.get(table, {}).get(number, "")))
 
 
-def parse(text: str) -> Program:
+def parse(text: str, turns: int | None = None) -> Program:
     """Parse the text of a compiled program: header, tables of source locations, computations."""
     header, entry = text.partition("\n")[0], ""
     computations: dict[str, dict[str, Instruction]] = {}
@@ -297,7 +314,7 @@ def parse(text: str) -> Program:
     hint = "Pass a jax.jit function with its arguments, or what its lower() or compile() returned."
     checks.require("audit", "program", header[:80], allowed, bool(entry), hint)
     tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
-    return Program(computations, entry, header, tables)
+    return Program(computations, entry, header, tables, turns)
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
@@ -307,6 +324,11 @@ def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
         "would be missed. Install versions that were tested together: pip install -c "
         "constraints.txt . in a checkout."
     )
+
+
+def repeated(amount: float, executions: float) -> float:
+    """Return the amount of all executions; nothing is nothing in any number of turns."""
+    return amount and amount * executions
 
 
 @functools.cache
@@ -329,6 +351,5 @@ def _instruction(line: str) -> Instruction:
     if found is None:
         raise unreadable("a line of a compiled program", "%name = type op(...)", line)
     root, name, shape, op, inner, attributes = found.groups()
-    operands = tuple(_REFERENCE.findall(inner))
-    literal = "" if operands else inner
+    operands, literal = tuple(_REFERENCE.findall(inner)), inner * ("%" not in inner)
     return Instruction(name, op, arrays(shape), operands, literal, attributes, root is not None)

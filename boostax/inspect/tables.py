@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +31,11 @@ def text(found: Audit) -> str:
     return "\n\n".join(blocks)
 
 
+def number(value: float, places: int = 0) -> str:
+    """Return a count in words; one that has no bound is unknown."""
+    return f"{value:,.{places}f}" if math.isfinite(value) else "unknown"
+
+
 def _headline(found: Audit) -> str:
     """Name the machine and the unit of counts, and sum up the program."""
     per = f"; {found.calls} calls per optimizer step" if found.calls > 1 else ""
@@ -37,8 +43,8 @@ def _headline(found: Audit) -> str:
     where = f"{found.devices} device{'s' * (found.devices > 1)}"
     lines = [f"{found.target}, {where}; {sized}{per}"]
     if found.params:
-        said = f"{found.reductions:.2f} N reduced"
-        said += f", {found.gathers:.2f} N gathered" if found.gathered.most else ""
+        said = f"{number(found.reductions, 2)} N reduced"
+        said += f", {number(found.gathers, 2)} N gathered" if found.gathered.most else ""
         unit = "optimizer step" if found.calls > 1 else "call"
         lines.append(f"{said} per {unit}; temporaries {found.temporaries:.2f} P")
     if found.window:
@@ -46,8 +52,7 @@ def _headline(found: Audit) -> str:
     if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
         lines.append("A small program's temporaries are in a TPU's vector memory and not counted")
     if found.unknown_loops:
-        names = ", ".join(found.unknown_loops[:3])
-        lines.append(f"Turns not known, counted once: {names}")
+        lines.append(f"Turns not known: {', '.join(found.unknown_loops[:3])}. Say turns=")
     return "\n".join(lines)
 
 
@@ -61,8 +66,8 @@ def _total_cells(found: Audit) -> Cells:
         if isinstance(value, Ways):
             held, value = f"{value.least:,.0f}", value.most or None
         if value is not None:
-            share = f"{value / whole:.2f}" if whole else ""
-            cells.append((words, held, f"{value:,.{2 * (name == 'overlap')}f}", share))
+            share = number(value / whole, 2) if whole else ""
+            cells.append((words, held, number(value, 2 * (name == "overlap")), share))
     return cells
 
 
@@ -70,35 +75,35 @@ def _collective_cells(found: Audit) -> Cells:
     """Return the collectives, equal ones in one row, the dearest first."""
     groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
     for c in found.collectives:
-        alike = (c.kind, c.dtypes, c.executions, c.axes, c.devices, c.crosses, c.branches, c.source)
+        alike = (*_row((c,))[:5], c.branches, *sorted(c.uses), c.source)
         groups.setdefault(alike, []).append(c)
     rows = sorted(groups.values(), key=lambda group: -sum(c.wire_bytes for c in group))
-    heads = ("collective", "dtype", "times", "over", "call", "elements", "bytes sent", "hidden")
+    heads = "collective,dtype,times,over,call,elements,bytes sent,hidden,use".split(",")
     cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]
     rest = [c for group in rows[_ROWS:] for c in group]
     if rest:
-        cells.append((f"{len(rest)} more", "", "", "", "", *_sums(rest)[:2], "", ""))
+        cells.append((f"{len(rest)} more", "", "", "", "", *_sums(rest)[:2], "", "", ""))
     return cells
 
 
 def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
     """Return the row of equal collectives, with the number of them and their sums."""
     c = group[0]
-    times = f"{len(group)} x {c.executions}" if len(group) > 1 else f"{c.executions}"
+    times = f"{len(group)} x " * (len(group) > 1) + number(c.executions)
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
     # The last folder, the file and the line.
     source = "/".join(pathlib.PurePath(c.source).parts[-2:])
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened
-    return (c.kind, dtype, times, over, call, *_sums(group), source)
+    return (c.kind, dtype, times, over, call, *_sums(group), "+".join(sorted(c.uses)), source)
 
 
 def _sums(group: Sequence[CompiledCollective]) -> tuple[str, str, str]:
     """Return elements, bytes on the wire, and the share of these bytes that work hides."""
     sent = sum(c.wire_bytes for c in group)
-    hidden = sum(c.wire_bytes * c.overlapped for c in group) / sent if sent else 0.0
-    return f"{sum(c.elements for c in group):,}", f"{sent:,.0f}", f"{hidden:.0%}"
+    hidden = sum(c.bytes * c.overlapped for c in group) / max(1, sum(c.bytes for c in group))
+    return f"{sum(c.elements for c in group):,}", number(sent), f"{hidden:.0%}"
 
 
 def aligned(table: Cells) -> str:

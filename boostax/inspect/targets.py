@@ -138,13 +138,11 @@ class CompiledProgram(NamedTuple):
       compiled: the result of XLA.
       arguments: its arguments in order.
       seconds: the time of compilation; NaN if it was compiled before.
-      jaxpr: the traced program, if it is known.
     """
 
     compiled: Any
     arguments: tuple[Argument, ...]
     seconds: float
-    jaxpr: Any = None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -188,14 +186,12 @@ def compile_program(
     traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
         # The wrapper itself decides which arguments are arrays.
-        made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
-    else:
-        hint = "Pass the jax.jit function inside, or build the program on the target's devices."
-        got = getattr(program, "__name__", type(program).__name__)
-        allowed = "a jax.jit function where it is to move to a target"
-        checks.require(_AUDIT, "program", got, allowed, traced, hint, TypeError)
-        made = _moved(program, args, stage.args_info, devices)
-    return made._replace(jaxpr=stage.jaxpr.jaxpr if traced else None)
+        return _finished(program.lower(*args) if stage is None else stage.lower(), devices)
+    hint = "Pass the jax.jit function inside, or build the program on the target's devices."
+    got = getattr(program, "__name__", type(program).__name__)
+    allowed = "a jax.jit function where it is to move to a target"
+    checks.require(_AUDIT, "program", got, allowed, traced, hint, TypeError)
+    return _moved(program, args, stage.args_info, devices)
 
 
 def _unwrapped(program: Any) -> Any:
@@ -217,9 +213,7 @@ def _moved(
     checks.require(_AUDIT, "args", None, allowed, fits, hint)
     count, fits = len(devices), mesh is None or mesh.size == len(devices)
     allowed = f"one of as many devices as the program's mesh, {mesh and mesh.size}"
-    hint = (
-        "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)).reshape(...), names)."
-    )
+    hint = "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
     checks.require(_AUDIT, "target", count, allowed, fits, hint)
     grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
     there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
@@ -253,7 +247,14 @@ def _finished(
         # Without a GPU no kernels can be timed, so XLA chooses them by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
         options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if untimed else {}
-        compiled = compiled.compile(compiler_options=options)
+        try:
+            compiled = compiled.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            allowed = f"one that compiles for {', '.join({d.device_kind for d in devices})}"
+            hint = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
+            hint *= "CustomSPMDPartitioning" in str(error)
+            words = checks.message(_AUDIT, "program", allowed, str(error).splitlines()[0], hint)
+            raise RuntimeError(words) from error
         seconds = time.perf_counter() - begun
 
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info, is_leaf=_is_info)

@@ -9,7 +9,7 @@ Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways
+from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, repeated
 
 # Instructions that only name existing arrays, or that start other instructions, which are counted.
 _FREE = frozenset(
@@ -36,7 +36,7 @@ def cycles(program: Program) -> Ways | None:
 def _scheduled(program: Program, of: Callable[[Site], float]) -> Ways:
     """Add up all operations of the schedule; a fusion is one operation."""
     sites = (site for site in program.sites if not site.fused)
-    return program.total((site.branches, site.executions * of(site)) for site in sites)
+    return program.total((site.branches, repeated(of(site), site.executions)) for site in sites)
 
 
 def _bytes(program: Program, site: Site) -> float:

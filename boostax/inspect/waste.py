@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh
-
-from boostax.inspect.collectives import REDUCES
+from boostax.inspect.collectives import RING, CompiledCollective
 
 if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
@@ -38,63 +36,74 @@ class Waste:
 
 
 # The words of each finding.
-_WORDS = tomllib.loads(files("boostax.inspect").joinpath("waste.toml").read_text("utf8"))
+WORDS = tomllib.loads(files("boostax.inspect").joinpath("waste.toml").read_text("utf8"))
 # Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
 
 
 def _waste(name: str, where: str, **numbers: object) -> Waste:
-    return Waste(_WORDS[name]["what"].format(**numbers), where, _WORDS[name]["mend"])
+    words = WORDS[name]
+    return Waste(words["what"].format(**numbers), where, words["mend"].format(**numbers))
 
 
-def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> Iterator[Waste]:
-    """Yield the waste of each kind, the dearest first."""
+def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iterator[Waste]:
+    """Yield the waste of each kind, the dearest first.
+
+    Args:
+      found: the audit.
+      shapes: the shapes of the params.
+      total: adds up amounts along branches: ``Program.total``.
+      module: the module of the program's type.
+    """
+
+    def most(among: Iterable[Any], of: Any = lambda c: c.wire_bytes) -> float:
+        return total((c.branches, of(c)) for c in among).most
+
+    known = [c for c in found.collectives if math.isfinite(c.executions)]
+    if unknown := [c for c in found.collectives if not math.isfinite(c.executions)]:
+        largest = max(unknown, key=lambda c: c.bytes)
+        yield _waste("unknown_turns", largest.source, count=len(unknown), over=_over(largest))
     if found.params:
-        yield from _repeated(found, _gradient_sizes(shapes, mesh))
+        yield from _repeated(found, known, most)
     for name in ("donated_in_vain", "not_donated"):
         buffers = getattr(found, name)
-        total = sum(x.bytes for x in buffers)
-        if total > _SMALL * max(found.params_bytes, 2**20):
+        size = sum(x.bytes for x in buffers)
+        if size > _SMALL * max(found.params_bytes, 2**20):
             more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
-            first = max(buffers, key=lambda x: x.bytes)
-            yield _waste(name, "", bytes=total, paths=first.path + more)
-    wide = [c for c in found.collectives if c.widened]
-    total = sum(c.wire_bytes for c in wide)
-    if total > _SMALL * max(1.0, found.wire_bytes.most):
+            first = max(buffers, key=lambda x: x.bytes).path
+            call = WORDS["donates"].get(module.partition(".")[0], WORDS["donates"]["jax"])
+            yield _waste(name, "", bytes=size, paths=first + more, call=call)
+    wide = [c for c in known if c.widened]
+    if most(wide) > _SMALL * max(1.0, most(known)):
         kinds = ", ".join(sorted({"/".join(c.dtypes) for c in wide}))
         dearest = max(wide, key=lambda c: c.wire_bytes)
-        yield _waste("widened", dearest.source, kinds=kinds, bytes=total)
+        yield _waste("widened", dearest.source, kinds=kinds, bytes=most(wide))
+    exchanged = [c for c in known if c.kind == "all-to-all"]
+    for name in {c.name for c in exchanged if "boostax." in c.name}:
+        among = [c for c in exchanged if c.name == name]
+        mean = 4 * sum(map(math.prod, shapes)) * RING["all-reduce"](among[0].devices)
+        # What is exchanged is gathered again.
+        if 0 < 1.1 * mean < 2 * most(among):
+            part = re.findall(r"boostax\.(\w+)", name)[-1]
+            yield _waste("padded", "", part=part, bytes=2 * most(among), mean=mean)
 
 
-def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
+def _over(c: CompiledCollective) -> str:
+    return f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
+
+
+def _repeated(found: Audit, known: Sequence[CompiledCollective], most: Any) -> Iterator[Waste]:
     """Yield findings of repeated collectives, counted in multiples of the params."""
-    # Most operands of a gradient's reduction have the size of a leaf; activations rarely have it.
-    reduced = [c for c in found.collectives if c.does in REDUCES]
-    gradients = [c for c in reduced if 2 * sum(n for n in c.operands if n in sizes) > c.elements]
+    gradients = [c for c in known if 2 * c.uses.get("gradients", 0) > c.elements]
     always = [c for c in gradients if not c.branches and found.calls > 1]
-    gathered = [c for c in found.collectives if c.does == "all-gather" and c.loops]
+    gathered = [c for c in known if c.does == "all-gather" and c.loops]
     for name, calls, among in (
         ("in_loop", 1, [c for c in gradients if c.loops]),
         ("in_window", found.calls, always),
         ("gathered", 1, gathered),
     ):
-        times = calls * sum(c.elements * c.executions for c in among) / found.params
-        if times > _WORDS[name]["limit"]:
+        times = calls * most(among, lambda c: c.elements * c.executions) / found.params
+        if times > WORDS[name]["limit"]:
             c = max(among, key=lambda c: c.wire_bytes)
-            over = f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
-            numbers = {"times": times, "calls": calls, "turns": c.executions, "over": over}
+            numbers = {"times": times, "calls": calls, "turns": c.executions, "over": _over(c)}
             yield _waste(name, c.source, **numbers)
-
-
-def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> frozenset[int]:
-    """Return the possible sizes of a gradient on a device: of a leaf, a layer or a shard."""
-    sizes = () if mesh is None else mesh.devices.shape
-    shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
-    stacks = [shape for shape in shapes if len(shape) > 2]
-    # XLA may also join leaves in one array: all of them, or the matrices of a layer.
-    counts = {shape[0] for shape in stacks}
-    layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == count) for count in counts]
-    layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
-    whole = [math.prod(shape) for shape in shapes]
-    sharded = {n // count for n in whole + layers for count in shards if n % count == 0}
-    return frozenset({sum(whole)} | sharded)
