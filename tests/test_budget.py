@@ -19,23 +19,23 @@ ROOT = pathlib.Path(__file__).parent.parent
 CEILINGS = {
     "boostax": 556,
     "boostax/_core": 2437,
-    "boostax/accumulate": 527,
+    "boostax/accumulate": 571,
     "boostax/chain": 304,
     "boostax/config": 974,
     "boostax/freeze": 487,
-    "boostax/inspect": 1364,
+    "boostax/inspect": 1368,
     "boostax/model": 561,
     "boostax/precision": 1277,
     "boostax/reduce": 1724,
     "boostax/subspace": 703,
     "boostax/testing": 832,
-    "boostax/train": 1119,
+    "boostax/train": 1172,
     "examples": 1500,
-    "tests": 19589,
+    "tests": 19727,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12865
+LIBRARY = 12966
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

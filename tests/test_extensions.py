@@ -79,7 +79,7 @@ def test_explain_knows_them():
     parts = {part.name: part for part in found.parts}
     assert parts["sign_reduce"].role == "compressed"
     assert parts["sign_reduce"].own_bytes == 256 * 4
-    # Of eight replicas a bit an element and a number, as a sum on a ring; two norms of 8 bytes are agreed.
+    # Of eight replicas a bit an element and a number, as a sum on a ring; two norms of 8 bytes.
     assert parts["sign_reduce"].wire_bytes == 2 * 7 / 8 * (8 * (256 / 8 + 4) + 2 * 8)
     assert parts["drop_spikes"].role == "check"
     assert "Signs" not in parts

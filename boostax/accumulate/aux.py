@@ -21,12 +21,17 @@ replicas of a step           local; then the mean over the    by ``value_and_gra
 calls of a window            either of these                  by ``accumulate``, by ``factor``
 ============================ ================================ ===================================
 
+A loss of several terms :math:`t`, each a sum :math:`s_{t,i}` with a count :math:`n_{t,i}` of its
+own, is :math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of a call are added up before
+its backward pass, so one pass is enough. Those of a window are known at its end, so it sums the
+gradient of each term apart.
+
 Gradients stay local to each replica: replica :math:`r` multiplies its own by
 :math:`n\,w_r / \sum_r w_r`, so that a *mean* over the :math:`n` replicas is the mean over all
 tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +60,10 @@ class Aux(NamedTuple):
         micro-batch and from step to step.
       metrics: tree of arrays to report; floating arrays are averaged like the loss, in f32 or
         wider, and integers are summed.
+      means: metrics with counts of their own, ``{name: (sum, count)}``: an accuracy per row, a load
+        per expert. Sums and counts, of any shapes that broadcast, are added up over micro-batches
+        and replicas, and divided once; 0 where nothing is counted. The result has the quotients,
+        with one for each term of a loss of terms.
 
     Example:
       >>> import boostax
@@ -65,6 +74,7 @@ class Aux(NamedTuple):
     weight: jax.typing.ArrayLike | None = None
     model_state: PyTree = None
     metrics: PyTree = {}  # noqa: RUF012
+    means: PyTree = {}  # noqa: RUF012
 
 
 class Beside(NamedTuple):
@@ -101,6 +111,25 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
         shape = jnp.shape(leaf)
         checks.require(who, "aux", shape, allowed, not shape, hint, TypeError)
     return Aux(metrics=aux)
+
+
+def pairs(who: str, argument: str, tree: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Return sums and counts by name, in f32 or wider."""
+    allowed = "a dict of names to pairs (sum, count)"
+    hint = "Return {'ce': (ce.sum(), tokens), 'z': (0.1 * z.sum(), rows)}."
+    paired = lambda x: isinstance(x, tuple) and len(x) == 2  # noqa: E731
+    fits = isinstance(tree, Mapping) and all(map(paired, tree.values()))
+    checks.require(who, argument, tree, allowed, fits, hint, TypeError)
+    wide = lambda x: trees.as_dtype(x, jnp.promote_types(jnp.result_type(x), jnp.float32))  # noqa: E731
+    return {name: (wide(x), wide(count)) for name, (x, count) in sorted(tree.items())}
+
+
+def reported(aux: PyTree, apart: Sequence[str], replicas: int) -> PyTree:
+    """Return ``aux`` with quotients of the summed pairs, and the counts of terms of a window."""
+    told = as_aux(aux)
+    counts = {name: told.means[name][1] / replicas for name in apart if name in told.means}
+    means = {name: drop_empty(divide(x, n), n) for name, (x, n) in told.means.items()}
+    return as_given(told._replace(weight=counts or told.weight, means=means), own_of(aux), aux)
 
 
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
@@ -140,10 +169,12 @@ def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
     r"""Return whether a window's weights are a usable divisor, and the factor that divides by them.
 
     Each replica multiplies its local sum by :math:`n / \sum_r w_r`. The caller multiplies by this
-    factor, because XLA:CPU writes a copy of the sums for a division.
+    factor, because XLA:CPU writes a copy of the sums for a division. If there is a weight for each
+    term, one must be usable, and the factor of a term without a count is 0.
     """
-    summed = total(weight, names)
-    return summed >= LEAST, (axes.size(names) if names else 1) / summed
+    summed, replicas = total(weight, names), axes.size(names) if names else 1
+    usable = summed >= LEAST
+    return usable.any() & (summed >= 0).all(), jnp.where(usable, replicas / summed, 0)
 
 
 def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:

@@ -33,6 +33,7 @@ class _Sums(NamedTuple):
     metrics: PyTree
     grads: PyTree
     weight: jax.Array
+    means: PyTree
 
 
 # The sums over one or more micro-batches, carried values, the model's state, and other aux.
@@ -114,10 +115,10 @@ def microbatch(
             new = carried.values(grads, carried.resolve(rules, grads))
             known, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
             weight = jnp.asarray(1.0 if known.weight is None else known.weight, jnp.float32)
-            loss, metrics = trees.at_least_float32((loss, known.metrics))
-            sums = _Sums(loss, metrics, grads, weight)
+            loss, metrics, means = trees.at_least_float32((loss, known.metrics, known.means))
+            sums = _Sums(loss, metrics, grads, weight, means)
             if normalize == "mean":
-                sums = weigh(sums, weight)._replace(weight=weight)
+                sums = weigh(sums, weight)._replace(weight=weight, means=means)
             state = state if known.model_state is None else known.model_state
             return sums, new, state, own_of(given_aux)
 
@@ -127,7 +128,7 @@ def microbatch(
         if not has_aux:
             return mean.loss, grads
         weight = None if as_aux(given_aux).weight is None else total.weight
-        combined = Aux(weight, state, mean.metrics)
+        combined = Aux(weight, state, mean.metrics, total.means)
         return (mean.loss, as_given(combined, stacked, given_aux)), grads
 
     return wrapped

@@ -21,11 +21,12 @@ from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import MOST, factor, weigh
-from boostax.accumulate.carried import require_outside
+from boostax.accumulate.carried import CarryState, require_outside
 from boostax.precision import formats
 
 PyTree = Any
-Normalize = Literal["mean", "sum", "weight"]
+# A tuple or list holds the names of the terms of a loss.
+Normalize = Literal["mean", "sum", "weight"] | tuple[str, ...] | list[str]
 Rounding = Literal["nearest", "stochastic"]
 Every = int | Callable[[jax.Array], jax.Array | int]
 
@@ -36,12 +37,13 @@ class Window(NamedTuple):
     """The sums of a window. While ``micro_step`` is 0 they are stale, and are overwritten next.
 
     Attributes:
-      grads: tree like the params, in the accumulator dtype.
-      weight: f32 scalar with ``normalize="weight"``, else ``None``.
+      grads: tree like the params, in the accumulator dtype; with terms each leaf is
+        ``[terms, ...]``.
+      weight: f32 scalar with ``normalize="weight"``, one for each term with terms, else ``None``.
     """
 
     grads: PyTree
-    weight: jax.Array | None
+    weight: PyTree
 
 
 class AccumulateState(NamedTuple):
@@ -111,6 +113,11 @@ def accumulate(
     summed, so that a following *mean* over ``axis_name`` is the mean over all tokens. In calls that
     close no window, the updates are zero and ``inner`` does not run.
 
+    The names of the terms of a loss (see ``boostax.value_and_grad``) sum each term's gradient apart
+    and divide it by the term's count in the whole window, which no call knows before. Then
+    ``value_and_grad`` returns gradients ``[terms, ...]`` and ``Aux.weight`` the counts. Terms of
+    one count can be one term, which is cheaper.
+
     A window is dropped as a whole, and counted in ``dropped_windows``, if a weight is not in
     [0, 2**64), if all weights sum to less than 2**-64, or if a sum overflowed in an
     ``accumulator_dtype`` with the range of f16 (if ``inner`` has a gate, that gate decides).
@@ -122,7 +129,7 @@ def accumulate(
     Args:
       inner: the optimizer, collectives included; it receives f32 (or wider) gradients.
       every: micro-steps per window, or a function from ``optimizer_steps`` to their number.
-      normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
+      normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of terms, ``("ce", "z")``.
       accumulator_dtype: dtype of the sums; sums of f64 and complex gradients keep their kind. A
         gradient is added in f32 or wider, and the sum is rounded once. The sum of :math:`w_i g_i`
         must be in range: in f16 it overflows at 65504, even if the mean does not, and the window is
@@ -139,7 +146,8 @@ def accumulate(
       ``accumulator_dtype`` (none for ``every=1``); the collectives of ``inner``, once per window;
       for ``"weight"`` and for f16 sums a collective of 4 bytes per window, and one more read of f16
       sums; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e and H100, through
-      the pure ``update`` one of the params.
+      the pure ``update`` one of the params. With K terms K copies and K backward passes per call;
+      on CPU a temporary copy where ``inner`` is a gate, else none.
 
     Raises:
       ValueError, TypeError: an argument out of range; in ``init``, weights around
@@ -165,14 +173,16 @@ def accumulate(
         hint = "It counts micro-steps per update; a schedule may be a function."
         every = checks.positive_int(_WHO, "every", every, hint)
     hint = "Losses that are means over a varying number of tokens need 'weight'."
-    checks.choice(_WHO, "normalize", normalize, ("mean", "sum", "weight"), hint)
+    terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
+    kind: Any = "weight" if terms else normalize
+    checks.choice(_WHO, "normalize", kind, ("mean", "sum", "weight"), hint)
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     hint = "Only accumulator_dtype='bfloat16' can be 'stochastic' too."
     roundings: tuple[Rounding, ...] = ("nearest", "stochastic")
     roundings = roundings if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
     names = axes.canonical(_WHO, axis_name)
-    how = _Windows(tx, every, normalize, narrow, rounding == "stochastic", names)
+    how = _Windows(tx, every, kind, narrow, rounding == "stochastic", names, terms)
     described = describe(_WHO, "window", names, inner={"inner_state": tx})
     return gate.gated(how.init, described(how.step), how.flush)
 
@@ -190,6 +200,7 @@ class _Windows(NamedTuple):
     narrow: np.dtype[Any]
     stochastic: bool
     names: tuple[str, ...]
+    terms: tuple[str, ...]
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first state: no window is open."""
@@ -202,12 +213,15 @@ class _Windows(NamedTuple):
         checks.require(_WHO, "normalize", self.normalize, allowed, fits, hint)
         window = None
         # Only a Python 1 needs no buffer, because a schedule or a traced value may be larger later.
-        if not (isinstance(self.every, int) and self.every == 1):
+        if self.terms or not (isinstance(self.every, int) and self.every == 1):
             zeros = lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, self.narrow))  # noqa: E731
             weight = jnp.zeros((), jnp.float32) if weighted else None
             # Around optax.lookahead gradients are those of the fast params alone.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             window = Window(jax.tree.map(zeros, fast), weight)
+            if count := len(self.terms):
+                sums = jax.tree.map(lambda x: jnp.stack([x] * count), window.grads)
+                window = Window(sums, {x: jnp.zeros((), jnp.float32) for x in self.terms})
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
         a, b, c = (jnp.zeros((), jnp.int32) for _ in range(3))
         return AccumulateState(a, b, c, jnp.asarray(False), window, inner_state)
@@ -256,14 +270,28 @@ class _Windows(NamedTuple):
             hint = "normalize='weight' averages by it: boostax.Aux(weight=...) asks for that."
             checks.absent(_WHO, "weight", weight, allowed, hint)
             return Window(grads, None)
-        hint = "Call update(..., weight=n), or return boostax.Aux(weight=n) from the loss."
-        allowed = "given (tokens in this micro-batch) with normalize='weight'"
-        checks.require(_WHO, "weight", weight, allowed, weight is not None, hint)
-        weight = axes.to_varying(jnp.asarray(weight, jnp.float32), self.names)
-        # A bad weight becomes NaN: it spoils the sum of the weights, but not the sum of the
-        # gradients.
-        weight = jnp.where((weight >= 0) & (weight < MOST), weight, jnp.nan)
-        return Window(weigh(grads, weight), weight)
+        hint = "Call update(..., weight=aux.weight) with the aux of boostax.value_and_grad."
+        allowed = f"given (counts of {self.terms or 'tokens'}) with this normalize"
+        known = tuple(sorted(weight)) if isinstance(weight, dict) else ()
+        fits = weight is not None and known == self.terms
+        checks.require(_WHO, "weight", known or weight, allowed, fits, hint)
+
+        def checked(x: Any) -> jax.Array:
+            x = axes.to_varying(jnp.asarray(x, jnp.float32), self.names)
+            # A bad weight becomes NaN: it spoils the sum of the weights, but not the sum of the
+            # gradients.
+            return jnp.where((x >= 0) & (x < MOST), x, jnp.nan)
+
+        weight = jax.tree.map(checked, weight)
+        if not self.terms:
+            return Window(weigh(grads, weight), weight)
+        counts = self._divisor(weight)
+        # A sum over what is not counted need not be zero; its gradient comes undivided.
+        return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
+
+    def _divisor(self, weight: PyTree) -> jax.Array:
+        """Return the weight, or those of the terms ``[terms]`` in the order of the gradients."""
+        return jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, *rest: Any) -> Stepped:
         state, params, apply, _ = rest
@@ -283,7 +311,8 @@ class _Windows(NamedTuple):
         ok = trees.all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
-            weight = jnp.where(ok, window.weight, jnp.nan) if judged else window.weight
+            weight = self._divisor(window.weight)
+            weight = jnp.where(ok, weight, jnp.nan) if judged else weight
             ok, by_weight = factor(weight, names)
             factors = (by_weight,)
         elif judged:
@@ -291,6 +320,11 @@ class _Windows(NamedTuple):
 
         def run_on() -> Stepped:
             grads = Pending(window.grads, factors)
+            if self.terms:
+                # Term by term XLA fuses the sum with the optimizer; a reduction is written.
+                of = lambda i, x: Pending(jax.tree.map(lambda g: g[i], window.grads), (x,)).value()  # noqa: E731
+                shares = [of(*pair) for x in factors for pair in enumerate(x)]
+                grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
             return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
 
         how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
@@ -307,6 +341,20 @@ def _refused(params: PyTree) -> PyTree:
     got = "a window of several calls, whose other micro-batches are gone"
     hint = "make_train_step(microbatches=...) keeps them: there the loss is that of all."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
+
+
+def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
+    """Return the terms that the windows in a state keep apart; ``None`` if there is no window.
+
+    A window that some leaves bypass can keep none: they would have the dimension of the terms.
+    """
+    masks = optax.MaskedState, optax.ConditionallyTransformState, CarryState
+    apart = [trees.nodes(x) for x in trees.find(opt_state, lambda x: isinstance(x, masks))]
+    bypassed = {id(node) for nodes in apart for node in nodes}
+    windows = trees.find(opt_state, lambda x: isinstance(x, Window | optax.MultiStepsState))
+    weights = [None if id(x) in bypassed else getattr(x, "weight", None) for x in windows]
+    found: set[Any] = {tuple(sorted(x)) if isinstance(x, dict) else () for x in weights}
+    return None if not found else found.pop() if len(found) == 1 else ()
 
 
 def _local(window: PerReplica | Window) -> Window:

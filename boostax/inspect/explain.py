@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from boostax._core import axes, checks, costs, handshake, interpret, jaxprs, replicas, trees
 from boostax._core.describe import Reduction, asked, variants_of
 from boostax._core.groups import few
+from boostax.accumulate.window import Window, terms_of
 from boostax.chain.findings import Finding, finding, findings, scales
 from boostax.chain.parts import UNKNOWN, Row, follow, read, rows
 from boostax.inspect.tables import Cells, aligned
@@ -377,11 +378,15 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.plan(params).drawn[0]
         state = replicas.enter_replica(state)
+        # A window's weights have the form of those that it is called with.
+        weights = [x.weight for x in trees.find(state, lambda x: isinstance(x, Window))]
+        given |= {"weight": weights[0]} if weights and weights[0] is not None else {}
         extra_tx.update(handshake.assume_scaled(grads, state), state, params, **given)
         return jnp.zeros(())
 
     state, specs = _state(tx, params, place)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), params)
+    lead = count, *[len(terms) for terms in [terms_of(state)] if terms]
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), params)
     # Results are not returned, because some are equal on all replicas and others are not.
     how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)

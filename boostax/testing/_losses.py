@@ -19,7 +19,7 @@ from boostax.train.oracle import value_and_grad
 from boostax.train.step import make_train_step
 
 PyTree = Any
-Loss = Callable[[PyTree, PyTree], jax.Array]
+Loss = Callable[[PyTree, PyTree], Any]
 Trained = tuple[PyTree, list[float]]
 _STEPS, _RATE = 2, 0.05
 
@@ -35,7 +35,7 @@ def check_loss(
     gradient descent over four devices.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, the mean over the rows of the batch.
+      loss_fn: ``loss_fn(params, batch)``, the mean over the rows of the batch, or a dict of terms.
       params: tree of floating arrays.
       batch: tree of arrays ``[rows, ...]``; eight must divide the rows.
       rtol: relative tolerance of the losses, and of the params, relative to the largest element of

@@ -146,7 +146,7 @@ class TrainStep:
 
         Returns:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
-          the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
+          the params changed), ``boostax.metrics(opt_state)``, ``Aux.metrics`` and ``means``.
 
         Raises:
           ValueError, TypeError: rows that do not divide; a keyword that the loss does not take, one
@@ -361,7 +361,7 @@ class Programs:
         steps = optax.safe_increment(state.step)
         new_state = TrainState(steps, params, opt_state, model_state, state.key)
         reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
-        given_by_loss = {name or "aux": x for name, x in trees.named(aux.metrics)}
+        given_by_loss = {name or "aux": x for name, x in trees.named(aux.metrics)} | aux.means
         for name in sorted(given_by_loss.keys() & reported.keys()):
             allowed = "by names that the step's report does not have"
             hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."

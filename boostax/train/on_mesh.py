@@ -13,6 +13,7 @@ from boostax._core import axes, checks, handshake, replicas, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, is_per_replica
+from boostax.accumulate.window import terms_of
 
 PyTree = Any
 _WHO = "on_mesh"
@@ -111,7 +112,8 @@ def placed_on(
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
         trees.require_dense(raw.local, _WHO)
         whole, params = params, trees.arrays_alone(params)
-        _require_stacked(raw, params, place)
+        lead = place.replicas, *[len(terms) for terms in [terms_of(state)] if terms]
+        _require_stacked(raw, params, lead)
 
         outside = state
 
@@ -214,14 +216,14 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
     return jax.tree.map(stacked, grads)
 
 
-def _require_stacked(grads: PerReplica, params: PyTree, place: Placement) -> None:
+def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
     """Refuse gradients that are reduced already: shaped like the params, without the replicas."""
     types = jax.tree_util.tree_leaves_with_path(local_types(params))
     shapes = {path: x.shape for path, x in types}
     hint = "boostax.value_and_grad(loss, mesh=mesh) returns such; jax.grad's are reduced already."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
-        shape = shapes.get(path, leaf.shape[1:])
-        wanted = place.replicas, *shape
+        shape = shapes.get(path, leaf.shape[len(lead) :])
+        wanted = *lead, *shape
         allowed = f"local to each replica, shaped {wanted} for a param of {shape}"
         checks.require(_WHO, "gradients", leaf.shape, allowed, leaf.shape == wanted, hint)
 

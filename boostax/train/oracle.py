@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, degrees, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
+from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, total, weigh
 from boostax.accumulate.microbatch import (
@@ -27,6 +28,7 @@ from boostax.accumulate.microbatch import (
     require_even,
     stacked_count,
 )
+from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
@@ -66,6 +68,13 @@ def value_and_grad(
     over all tokens. Leaves that ``boostax.carry`` names are returned as the loss makes them, and
     micro-batches are combined by its rules.
 
+    A loss of several terms, each a mean over something else (tokens, rows), returns
+    ``{"ce": (sum, count), "z": (0.1 * sum, count)}`` in place of a number. The loss is
+    :math:`\sum_t S_t / N_t` with sums and counts of the whole batch, whatever micro-batches and
+    replicas cut it into; a term without a count is 0. Arrays are summed in f32 or wider. Counts
+    are not differentiated; they are added up before the one backward pass. Over the calls of a
+    window, name the terms in ``boostax.accumulate(normalize=)``.
+
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
     ``mesh`` the result is called in plain ``jit``, on global arrays: it maps the loss over the
     replica axes alone, without types, so that any loss runs; XLA handles the other axes (or, on an
@@ -75,7 +84,7 @@ def value_and_grad(
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if they are given, and
         ``scales=`` if the state has a loss scale per group (see ``scale_boundary``). Returns a
-        scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
+        scalar loss or a dict of terms, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
       axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap``, or of
         ``mesh``; by default the only axis of ``mesh``.
       mesh: for plain ``jit``, the mesh over whose replica axes the loss is mapped.
@@ -95,15 +104,17 @@ def value_and_grad(
       is an ``optax.MaskedNode``; or ``tx.choice(params, opt_state)`` of a ``scheduled_freeze``,
       which the program reads. A leaf of the params that is not an array reaches the loss unchanged,
       and its gradient is ``None``: a function in an Equinox module, a bool, and beside traced
-      arrays any Python number. Cost: with ``axis_name`` one scalar collective for the loss and one
-      per leaf of ``Aux``; see ``boostax.train.microbatch``.
+      arrays any Python number. Cost: with ``axis_name`` one scalar collective for the loss, one per
+      leaf of ``Aux`` and three per term; see ``boostax.train.microbatch``. The counts of terms cost
+      what the loss computes for them: a mask, but not the model.
       ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone, for
       line searches: the same loss, without a gradient and without a new state of the model.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
-        scalar, a batch that does not divide, an unbound axis, a weight for a loss whose gradient
-        crosses replicas, with ``mesh`` a loss that differentiates a sum over the replicas itself.
+        scalar, a batch that does not divide, an unbound axis, terms in a window that does not keep
+        them apart, a weight beside terms or for a loss whose gradient crosses replicas, with
+        ``mesh`` a loss that differentiates a sum over the replicas itself.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -111,6 +122,11 @@ def value_and_grad(
       >>> f = boostax.value_and_grad(lambda w, x: w * jnp.mean(x))
       >>> f(jnp.float32(1.0), state, jnp.ones(4))
       (Array(1., dtype=float32), Array(128., dtype=float32))
+      >>> def loss(w, x):  # of 0 to 3 only 1, 2 and 3 count in the first term
+      ...   return {"ce": (w * x, x > 0), "decay": (0.1 * w**2, 1)}
+      >>> f = boostax.value_and_grad(loss, microbatches=2)
+      >>> f(jnp.float32(1.0), (), jnp.arange(4.0))
+      (Array(2.1, dtype=float32), Array(2.2, dtype=float32))
     """
     count, precision = require_count(_WHO, microbatches), as_policy(_WHO, policy)
     names = axes.of_mesh(_WHO, axis_name, mesh)
@@ -189,9 +205,10 @@ class Oracle:
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
+        apart = terms_of(opt_state)
         with handshake.scaling(opt_state):
             if self.mesh is None:
-                value, grads = self._local(params, given_batch, scale, given, active, rules)
+                value, grads = self._local(params, given_batch, scale, given, active, rules, apart)
                 return value, trees.without_gradient(grads, said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
@@ -203,7 +220,7 @@ class Oracle:
                 nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else Choice(at, options)
-                value, grads = self._local(params, batch, scale, given, chosen, rules)
+                value, grads = self._local(params, batch, scale, given, chosen, rules, apart)
                 loss, given_aux = value if self.has_aux else (value, Aux())
                 stackable = functools.partial(jnp.expand_dims, axis=0)
                 stacked = jax.tree.map(stackable, (own_of(given_aux), grads))
@@ -234,32 +251,28 @@ class Oracle:
         given: dict[str, Any],
         active: PyTree,
         rules: carried.Rules,
+        apart: tuple[str, ...] | None = None,
     ) -> tuple[Any, PyTree]:
-        """Return the loss and the gradient of one replica; see ``value_and_grad``."""
+        """Return loss, aux and gradient of one replica; of each term of ``apart`` its gradient."""
         hint = "boostax.states.enter_replica(params).local is."
         got, fits = type(params).__name__, not is_per_replica(params)
         checks.require(_WHO, "params", got, "those of this replica", fits, hint)
         active, names = _active(active, params), self.names
         _require_trainable(params, active)
+        replicas = axes.size(names) if names else 1
 
-        def evaluate(params: PyTree, rows: PyTree, scale: jax.Array, /, **given: Any) -> Any:
+        def evaluate(params: PyTree, rows: PyTree, counts: Any, scale: Any, /, **given: Any) -> Any:
             """Return the loss and the gradient of one micro-batch."""
 
             def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-                loss, aux = self._loss_and_aux(trained, params, rows, given)
+                result = self._loss_and_aux(trained, params, rows, given, scale)
+                loss, by_term, aux = _shared(result, counts, apart, replicas / self._slices(batch))
                 # In a typed map a loss that is averaged inside has the type of a value that is
                 # equal on all replicas, and its gradient would be 1/n of that in an untyped map.
-                loss = axes.to_varying(loss, names)
-                return loss * scale.astype(loss.dtype), (loss, aux)
+                loss, by_term = axes.to_varying((loss, by_term), names)
+                return (by_term if apart else loss) * scale.astype(loss.dtype), (loss, aux)
 
             with handshake.multiplied(scale):
-                if self.watch is not None:
-                    trained = params if isinstance(active, Choice) else trees.masked(params, active)
-                    loss = lambda x: self._loss_and_aux(x, params, rows, given)[0]  # noqa: E731
-                    program = jax.make_jaxpr(loss)(trained)
-                    # A keyword may be the scale itself.
-                    sure = given.keys() <= {"key"} and all(x is not scale for x in program.consts)
-                    self.watch(degrees.nonlinear(program, sure))
                 grads, (loss, aux) = _grad(scaled_loss, params, active)
                 weight = as_aux(aux).weight
                 if weight is not None:
@@ -272,25 +285,50 @@ class Oracle:
             return (loss, aux), grads
 
         how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
-        sliced = microbatch(evaluate, self.count, has_aux=True, **how)
         # Carried records of cotangents must equal the records of the whole batch, however it is
         # cut.
-        parts = 1
-        if rules:
-            slices = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
-            parts = slices * (axes.size(names) if names else 1)
+        parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
-        (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
+        (loss, aux), grads = self._sliced(evaluate, params, batch, given, scale, **how)
         new = carried.values(grads, carried.resolve(rules, grads))
         grads = carried.without(grads, new)
         if parts > 1:
             grads = jax.tree.map(lambda g: g * parts, grads)
         if names:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)
+        aux = auxiliary.reported(aux, apart or (), replicas)
         grads = carried.put(grads, new)
         return ((loss, aux) if self.has_aux else loss), grads
 
-    def _loss_and_aux(self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
+    def _sliced(self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, **how: Any) -> Any:
+        """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches.
+
+        ``counts`` is ``None``, or of a loss of terms their mean counts in a slice.
+        """
+        params = axes.to_varying(params, self.names)
+        run = microbatch(fn, self.count, has_aux=True, **how)
+        try:
+            return run(params, batch, None, *args, **given)
+        except _UncountedError:
+            pass
+
+        def counted(params: PyTree, rows: PyTree, /, **given: Any) -> Any:
+            terms, aux = self._loss_and_aux(params, params, rows, given)
+            return (jnp.zeros(()), Aux(None, as_aux(aux).model_state, means=terms)), ()
+
+        # XLA removes what the counts do not need, so the count of a mask does not cost a pass.
+        (_, aux), _ = microbatch(counted, self.count, has_aux=True)(params, batch, **given)
+        counts = {x: total(n, self.names) / self._slices(batch) for x, (_, n) in aux.means.items()}
+        return run(params, batch, counts, *args, **given)
+
+    def _slices(self, batch: PyTree) -> int:
+        """Return the number of micro-batches of all replicas."""
+        count = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
+        return count * (axes.size(self.names) if self.names else 1)
+
+    def _loss_and_aux(
+        self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any, scale: Any = None
+    ) -> Any:
         """Return the result of the loss, for params of which only some are trained."""
 
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
@@ -298,23 +336,30 @@ class Oracle:
             whole = trees.unmasked(trained, params)
             return _loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
 
-        return (
-            of_trained(trained) if self.mesh is None else _replayed(of_trained, self.names, trained)
-        )
+        watch: Any = None if scale is None else self.watch
+        if self.mesh is None and watch is None:
+            return of_trained(trained)
+        program, run = _read(of_trained, trained)
+        if self.mesh is not None:
+            _require_own(program, self.names)
+        if watch is not None:
+            # A keyword may be the scale itself.
+            sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
+            watch(degrees.nonlinear(program, sure))
+        return run(trained)
 
     def _loss(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
         """Return the loss alone."""
 
-        def forward(params: PyTree, batch: PyTree, /, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
-            loss, aux = self._loss_and_aux(params, params, batch, kwargs)
+        def forward(params: PyTree, batch: PyTree, counts: Any, /, **kwargs: Any) -> Any:
+            loss, _, aux = _shared(self._loss_and_aux(params, params, batch, kwargs), counts)
             weight = as_aux(aux).weight
             if weight is not None:
                 loss = drop_empty(loss, jnp.asarray(weight))
             return (loss, Aux(weight)), ()
 
-        sliced, names = microbatch(forward, self.count, has_aux=True), self.names
-        (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
-        return _over_replicas(loss, aux, (), names)[0] if names else loss
+        (loss, aux), _ = self._sliced(forward, params, batch, given)
+        return _over_replicas(loss, aux, (), self.names)[0] if self.names else loss
 
     def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
         """Return the gradient of the loss, the mean over the replicas."""
@@ -404,14 +449,24 @@ def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
 
 
-def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTree) -> Any:
-    """Return ``fn(trained)``; refuse one that differentiates a sum over the replicas itself.
+def _read(fn: Callable[[PyTree], Any], trained: PyTree) -> tuple[Any, Callable[[PyTree], Any]]:
+    """Return the program of ``fn``, and ``fn`` as that program, which traces it once."""
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
+
+    def run(trained: PyTree) -> Any:
+        leaves = jaxprs.jaxpr_as_fun(program)(*jax.tree.leaves(trained))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return program, run
+
+
+def _require_own(program: Any, names: tuple[str, ...]) -> None:
+    """Refuse a loss that differentiates a sum over the replicas itself.
 
     Without types JAX adds up the cotangents of a sum over the replicas. That is right for a
     gradient taken outside the mapped function and averaged over the replicas, but wrong for a
     gradient taken inside, for one replica.
     """
-    program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
     inside = axes.of_transposes(program) & frozenset(names)
     if inside:
         raise ValueError(
@@ -420,24 +475,36 @@ def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTr
             "gradient would be multiplied by their number. Average the gradient, not what it is "
             "taken of: lax.pmean(jax.grad(local_loss)(x), axis)."
         )
-    leaves = jaxprs.jaxpr_as_fun(program)(*jax.tree.leaves(trained))
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
+def _trained(params: PyTree, active: PyTree) -> PyTree:
+    """Return the params that are trained, at any index of a ``Choice``."""
+    return trees.masked(params, active.widest if isinstance(active, Choice) else active)
+
+
 def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[PyTree, Any]:
-    """Return the gradient in the active params, and the auxiliary result of ``fn``."""
-    if not isinstance(active, Choice):
-        (_, more), grads = jax.value_and_grad(fn, has_aux=True)(trees.masked(params, active))
-        return grads, more
-    trained = trees.masked(params, active.widest)
+    """Return the gradient in the active params, and the auxiliary result of ``fn``.
+
+    If ``fn`` returns terms ``[terms]``, so do all leaves of the gradient.
+    """
+    chosen = isinstance(active, Choice)
+    trained = _trained(params, active)
     value, pullback, more = jax.vjp(fn, trained, has_aux=True)
-    backward = lambda: jax.tree.leaves(pullback(jnp.ones_like(value)))  # noqa: E731
-    grads = staged(backward, active.levels(), active.at)
-    return jax.tree.unflatten(jax.tree.structure(trained), grads), more
+
+    def gradient(cotangent: jax.Array) -> PyTree:
+        backward = lambda: jax.tree.leaves(pullback(cotangent))  # noqa: E731
+        grads = staged(backward, active.levels(), active.at) if chosen else backward()
+        return jax.tree.unflatten(jax.tree.structure(trained), grads)
+
+    if not value.ndim:
+        return gradient(jnp.ones_like(value)), more
+    # In a typed map cotangents have the type of the value.
+    grads = [gradient(jnp.ones_like(value) * row) for row in np.eye(value.size, dtype=value.dtype)]
+    return jax.tree.map(lambda *terms: jnp.stack(terms), *grads), more
 
 
 def _require_uncrossed(
@@ -457,8 +524,7 @@ def _require_uncrossed(
         # A typed sum sends nothing backward; a tangent shows no backward rule of the loss's own.
         programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
-    active = active.widest if isinstance(active, Choice) else active
-    jax.eval_shape(look, trees.masked(params, active))
+    jax.eval_shape(look, _trained(params, active))
     crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
     allowed = "left out of a loss through which gradients go from replica to replica"
     got = f"one and a collective over {', '.join(sorted(crossed))}"
@@ -490,7 +556,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
 def _require_trainable(params: PyTree, active: PyTree) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
-    trained = trees.masked(params, active.widest if isinstance(active, Choice) else active)
+    trained = _trained(params, active)
     trees.require_dense(trained, "value_and_grad", "params")
     allowed = "floating or complex arrays where they are trained"
     hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
@@ -518,10 +584,41 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
 
 
-def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
+class _UncountedError(Exception):
+    """Ends the first trace of a loss of terms; other losses are traced once."""
+
+
+def _shared(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
+    """Return the loss of a slice, whose mean over slices is the whole loss; its terms; the aux.
+
+    ``apart`` are the terms of the window in the state; ``None`` without a window. A window divides
+    later, so its terms ``[terms]`` are divided by ``least`` where nothing is counted yet.
+    """
+    loss, aux = result
+    terms, told, by_term = loss if isinstance(loss, dict) else {}, as_aux(aux), loss
+    got, hint = tuple(terms), f"Pass accumulate(..., normalize={tuple(terms) or 'mean'!r})."
+    allowed = f"those of the window around all gradients, without carry: {apart or 'none'}"
+    checks.require(_WHO, "the terms of the loss", got, allowed, apart in (None, got), hint)
+    means = auxiliary.pairs(_WHO, "Aux.means", told.means)
+    if terms:
+        twice = [*means.keys() & terms, *["weight"] * (told.weight is not None)]
+        allowed, hint = "without a weight and the names of terms", "Each term has its count."
+        checks.require(_WHO, "Aux beside terms", twice, allowed, not twice, hint)
+        if counts is None:
+            raise _UncountedError
+        sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
+        by_term = sums / jnp.where(n == 0, least, n).astype(sums.dtype)
+        loss, means = jnp.where(n == 0, 0, by_term).sum(), means | terms
+    return loss, by_term, as_given(told._replace(means=means), own_of(aux), aux) if means else aux
+
+
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
     pair = isinstance(result, tuple) and len(result) == 2
     loss: Any = result[0] if has_aux and pair else result
     aux = result[1] if has_aux and pair else Aux()
+    if pair == has_aux and hasattr(loss, "items") and loss:
+        terms = auxiliary.pairs(_WHO, "the terms of the loss", loss)
+        return {name: (x.sum(), n.sum()) for name, (x, n) in terms.items()}, aux
     scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
     fits = isinstance(loss, float) or (scalar and pair == has_aux)
     allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
@@ -544,7 +641,8 @@ def _over_replicas(
     if weight is not None:
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
     loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
-    told = Aux(weight, _mean_state(told.model_state, names), metrics)
+    means = jax.tree.map(lambda x: total(x, names), told.means)
+    told = Aux(weight, _mean_state(told.model_state, names), metrics, means)
     return loss, as_given(told, own_of(aux), aux), grads
 
 

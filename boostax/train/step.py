@@ -62,7 +62,7 @@ def make_train_step(
       policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
       microbatches: slices per replica and call: see ``boostax.train.microbatch``.
       has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
-        the step reports like ``Aux.metrics``.
+        the step reports like ``Aux.metrics``. Then it also reports each term of a loss of terms.
       accumulator_dtype: dtype of the gradient sum over micro-batches.
       param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
         ``None`` leaves them as ``step.init`` gets them.
@@ -122,7 +122,7 @@ def make_train_step(
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
-    watch = _warn_of_rules if _judge(step) else None
+    watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
 
@@ -150,10 +150,12 @@ def _judge(step: TrainStep) -> bool:
     return scales(step.tx)
 
 
-def _warn_of_rules(rules: list[str]) -> None:
+def _warn_of_rules(known: set[str], rules: list[str]) -> None:
     from boostax.chain.findings import finding
 
-    for rule in rules:
+    # A loss may be traced several times.
+    new, _ = set(rules) - known, known.update(rules)
+    for rule in sorted(new):
         warnings.warn(f"make_train_step: {finding('not_linear', rule=rule)}", stacklevel=2)
 
 
