@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, late, placement, replicas, trees
+from boostax._core import checks, late, mismatch, placement, replicas, trees
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -24,8 +24,6 @@ PyTree = Any
 _WHO = "Checkpointer"
 # The type in which a checksum reads the words of a leaf, by their size in bytes.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-# NamedTuples around or inside states that are not the state of a part.
-_NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 # Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
 
@@ -100,15 +98,17 @@ class Checkpointer:
           ValueError: if devices hold different values of an array that is marked as replicated.
           RuntimeError: if the save before this one failed in the background.
         """
+        checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
         leaves = _named(state)
         for name, leaf in leaves.items():
             got, hint = f"{type(leaf).__name__} at {name}", "Make it one with jnp.asarray."
             fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
             checks.require(_WHO, "state", got, allowed, fits, hint, TypeError)
+        mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
         replicas.require_stacked(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
-        record |= {"parts": _parts(state), "versions": versions}
+        record |= {"parts": mismatch.parts(state), "versions": versions}
         # JSON changes tuples and integer keys, which must happen before the checksum.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
@@ -180,7 +180,7 @@ class Checkpointer:
         step = self._existing(step)
         record = self._record(step)
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
-        if unlike := _unlike(record, _parts(target), _named(saved)):
+        if unlike := _unlike(record, mismatch.parts(target), _named(saved)):
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -277,31 +277,24 @@ def _named(state: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def _parts(state: PyTree) -> list[str]:
-    """Return the names of the state classes of a chain, outer before inner."""
-    node = jax.tree_util.default_registry.flatten_one_level(state)
-    inside = [part for child in (node[0] if node else ()) for part in _parts(child)]
-    name = type(state).__name__
-    return [name, *inside] if hasattr(state, "_fields") and name not in _NO_PARTS else inside
-
-
 def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
     """Return how parts and leaves of a target differ from a saved record; "" if they match."""
     was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
     named = {field for name in was.keys() - now.keys() for field in name.split("/")}
     saved = record.get("parts", [part for field, part in _FIELDS.items() if field in named])
+    versions = record.get("versions", {"boostax": "0.2 or before"})
+    by = ", ".join(map(" ".join, versions.items()))
     if saved != parts and (saved or "parts" in record):
-        by = record.get("versions", {}).get("boostax", "0.2 or before")
         rows = {name: late.told(f"boostax.{name}") or "" for name in saved if name not in parts}
         gone = " ".join(f"{name}: {text}" for name, text in rows.items() if " gone" in text)
         hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
         both = [", ".join(x) or "no part" for x in (saved, parts)]
-        return f"saved by boostax {by} with {both[0]}, got {both[1]}. {hint}"
+        return f"saved by {by} with {both[0]}, got {both[1]}. {hint}"
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
     hint = "Take the chain and the model that saved it; if only the number of replicas differs, "
-    return f"{'; '.join(lines)}. {hint}reshard=True." if names else ""
+    return f"{'; '.join(lines)}. It was saved by {by}. {hint}reshard=True." if names else ""
 
 
 def _without_empty(state: PyTree) -> PyTree:

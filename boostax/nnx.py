@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, replicas, trees
+from boostax._core import axes, checks, mismatch, replicas, trees
 from boostax._core.replicas import PerReplica
 from boostax._core.trees import all_finite
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
+from boostax.accumulate.window import flush
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
@@ -90,7 +92,7 @@ class Optimizer(nnx.Optimizer[_M]):
         **more: Any,
     ):
         self.freezing = tx if isinstance(tx, ScheduledFreeze) else None
-        self.axis_name = axis_name
+        self.axis_name, self.shard_optimizer = axis_name, shard_optimizer
         self.mesh: Any = None
         self.more = more
         if axis_name is not None:
@@ -206,6 +208,52 @@ class Optimizer(nnx.Optimizer[_M]):
         nnx.update(self.opt_state, nnx.state(opt_state, **self.more))
         self.step[...] += 1
         return jax.tree.map(jnp.subtract, new, params)
+
+    def flush(self, model: _M) -> None:
+        """Apply the last, partial window to the model in place, as ``boostax.flush`` does."""
+        new, opt_state = flush(self.tx, self, nnx.state(model, self.wrt, **self.more))
+        nnx.update(model, new)
+        nnx.update(self.opt_state, nnx.state(opt_state, **self.more))
+
+    def set_state(self, state: PyTree) -> None:
+        """Replace ``opt_state`` in place by a state of the same chain; outside ``nnx.jit`` placed.
+
+        Args:
+          state: arrays or variables, from a checkpoint, ``boostax.reshard_state``, ... . ``step``
+            is not changed.
+
+        Raises:
+          TypeError, ValueError: the state of another chain, of other params, or of another number
+            of replicas.
+        """
+        own = nnx.as_pure(self.opt_state)
+        state = mismatch.require_like(_WHO, "state", trees.arrays(state), own)
+        # An array that is placed nowhere goes along with the others.
+        stays = lambda y: isinstance(y, Tracer) or not y.committed  # noqa: E731
+        place = lambda x, y: x if stays(y) else jax.device_put(x, y.sharding)  # noqa: E731
+        nnx.update(self.opt_state, nnx.state(jax.tree.map(place, state, own), **self.more))
+
+    def migrate(self, model: _M, tx: optax.GradientTransformation) -> Any:
+        """Go on with another chain in place, by ``boostax.migrate_state``; call it on the host.
+
+        Args:
+          model: the model that is trained.
+          tx: the new chain, as the class takes it.
+
+        Returns:
+          The ``MigrationReport``.
+
+        Raises:
+          As ``boostax.migrate_state``; the optimizer is then unchanged.
+        """
+        from boostax.config.migrate import migrate_state
+
+        how: Any = {"axis_name": self.axis_name, "shard_optimizer": self.shard_optimizer}
+        new: Any = Optimizer(model, tx, wrt=self.wrt, **how, **self.more)
+        state, report = migrate_state(self, new.tx, nnx.state(model, self.wrt, **self.more))
+        new.set_state(state)
+        self.tx, self.freezing, self.opt_state = new.tx, new.freezing, new.opt_state
+        return report
 
     def _split(self, model: Any) -> tuple[Any, ...]:
         """Return the graph, then the arrays of trained params, keys, other params and the rest."""

@@ -3,17 +3,20 @@
 import functools
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
 from memory import temporary_bytes
 from reducing import mesh_of
 
 import boostax
+from boostax._core import trees
 from boostax.model import average_params, averaged_params
 from boostax.testing import drawn
 from boostax.testing._arrays import assert_same, example_grads, poison
@@ -237,6 +240,21 @@ def test_around_stored_params_the_masters_are_averaged(form):
     assert (masters == wanted[-1]).all() and masters.dtype == jnp.float32
     found = averaged_params(state, masters)
     np.testing.assert_allclose(found, np.mean(wanted, dtype=np.float64), rtol=1e-7)
+
+
+def test_a_whole_module_is_averaged_where_it_has_params():
+    """Defect guarded against: ``pytree structure error`` for functions beside the params."""
+    tx = average_params(SGD, "lawa", size=2)
+    net, norm = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    for module, given in ((net, eqx.filter(net, eqx.is_array)), (norm, nnx.state(norm, nnx.Param))):
+        params = trees.arrays(given)
+        new, state = boostax.apply_gradients(tx, params, tx.init(params), params)
+        found = averaged_params(state, module)
+        assert jax.tree.structure(found) == jax.tree.structure(trees.arrays(module))
+        wanted = trees.named(averaged_params(state, new))
+        assert all(np.array_equal(dict(trees.named(found))[name], x) for name, x in wanted)
+        with pytest.raises(ValueError, match="params must be those of the optimizer, got none at"):
+            averaged_params(state, {"other": jnp.ones(2)})
 
 
 def test_what_cannot_be_averaged_or_read_is_refused():

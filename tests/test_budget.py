@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 556,
-    "boostax/_core": 2437,
-    "boostax/accumulate": 571,
+    "boostax": 573,
+    "boostax/_core": 2491,
+    "boostax/accumulate": 573,
     "boostax/chain": 304,
-    "boostax/config": 974,
+    "boostax/config": 995,
     "boostax/freeze": 487,
     "boostax/inspect": 1368,
-    "boostax/model": 561,
+    "boostax/model": 567,
     "boostax/precision": 1277,
     "boostax/reduce": 1724,
     "boostax/subspace": 703,
     "boostax/testing": 832,
-    "boostax/train": 1172,
+    "boostax/train": 1195,
     "examples": 1500,
-    "tests": 19727,
+    "tests": 19889,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 12966
+LIBRARY = 13089
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -356,3 +356,112 @@ def test_a_loss_that_is_no_floating_scalar(result, has_aux):
     f = boostax.value_and_grad(lambda w, x: result, has_aux=has_aux)
     with pytest.raises(TypeError, match="value_and_grad: the result of loss_fn must be"):
         f(jnp.ones(2), (), jnp.ones(2))
+
+
+# What is handed to a call at run time.
+
+W = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+X = jnp.ones((8, 4))
+ADAM = optax.adam(0.1)
+SCALED, SUMMED = boostax.dynamic_loss_scale(ADAM), boostax.accumulate(ADAM, 2)
+OTHER, SCALE = optax.sgd(0.1, 0.9).init(W), SCALED.init(W)
+APPLY, UPDATE = boostax.apply_gradients, SUMMED.update
+ORACLE = boostax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2))
+STEP = boostax.make_train_step(ORACLE.loss_fn, ADAM)
+SUMS = boostax.make_train_step(ORACLE.loss_fn, SUMMED)
+
+
+def given(**changes):
+    return STEP.init(W)._replace(**changes)
+
+
+def misplaced(what, found):
+    return f"{what} must be without an optimizer state, got one with {found}"
+
+
+def donated(tree):
+    jax.tree.map(lambda x: x.delete(), tree := jax.tree.map(jnp.copy, tree))
+    return tree
+
+
+def plain(tree):
+    """A state as serialisers write it."""
+    if hasattr(tree, "_asdict"):
+        return {name: plain(value) for name, value in tree._asdict().items()}
+    return [*map(plain, tree)] if isinstance(tree, tuple) else tree
+
+
+LEAVES = r"opt_state must be of the leaves .*, got others at \['0/mu/b'.*migrate_state\(opt_state"
+WINDOW = "opt_state must be that of AccumulateState, Window, ScaleByAdamState, got that of "
+MOVED = rf"{WINDOW}LossScaleState, ScaleByAdamState\. boostax\.migrate_state\(opt_state, tx, para"
+CLASSES = r"must be in its classes, got a dict.* boostax\.migrate_state\(opt_state, tx, params\)"
+GONE = r"arguments must be not yet donated, got \['{}.* go on with what it returned"
+NO_STATE = r"TrainStep: state must be a TrainState, got 'dict'\. step\.init\(params\)"
+HANDED = [
+    (of(STEP, given(params={"w": W["w"]}), X), f"TrainStep: {LEAVES}"),
+    (of(STEP, given(params=W | {"c": X}), X), "TrainStep: .* others at .'0/mu/c'"),
+    (of(STEP, given(opt_state=OTHER), X), r"ScaleByAdamState, got .* TraceState\. bo"),
+    (of(STEP, given(opt_state=(ADAM.init(W), ())), X), "'0/0/count'.*migrate_state"),
+    (of(SUMS, given(opt_state=SCALE), X), f"TrainStep: {MOVED}"),
+    (of(SUMS.flush, given(opt_state=SCALE)), f"flush: {MOVED}"),
+    (of(APPLY, SUMMED, W, SCALE, W), f"apply_gradients: {MOVED}"),
+    (of(boostax.flush, SUMMED, SCALE, W), f"flush: {MOVED}"),
+    (of(UPDATE, W, SCALE, W), f"accumulate: {MOVED}"),
+    (of(UPDATE, W, SCALE), f"accumulate: {MOVED}"),
+    (of(STEP, W, X), NO_STATE),
+    (of(STEP, plain(given()), X), NO_STATE),
+    (of(STEP, X, given()), misplaced("batch", ".*TrainState.*state, batch")),
+    (of(STEP.init, ADAM.init(W)), misplaced("params", "optax.*Adam.* is step.init")),
+    (of(STEP.init, given()), misplaced("params", "boostax.*TrainState")),
+    (of(SCALED.init, ADAM.init(W)), "init: " + misplaced("params", "optax.*Adam")),
+    (of(ORACLE, W, X, SCALE), misplaced("batch", "bo.*LossScaleState.*opt_state, b")),
+    (of(ORACLE, SCALE, W, X), misplaced("params", "bo.*LossScaleState")),
+    (of(ORACLE, W, X), r"must be \(params, opt_state, batch\), .* opt_state is \(\) where"),
+    (of(APPLY, W, SCALE, W, SCALED), "tx must be an .*'dict'. The call is boostax.apply"),
+    (of(APPLY, ADAM, W, W, ADAM.init(W)), misplaced("params", "optax.*Adam")),
+    (of(UPDATE, W, W, SUMMED.init(W)), misplaced("params", "bo.*Accumulate")),
+    (of(boostax.flush, SCALE, SCALED, W), "flush: tx must .* The call is boostax.flush"),
+    (of(boostax.migrate_state, W, SCALED, SCALE), misplaced("params", "boostax.*Loss")),
+    (of(UPDATE, W, W, W), "got that of dict. Restore it into tx.init.params"),
+    (of(APPLY, ADAM, W, plain(ADAM.init(W)), W), "Adam.*, got that of list"),
+    (of(boostax.metrics, plain(SCALE)), CLASSES),
+    (of(ORACLE, W, plain(SCALE), X), CLASSES),
+    (of(SCALED.update, W, plain(SCALE), W), "got that of dict. Restore it into tx.init"),
+    (of(boostax.flush, SCALED, plain(SCALE), W), "flush.* got that of dict. Restore it"),
+    (of(boostax.reshard_state, plain(SCALE), 2), CLASSES),
+    (of(STEP, donated(given()), X), f"TrainStep: {GONE.format('state/step')}"),
+    (of(STEP, given(), donated(X)), f"TrainStep: {GONE.format('batch')}"),
+    (of(ORACLE, donated(W), (), X), GONE.format("params/b")),
+    (of(APPLY, SGD, W, SGD.init(W), donated(W)), GONE.format("params/b")),
+    (of(boostax.migrate_state, donated(SCALE), SUMMED, W), GONE.format("state/scale")),
+    (of(boostax.reshard_state, donated(SCALE), 2), GONE.format("state/scale")),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), HANDED, ids=[message for _, message in HANDED])
+def test_a_call_names_what_is_wrong_in_what_it_is_handed(call, message):
+    """Defect guarded against: ``AttributeError`` for a state of another chain, which names none."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_a_state_on_other_devices_is_refused():
+    tx = optax.chain(boostax.all_reduce(), ADAM)
+    step = boostax.make_train_step(ORACLE.loss_fn, tx, mesh=ONE)
+    state = jax.device_put(step.init(W), jax.devices()[1])
+    with pytest.raises(ValueError, match=r"on the mesh of the step.* jax\.device_put\(state, ste"):
+        step(state, X)
+    step(jax.device_put(state, step.shardings(state)), X)
+
+
+def test_a_right_state_of_another_structure_passes_and_an_error_of_others_stays():
+    def failing(updates, state, params=None):
+        raise KeyError("mine")
+
+    tx = optax.chain(optax.clip(1.0), ADAM, optax.GradientTransformation(lambda p: (), failing))
+    for call in (of(APPLY, tx, W), of(boostax.accumulate(tx, 1).update, W)):
+        state = tx.init(W) if call.func is APPLY else boostax.accumulate(tx, 1).init(W)
+        with pytest.raises(KeyError, match="mine"):
+            call(state, W)
+    # Orbax restores an empty state as None.
+    APPLY(optax.chain(optax.clip(1.0), ADAM), W, (None, ADAM.init(W)), W)

@@ -402,3 +402,60 @@ def test_metadata_of_the_state_say_where_it_is(kind):
     assert len(named) == len(arrays) and any(x.ndim == 3 for x in arrays)
     for spec, x in zip(named, arrays, strict=True):
         assert NamedSharding(x.sharding.mesh, spec).is_equivalent_to(x.sharding, x.ndim)
+
+
+def same(one, other):
+    pairs = zip(*map(jax.tree.leaves, nnx.as_pure((one, other))), strict=True)
+    assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+def windowed(axis):
+    adam = optax.adam(optax.warmup_constant_schedule(0.0, 0.1, 10))
+    return boostax.accumulate(optax.chain(boostax.int8_reduce(), adam) if axis else adam, 4)
+
+
+def warmed(axis, kind=AxisType.Auto):
+    """A model after five calls of a window of four, and its optimizer."""
+    mesh, batch = a_mesh(4, kind), rows(0)
+    model = placed(nnx.Linear(64, 4, rngs=nnx.Rngs(0)), mesh)
+    optimizer = Optimizer(model, windowed(axis), wrt=nnx.Param, axis_name=axis)
+    for _ in range(5):
+        train_step(model, optimizer, jax.device_put(batch, NamedSharding(mesh, P(axis))))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("axis", [None, "data"])
+def test_a_changed_chain_goes_on_in_place_as_the_functional_form_does(axis):
+    """Defect guarded against: counts, an open window and a scale began anew, and none came back."""
+    model, optimizer = warmed(axis)
+    variables, tx = nnx.state(model, nnx.Param), boostax.dynamic_loss_scale(windowed(axis))
+    params = nnx.as_pure(variables)
+    pure = boostax.on_mesh(tx, params, axis_name=axis) if axis else tx
+    expected = boostax.migrate_state(nnx.as_pure(optimizer.opt_state), pure, params)
+    same(boostax.migrate_state(optimizer, pure, variables)[0], expected[0])
+    assert optimizer.migrate(model, tx) == expected[1] and not expected[1].dropped
+    same(optimizer.opt_state, expected[0])
+    nnx.jit(lambda model, optimizer: optimizer.flush(model))(model, optimizer)
+    flushed = jax.jit(lambda state: boostax.flush(pure, state, params))(expected[0])
+    same((nnx.state(model, nnx.Param), optimizer.opt_state), flushed)
+    counts = boostax.metrics(optimizer)
+    assert (counts["optimizer_steps"], counts["micro_step"]) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_state_is_put_back_for_another_number_of_replicas(kind):
+    old, model = warmed("data", kind)[1], nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+    model = placed(model, a_mesh(2, kind))
+    new = Optimizer(model, windowed("data"), wrt=nnx.Param, axis_name="data")
+    where = jax.tree.map(lambda x: x.sharding, nnx.as_pure(new.opt_state))
+    for other, message in (
+        (old, r"shaped \(2, 4\) at .*boostax\.reshard_state\(state, n\)"),
+        (optax.trace(0.9).init(nnx.state(model)), r"that of TraceState\. boostax\.migrate_state"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            new.set_state(other)
+    half = boostax.reshard_state(old, 2)
+    same(half, boostax.reshard_state(jax.device_get(nnx.as_pure(old.opt_state)), 2))
+    new.set_state(half)
+    same(new.opt_state, half)
+    assert where == jax.tree.map(lambda x: x.sharding, nnx.as_pure(new.opt_state))

@@ -499,10 +499,8 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
                 f"{who}: gradients must be local to each replica, but the leaf {_name(path)!r} is "
-                f"already equal over the axes {', '.join(missing)}: under check_vma=True jax.grad "
-                "sums the gradient of replicated params over the replicas, and a mean over it "
-                "would multiply the learning rate by their number. Differentiate with respect to "
-                "boostax.train.local_params(params, axis_name), or use boostax.value_and_grad."
+                f"already equal over the axes {', '.join(missing)}: checked, jax.grad sums it. Use "
+                "boostax.value_and_grad, or jax.grad of boostax.train.local_params(params, axis)."
             )
 
 

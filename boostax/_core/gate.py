@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, mismatch, trees
 from boostax._core.describe import Stepped
 from boostax._core.placement import settled
 
@@ -122,10 +122,12 @@ class GatedUpdate:
     Attributes:
       step: see ``Step``.
       flush: see ``Flush``.
+      init: the ``init`` beside it, which an error compares a state with.
     """
 
     step: Step
     flush: Flush
+    init: Any = dataclasses.field(default=None, kw_only=True)
 
     @property
     def description(self) -> Any:
@@ -136,12 +138,15 @@ class GatedUpdate:
         self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: PyTree
     ) -> Stepped:
         """Return updates in the dtypes of the params, if there are params, else in f32 or wider."""
-        return self.step(Pending(updates), state, params, apply=False, **extra_args)
+        like, call = updates if params is None else params, "tx.update(grads, state, params)"
+        given = getattr(self.description, "name", "update"), call, self, state, like
+        with mismatch.explaining(mismatch.require_state, *given):
+            return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
 def gated(init: Any, step: Step, flush: Flush) -> Extended:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
-    return Extended(init, GatedUpdate(step, flush))
+    return Extended(init, GatedUpdate(step, flush, init=init))
 
 
 def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
@@ -160,6 +165,7 @@ def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
 
 def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
     """Make the first state of the transformation inside a gate."""
+    mismatch.require_order("init", "tx.init(params)", params=params)
     return tx.init(params_for(tx, params))
 
 
@@ -288,17 +294,13 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     if missing:
         raise ValueError(
             f"{who}: axis_name must name all axes over which what is inside communicates, got "
-            f"{names or None}, and inside something is sent over {missing}. Replicas that decide "
-            "separately deadlock in that collective, or average values from different steps. Pass "
-            "them in axis_name."
+            f"{names or None}, and inside something is sent over {missing}. Pass them in "
+            "axis_name: replicas that decide alone deadlock in that collective."
         )
-    if names and sent.isdisjoint(names) and names[0] not in seen:
-        raise ValueError(
-            f"{who}: axis_name must be left out where nothing inside reduces, got {names}. Local "
-            f"gradients want a reduction inside, such as boostax.all_reduce({names[0]!r}): "
-            "otherwise the replicas' params diverge; gradients that are reduced before want no "
-            "axis_name."
-        )
+    reduced = not names or not sent.isdisjoint(names) or names[0] in seen
+    allowed = "left out where nothing inside reduces"
+    hint = f"Local gradients want a reduction inside, such as boostax.all_reduce({names[:1]})."
+    checks.require(who, "axis_name", names, allowed, reduced, hint)
 
 
 Branch = Callable[..., PyTree]

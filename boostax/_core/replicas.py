@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, handshake, mismatch, trees
 
 PyTree = Any
 # The shape and spec of each param, by its path.
@@ -64,8 +64,7 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
     allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
     hint = (
-        "boostax.reshard_state(state, n) takes a state to n replicas, "
-        "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
+        "boostax.reshard_state(state, n) takes it to n; stack_replicas(tx.init(params), n) is new."
     )
     checks.require(who, "state", got[:6], allowed, not got, hint)
 
@@ -83,10 +82,8 @@ def require_stacked(who: str, state: PyTree) -> None:
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
             raise ValueError(
-                f"{who}: state must lead with the replicas where it differs per replica, got an "
-                f"array of another value on each device at {name!r}. Under jax.pmap stack the "
-                "state for all devices, with in_axes and out_axes 0; in jax.shard_map give it "
-                "boostax.states.state_specs."
+                f"{who}: state must lead with the replicas where it differs, got more at {name!r}. "
+                "Use jax.pmap with in_axes and out_axes 0, jax.shard_map with states.state_specs."
             )
 
 
@@ -99,11 +96,7 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[str, Any]]:
 
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
     """Refuse arrays of a state that are not shaped like the gradients, and would broadcast."""
-    hint = (
-        "tx.init(params) makes it. What differs per replica leads with the replicas outside of a "
-        "mapped function, boostax.states.stack_replicas(state, n), and not inside, "
-        "boostax.states.enter_replica(state)."
-    )
+    hint = "boostax.states.enter_replica(state) is of one replica, stack_replicas(state, n) of all."
     kept = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(kept))
     trees.require_shapes(who, what, kept, grads, hint)
 
@@ -327,9 +320,9 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     before you change the number of replicas.
 
     Args:
-      state: an optimizer state or a whole ``TrainState``, as it is outside a mapped function. Pass
-        the state as a whole, because a part of it does not show what stands inside the window
-        around it.
+      state: an optimizer state, that of an NNX optimizer included, or a whole ``TrainState``, as it
+        is outside a mapped function. Pass the state as a whole, because a part of it does not show
+        what stands inside the window around it.
       replicas: the new number of replicas.
       within: for ``adasum_delta(within=...)``, whose state is equal on all devices of a server: the
         new number of devices of a server. Each server takes the mean over the part it covers.
@@ -352,6 +345,8 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
     allowed, hint = f"a multiple of within={within}", "within is the number of devices of a server."
     checks.require("reshard_state", "replicas", replicas, allowed, not replicas % within, hint)
+    state = trees.arrays(state)
+    mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
     summed = shares(state)
     # States name the parts that are equal inside a server by a method ``servers()``.
@@ -372,7 +367,10 @@ def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
     """Return a per-replica part for other replicas, by the rule of ``reshard_state``."""
 
     def spread(x: jax.Array) -> jax.Array:
-        old = x.shape[0]
+        old, where = x.shape[0], getattr(x, "sharding", None)
+        if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+            # Replicas cannot be picked from a dimension that is typed as sharded.
+            x = jax.device_put(x, NamedSharding(where.mesh, PartitionSpec(None, *where.spec[1:])))
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[np.arange(replicas) * old // replicas]
         ends = lambda n: np.arange(n + 1) / n  # noqa: E731

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from boostax._core import axes, checks, jaxprs
 
 PyTree = Any
+LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is their new value.
 OVERWRITE = "_overwrite_with_gradient"
 
@@ -345,19 +346,18 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         # Most paths need no text of their own, which takes longer.
         if not carried and OVERWRITE in str(path) and overwritten(path):
-            raise ValueError(
-                f"{who}: gradients must be gradients, got the new value of a leaf at "
-                f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
-                "leaves and passes on the others."
-            )
+            got = f"the new value of a leaf at {path_name(path)!r}"
+            hint = "Put boostax.carry around the whole optimizer: it sets such leaves."
+            raise ValueError(checks.message(who, "gradients", "gradients", got, hint))
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
-            raise TypeError(
-                f"{who}: gradients must be floating or complex arrays, got {kind} at "
-                f"{path_name(path) or 'the root'!r}. Take such leaves out of the params that are "
-                "trained: eqx.partition, wrt= of nnx.Optimizer, or a tree without them."
+            got, allowed = (
+                f"{kind} at {path_name(path) or 'the root'!r}",
+                "floating or complex arrays",
             )
+            hint = "Take such leaves out of the trained params: eqx.partition, or wrt= of NNX."
+            raise TypeError(checks.message(who, "gradients", allowed, got, hint))
 
 
 def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
@@ -372,13 +372,16 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
 
 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Return every node that ``wanted`` accepts; see ``nodes``."""
-    return list(filter(wanted, nodes(tree)))
+    """Return every node that ``wanted`` accepts; see ``nodes``. Refuse a state made a dict."""
+    found = nodes(tree)
+    lost = any(isinstance(node, dict) and "inner_state" in node for node in found)
+    checks.require("boostax", "a state", "a dict", "in its classes", not lost, LOST, TypeError)
+    return list(filter(wanted, found))
 
 
 def telling(tree: PyTree, *methods: str) -> list[Any]:
     """Return the states that have all methods of these names; see ``nodes``."""
-    return [node for node in nodes(tree) if all(callable(getattr(node, x, None)) for x in methods)]
+    return find(tree, lambda node: all(callable(getattr(node, x, None)) for x in methods))
 
 
 def nodes(tree: PyTree) -> list[Any]:
@@ -388,7 +391,7 @@ def nodes(tree: PyTree) -> list[Any]:
     Variables of NNX are replaced by their arrays; see ``arrays``.
     """
     found: list[Any] = []
-    waiting = [tree]
+    waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
     flatten = jax.tree_util.default_registry.flatten_one_level
     while waiting:
         node = waiting.pop()
@@ -402,7 +405,11 @@ def nodes(tree: PyTree) -> list[Any]:
 
 
 def arrays(tree: PyTree) -> PyTree:
-    """Replace the variables of NNX by their arrays; return a tree without variables unchanged."""
+    """Replace the variables of NNX by their arrays, and an optimizer of NNX by its state.
+
+    A tree without variables is returned unchanged.
+    """
+    tree = tree.opt_state if hasattr(tree, "wrt") else tree
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
     if not any(map(_is_variable, leaves)):
         return tree

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, noise_scale, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, noise_scale, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, require_like
@@ -437,8 +437,10 @@ def flush(
       >>> float(w)
       -2.0
     """
-    tx = optax.with_extra_args_support(tx)
-    params = trees.arrays(params)
+    opt_state, params = trees.arrays(opt_state), trees.arrays(params)
     own = trees.without_gradient(trees.aside(params), True)
-    new, opt_state = gate.flush_inner(tx, trees.arrays(opt_state), own, extra_args)
+    given = "flush", "boostax.flush(tx, opt_state, params)", tx, opt_state, own
+    with mismatch.explaining(mismatch.require_state, *given):
+        tx = optax.with_extra_args_support(tx)
+        new, opt_state = gate.flush_inner(tx, opt_state, own, extra_args)
     return trees.put_back(new, params), opt_state

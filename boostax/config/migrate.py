@@ -19,7 +19,8 @@ import numpy as np
 import optax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from boostax._core import axes, checks, trees
+from boostax import states
+from boostax._core import axes, checks, mismatch, trees
 from boostax._core.describe import variants_of
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
@@ -89,9 +90,10 @@ def migrate_state(
     ``inject_hyperparams`` and bases. The report notes the differences.
 
     Args:
-      old_state: the saved state, in its own classes, with a dimension of replicas if it comes from
-        a ``TrainState``. It is not changed.
-      new_tx: the transformation that continues the run.
+      old_state: the saved state, that of an NNX optimizer included, with a dimension of replicas
+        if it comes from a ``TrainState``. It is not changed. If a serialiser has made dicts and
+        lists of it, its classes are found by the names of their fields.
+      new_tx: the transformation that continues the run, that of ``boostax.on_mesh`` included.
       params: the params that it trains; ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
         none. If the replicas add up an open window, each of them gets a part of it.
@@ -127,6 +129,8 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     hint = "Pass state.opt_state and state.params, and put the result back with _replace."
     got, fits = type(old_state).__name__, not isinstance(old_state, TrainState)
     checks.require(WHO, "old_state", got, "an optimizer state", fits, hint, TypeError)
+    old_state, params = trees.arrays(old_state), trees.arrays(params)
+    mismatch.require_order(WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
     if replicas is not None:
         checks.positive_int(WHO, "replicas", replicas, "It is the size of the replica axis.")
     if isinstance(params, PerReplica):
@@ -135,12 +139,18 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     with axes.binding(axes.UNNAMED):
         first, notes = new_tx.init(params), list[str]()
     # Moments are carried over in f32, whatever dtype stores them.
+    saved, old_state = old_state, _classed(old_state, first)
+    if jax.tree.structure(saved) != jax.tree.structure(old_state):
+        notes.append("old_state has no classes: they are found by the names of its fields.")
     fresh, old_state = widened(first), widened(old_state)
     news = read(fresh, params)
     wanted = dict.fromkeys(type(y.state) for y in news)
     olds = read(translated(old_state, {*wanted}, notes), params)
-    count = _count_replicas(olds, replicas)
+    # The state of on_mesh leads with the replicas already.
+    stacked = _count_replicas(news, None)
+    count = _count_replicas(olds, stacked or replicas)
     olds = [x if x.replicas is None else x._replace(replicas=count) for x in olds]
+    news = [x if x.replicas is None else x._replace(replicas=stacked) for x in news]
     _require_same_params(olds, news)
     found = Sources()
     for cls in wanted:
@@ -154,6 +164,26 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
     return state, _report(olds, news, found, notes)
+
+
+def _classed(tree: PyTree, like: PyTree) -> PyTree:
+    """Return a state that a serialiser has made dicts of in its classes.
+
+    A dict whose keys are the fields of a class in ``like``, of boostax or of Optax becomes one.
+    """
+    known = [*map(type, trees.nodes(like)), *vars(states).values(), *vars(optax).values()]
+    fields = {frozenset(x._fields): x for x in reversed(known) if getattr(x, "_fields", ())}
+
+    def visit(x: Any) -> Any:
+        if type(x) in (list, tuple):
+            return type(x)(map(visit, x))
+        inside = {key: visit(y) for key, y in x.items()} if type(x) is dict else {}
+        if inside and inside.keys() == {*map(str, range(len(inside)))}:  # Flax writes tuples so.
+            return tuple(inside[str(i)] for i in range(len(inside)))
+        cls = fields.get(frozenset(inside))
+        return cls(**inside) if cls else inside or x
+
+    return visit(tree)
 
 
 def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
@@ -375,10 +405,10 @@ def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, stale: bool, not
 def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, int]) -> jax.Array:
     """Return a new buffer for an array of the new state."""
     x, leads = (old or leaf).value, old and old.replicas
-    if leaf.replicas is not None and leads is not None:
-        # The new state's array is not placed on the replicas yet; only the old one is.
-        return _copy(x, x)
-    value = _copy(x[0] if leads else x, leaf.value)
+    if leaf.replicas is not None and (leads is not None or (leaf.replicas and old is None)):
+        # Without a mesh the new state's array is not placed yet; only the old one is.
+        return _copy(x, leaf.value if leaf.replicas else x)
+    value = _copy(x[0] if leads else x, x if leaf.replicas else leaf.value)
     if leaf.replicas is None:
         return value
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
@@ -387,7 +417,8 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, i
     checks.require(WHO, "replicas", None, "given", not lost, hint)
     if not replicas:
         return value
-    return spread_anew(PerReplica(value[None]), replicas, summed).local
+    spread = spread_anew(PerReplica(value[None]), replicas, summed).local
+    return _copy(spread, leaf.value) if leaf.replicas else spread
 
 
 def _copy(x: jax.Array, like: jax.Array) -> jax.Array:

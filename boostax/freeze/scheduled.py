@@ -381,8 +381,8 @@ def scheduled_freeze(
 
         return _changed(freezing, params, depth, close, params, state)
 
-    update = FreezingUpdate(step_fn, flush_fn, freezing)
-    return ScheduledFreeze(functools.partial(_init, freezing), update)
+    init = functools.partial(_init, freezing)
+    return ScheduledFreeze(init, FreezingUpdate(step_fn, flush_fn, freezing, init=init))
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

@@ -226,9 +226,10 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       opt_state: any state that holds one of ``average_params``.
-      params: the current params, which give the dtypes: with ``boostax.precision.store`` inside,
-        its ``masters(params, opt_state)`` give the average in f32. They are returned unchanged
-        before any params are taken in, and for leaves that are not averaged (``boostax.carry``).
+      params: the current params, or the whole Equinox module; they give the dtypes: with
+        ``boostax.precision.store`` inside, its ``masters(params, opt_state)`` give the average in
+        f32. They are returned unchanged before any params are taken in, and for leaves that are not
+        averaged (``boostax.carry``).
 
     Returns:
       A tree like ``params``. Cost: a copy of the params, and a read of the average or snapshots.
@@ -247,15 +248,22 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
     allowed = "one with an AverageParamsState"
     checks.require(who, "opt_state", "no such", allowed, bool(found), hint)
     params, averaged = trees.arrays(params), found[0].averaged
+    # A module has the paths of its params, and other leaves.
+    averages = dict(trees.named(found[0].averages))
+    hint = "They are the averaged ones, or their module."
+    odd = sorted(averages.keys() - trees.names(params))
+    checks.require(who, "params", f"none at {odd[:4]}", "those of the optimizer", not odd, hint)
 
-    def mean(kept: jax.Array, p: jax.Array) -> jax.Array:
-        if jnp.ndim(kept) == jnp.ndim(p):
-            return kept
-        # Slots that are not yet written are zero.
-        count = jnp.clip(averaged, 1, len(kept))
-        total = kept.astype(trees.wide_dtype(kept)).sum(0)
-        return total / count.astype(total.real.dtype)
+    def new(path: Any, p: Any) -> Any:
+        kept = averages.get(name := trees.path_name(path))
+        if kept is None:
+            return p
+        if jnp.ndim(kept) > jnp.ndim(p):
+            # Slots that are not yet written are zero.
+            count = jnp.clip(averaged, 1, len(kept))
+            total = kept.astype(trees.wide_dtype(kept)).sum(0)
+            kept = total / count.astype(total.real.dtype)
+        trees.require_shapes(who, "params", {name: p}, {name: kept}, hint)
+        return jnp.where(averaged > 0, kept.astype(p.dtype), p)
 
-    means = jax.tree.map(mean, trees.unmasked(found[0].averages, params), params)
-    trees.require_shapes(who, "params", params, means, "They are the averaged ones.")
-    return jax.tree.map(lambda a, p: jnp.where(averaged > 0, a.astype(p.dtype), p), means, params)
+    return jax.tree_util.tree_map_with_path(new, params)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, mismatch, trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import is_per_replica
 
@@ -50,6 +50,15 @@ def apply_gradients(
       >>> float(w)
       0.5
     """
+    who, call = "apply_gradients", "boostax.apply_gradients(tx, grads, opt_state, params)"
+    with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params):
+        return applied(tx, grads, opt_state, params, extra_args)
+
+
+def applied(
+    tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    """Do the work of ``apply_gradients``, for callers that explain errors themselves."""
     peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
     weight = extra_args.get("weight") if peers else None
     hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."

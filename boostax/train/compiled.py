@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, mismatch, trees
 from boostax._core.describe import asked, variants_of
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import own_rows
@@ -23,7 +23,7 @@ from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
 from boostax.precision.policy import Policy
-from boostax.train.apply import apply_gradients, metrics
+from boostax.train.apply import applied, metrics
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
 from boostax.train.oracle import Oracle
@@ -114,6 +114,7 @@ class TrainStep:
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         trees.require_arrays(params, "make_train_step")
+        mismatch.require_order("make_train_step", "step.init(params)", params=params)
         if self.policy is not None:
             params = self.policy.store_params(params)
         with axes.binding(self.names):
@@ -160,22 +161,24 @@ class TrainStep:
           >>> float(metrics["loss"]), float(state.params)
           (0.5, 1.75)
         """
-        args = self._placed(batch, given)
-        programs = self._of(state)
-        if not self._varies_on_host(state):
-            return programs.jitted("step", None)(state, *args)
-        depth = programs.coming(state.opt_state)
-        part = programs.part(depth)
-        small, reported = programs.jitted("step", depth)(part.take(state), *args)
-        state = part.put(state, small)
-        programs.coming.follow(state.opt_state)
-        return state, reported
+        with mismatch.explaining(self._explain, state, batch):
+            args = self._placed(batch, given)
+            programs = self._of(state)
+            if not self._varies_on_host(state):
+                return programs.jitted("step", None)(state, *args)
+            depth = programs.coming(state.opt_state)
+            part = programs.part(depth)
+            small, reported = programs.jitted("step", depth)(part.take(state), *args)
+            state = part.put(state, small)
+            programs.coming.follow(state.opt_state)
+            return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
-        depth, programs = self._coming(state), self._of(state)
-        part = programs.part(depth)
-        return part.put(state, programs.jitted("flush", depth)(part.take(state)))
+        with mismatch.explaining(self._explain, state):
+            depth, programs = self._coming(state), self._of(state)
+            part = programs.part(depth)
+            return part.put(state, programs.jitted("flush", depth)(part.take(state)))
 
     def jitted(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
@@ -258,10 +261,26 @@ class TrainStep:
 
     def _require_fit(self, state: TrainState) -> None:
         """Refuse an optimizer state of other params, which could broadcast unnoticed."""
-        make = lambda p: stack_replicas(self._unplaced(p, None, None).opt_state, self.replicas)  # noqa: E731
-        wanted = jax.eval_shape(make, local_types(state.params))
+        wanted = jax.eval_shape(self._stacked, local_types(state.params))
         hint = "It is of other params: step.init makes one."
         trees.require_shapes("TrainStep", "opt_state", state.opt_state, wanted, hint)
+
+    def _stacked(self, params: PyTree) -> PyTree:
+        """Return the first optimizer state for the params of one replica."""
+        return stack_replicas(self._unplaced(params, None, None).opt_state, self.replicas)
+
+    def _explain(self, state: Any, batch: PyTree = ()) -> None:
+        """Refuse a state that this step did not make, and arguments in another order."""
+        who, call = "TrainStep", "step(state, batch)"
+        mismatch.require_order(who, call, batch=batch, state=state)
+        fits, hint = hasattr(state, "opt_state"), "step.init(params) makes, and restores, one."
+        checks.require(who, "state", type(state).__name__, "a TrainState", fits, hint, TypeError)
+        tx = optax.GradientTransformation(self._stacked, self.tx.update)
+        mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))
+        devices = self.mesh and {*self.mesh.devices.flat}
+        away = [x.sharding for x in jax.tree.leaves(state) if x.sharding.device_set != devices][:1]
+        hint, allowed = "jax.device_put(state, step.shardings(state)).", "on the mesh of the step"
+        checks.require(who, "state", f"one at {away}", allowed, not (devices and away), hint)
 
 
 class Programs:
@@ -351,7 +370,7 @@ class Programs:
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
         extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
-        params, opt_state = apply_gradients(self._tx, grads, opt_state, params, **extra)
+        params, opt_state = applied(self._tx, grads, opt_state, params, extra)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # An overflow in the forward pass reaches statistics of the model before any gradient.

@@ -164,14 +164,11 @@ def specs_of(
     owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
     leaves = params.local if is_per_replica(params) else params
     for path, x in jax.tree_util.tree_leaves_with_path(leaves):
-        spec = place.spec(path)
-        if spec is None:
-            raise ValueError(
-                f"{_WHO}: params must have the paths of those that on_mesh was given, got "
-                f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
-                "optimizer is given. A Python number that jit traces is placed like the rest, "
-                "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
-            )
+        spec: Any = place.spec(path)
+        name, allowed = trees.path_name(path), "with the paths of those that on_mesh was given"
+        got = f"another, {name or 'the root'!r}"
+        hint = "Place a Python number that jit traces, jnp.asarray, or use equinox.filter_jit."
+        checks.require(_WHO, "params", got, allowed, spec is not None, hint)
         owners[path] = x.shape, spec
     shared_out = place.replicas if shard_optimizer else None
     of_params = replicas.specs_like(owners, params, place.names)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, degrees, handshake, jaxprs, trees
+from boostax._core import axes, checks, degrees, handshake, jaxprs, mismatch, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
@@ -35,6 +35,7 @@ from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
 _WHO = "value_and_grad"
+_CALL = "boostax.value_and_grad(loss_fn)(params, opt_state, batch)"
 _ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
 # Hints for a loss that does not take an argument, by argument.
 _TAKEN = {
@@ -183,8 +184,16 @@ class Oracle:
         allowed, fits = "(params, opt_state, batch)", len(batch) == 1
         got = ("params", "opt_state", *["batch"] * len(batch))
         hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
-        checks.require(_WHO, "arguments", got, allowed, fits, hint if batch else _ROWS, TypeError)
+        hint = hint if batch else f"opt_state is () where nothing scales the loss. {_ROWS}"
+        checks.require(_WHO, "arguments", got, allowed, fits, hint, TypeError)
         (given_batch,) = batch
+        given_all = {"params": params, "opt_state": opt_state, "batch": given_batch}
+        with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **given_all):
+            return self._taken(params, opt_state, given_batch, active, kwargs)
+
+    def _taken(
+        self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
+    ) -> tuple[Any, PyTree]:
         whole, params = params, trees.aside(params)
         said: PyTree = True
         if active is not True:
@@ -408,10 +417,8 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @called.def_vmap
     def rule(size: int, batched: Any, *args: PyTree) -> Any:
         del size, batched, args
-        raise ValueError(
-            "value_and_grad: loss_at must be given params that are the same on all "
-            "replicas, got some that differ. Reduce the gradients first."
-        )
+        allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
+        raise ValueError(checks.message(_WHO, "loss_at", allowed, "some that differ", hint))
 
     return called
 
@@ -471,9 +478,8 @@ def _require_own(program: Any, names: tuple[str, ...]) -> None:
     if inside:
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas itself "
-            f"(jax.grad of lax.psum or lax.pmean), got one over {', '.join(sorted(inside))}, whose "
-            "gradient would be multiplied by their number. Average the gradient, not what it is "
-            "taken of: lax.pmean(jax.grad(local_loss)(x), axis)."
+            f"(jax.grad of lax.psum or lax.pmean), got one over {', '.join(sorted(inside))}. "
+            "Average the gradient, not what it is taken of: lax.pmean(jax.grad(local)(x), axis)."
         )
 
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explain the error of a call by its arguments: another chain's state, exchanged or donated ones.
+
+A state is compared with what ``init`` makes only after a call has failed. So a call costs nothing,
+and a state passes that is right in another structure, such as ``None`` for an empty state.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from boostax._core import checks, trees
+
+PyTree = Any
+# NamedTuples around or inside states that are not the state of a part.
+_NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
+_MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
+
+
+@contextlib.contextmanager
+def explaining(look: Callable[..., None], *args: Any, **given: Any) -> Generator[None]:
+    """Raise what ``look(*args, **given)`` raises in place of an error within.
+
+    An error of boostax names an argument already, so only a ``TypeError`` replaces it.
+    """
+    ours = lambda error: re.match(r"[\w.]+: .+ must ", str(error), re.DOTALL)  # noqa: E731
+    try:
+        yield
+    except Exception as error:
+        try:
+            look(*args, **given)
+        except Exception as said:
+            if ours(said) and (isinstance(said, TypeError) or not ours(error)):
+                raise said from error
+        raise
+
+
+def parts(state: PyTree) -> list[str]:
+    """Return the names of the state classes of a chain, outer before inner."""
+    names = (type(x).__name__ for x in trees.nodes(state) if hasattr(x, "_fields"))
+    return [name for name in names if name not in _NO_PARTS]
+
+
+def require_order(who: str, call: str, **given: PyTree) -> None:
+    """Refuse donated arrays, and an optimizer state in another argument's position."""
+    leaves = ((name, x) for name, x in trees.named(given) if not isinstance(x, Tracer))
+    gone = [name for name, x in leaves if getattr(x, "is_deleted", bool)()]
+    hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
+    checks.require(who, "arguments", f"{gone[:4]} donated", "not yet donated", not gone, hint)
+    for what, tree in given.items():
+        names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
+        found = (x for x in names if re.match(r"(optax|boostax)\..*State$", x))
+        got, hint = "" if "state" in what else next(found, ""), f"The call is {call}."
+        allowed = "without an optimizer state"
+        checks.require(who, what, f"one with {got}", allowed, not got, hint, TypeError)
+
+
+def require_state(who: str, call: str, tx: Any, opt_state: PyTree, params: PyTree) -> None:
+    """Refuse arguments in another order, and a state that is not as ``tx.init`` makes it."""
+    allowed, fits = "an optax.GradientTransformation", hasattr(tx, "init")
+    checks.require(who, "tx", type(tx).__name__, allowed, fits, f"The call is {call}.", TypeError)
+    require_order(who, call, opt_state=opt_state, params=params)
+    wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
+    require_like(who, "opt_state", opt_state, wanted)
+
+
+def require_like(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTree:
+    """Return a state in the containers of ``wanted``; refuse other parts, leaves or shapes."""
+    mine, theirs = (", ".join(parts(x)[:8]) for x in (state, wanted))
+    got, allowed = f"that of {mine or type(state).__name__}", f"that of {theirs}"
+    hint, error = (_MOVES, ValueError) if mine else (trees.LOST, TypeError)
+    checks.require(who, what, got, allowed, mine == theirs, hint, error)
+    odd = sorted({*trees.names(state)} ^ {*trees.names(wanted)})
+    got, hint = f"others at {odd[:4]}", f"Params and state come from the same init. {_MOVES}"
+    checks.require(who, what, got, "of the leaves that tx.init(params) makes", not odd, hint)
+    state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
+    hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
+    trees.require_shapes(who, what, state, wanted, hint)
+    return state
