@@ -111,6 +111,9 @@ def choices(case: Case) -> dict[str, str]:
         "reduction": "none" if case.placement == "single" else case.reduction,
         "optimizer": f"{case.optimizer}, decay {case.decay}",
         "freezing": "yes" if case.frozen else "no",
+        "door": case.face,
+        "loss": ", ".join(x for x in ("terms", "numbers") if getattr(case, x)) or "one number",
+        "a leaf without elements": "yes" if case.empty else "no",
         "moved in mid-run": moves,
         "bad gradients": "yes" if case.bad else "no",
     }
