@@ -86,6 +86,11 @@ def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
     return [[x.jaxpr if isinstance(x, kinds[1]) else x for x in programs] for programs in found]
 
 
+def has(program: jaxprs.ClosedJaxpr, primitive: str) -> bool:
+    """Return whether a program, or a body in it, has an operation of this name."""
+    return any(eqn.primitive.name == primitive for eqn, _ in equations(program.jaxpr))
+
+
 def equations(
     program: jaxprs.Jaxpr | Sequence[jaxprs.JaxprEqn],
     context: Any = None,

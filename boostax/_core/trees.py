@@ -52,7 +52,7 @@ def wide_dtype(x: Any) -> np.dtype[Any]:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Without x64 a NumPy array of f64 becomes f32, so its own dtype is not the right one.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
-    if not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
+    if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
     return np.dtype(np.float32)
 

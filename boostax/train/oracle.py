@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, degrees, handshake, jaxprs, mismatch, trees
+from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
@@ -351,7 +351,9 @@ class Oracle:
         program, run = _read(of_trained, trained)
         if self.mesh is not None:
             _require_own(program, self.names)
-        if watch is not None:
+        if watch is not None and interpret.has(program, interpret.CUSTOM[1]):
+            from boostax._core import degrees
+
             # A keyword may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
             watch(degrees.nonlinear(program, sure))

@@ -20,8 +20,8 @@ from boostax.train.gather import Gather
 from boostax.train.oracle import value_and_grad
 
 PyTree = Any
-# The findings in a chain by its ``update``, and by the policy and the axes of a step.
-_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
+# The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
+_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[list[Any], bool]]] = weakref.WeakKeyDictionary()
 
 
 @checks.arguments
@@ -135,19 +135,20 @@ def _judge(step: TrainStep) -> bool:
         known = _JUDGED.setdefault(step.tx.update, {})
     except TypeError:  # a callable that has no weak references, or no hash
         known = {}
-    # The modules that read chains are loaded with the first step, not with the library.
-    from boostax.chain.findings import findings, scales
-    from boostax.chain.parts import read, rows
-
     if (step.policy, step.names) not in known:
-        found = findings(rows(read(step.tx)), step)
-        known[step.policy, step.names] = sorted(found, key=lambda x: not x.certain)
-    for finding in known[step.policy, step.names]:
+        # The modules that read chains are loaded with the first step, not with the library.
+        from boostax.chain.findings import findings, scales
+        from boostax.chain.parts import read, rows
+
+        found = sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain)
+        known[step.policy, step.names] = found, scales(step.tx)
+    found, scaled = known[step.policy, step.names]
+    for finding in found:
         if finding.certain:
             allowed = "a chain whose parts fit each other and the step"
             raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
         warnings.warn(f"make_train_step: {finding}", stacklevel=3)
-    return scales(step.tx)
+    return scaled
 
 
 def _warn_of_rules(known: set[str], rules: list[str]) -> None:
