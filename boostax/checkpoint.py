@@ -294,7 +294,12 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
     hint = "Take the chain and the model that saved it; if only the number of replicas differs, "
-    return f"{'; '.join(lines)}. It was saved by {by}. {hint}reshard=True." if names else ""
+    hint += "reshard=True."
+    plain = [{name.replace("/local/", "/") for name in tree} for tree in (was, now)]
+    if plain[0] == plain[1] and was.keys() != now.keys():
+        hint = "One of them is on a mesh. Restore it as it was saved, or by reshard=True on a mesh "
+        hint += "of one device; then boostax.migrate_state(state.opt_state, tx, params) moves it."
+    return f"{'; '.join(lines)}. It was saved by {by}. {hint}" if names else ""
 
 
 def _without_empty(state: PyTree) -> PyTree:

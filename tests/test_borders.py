@@ -270,3 +270,45 @@ def test_no_mend_of_lost_updates_leads_to_another_refusal():
         with pytest.raises(ValueError, match=r"count_lost_updates\(store\(...\)\)"):
             store(count(sgd), params=kind).init(low)
     count(store(sgd)).init(low)
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize(
+    "spec", [P("data"), P("model"), P(None, None, "data"), P("data", "data"), "data"], ids=repr
+)
+def test_a_spec_that_does_not_fit_names_its_param(mesh, spec, abstract):
+    """Elsewhere the last shard of an uneven tied embedding was never trained.
+
+    https://github.com/pytorch/pytorch/issues/176076
+    """
+    tx, specs = optax.chain(boostax.all_reduce(), optax.sgd(0.1)), {"rows": spec, "w": P()}
+    step = boostax.make_train_step(loss, tx, mesh=mesh, param_specs=specs)
+    params = {"rows": jnp.zeros((10, 8)), "w": jnp.zeros(8)}
+    said = r"param rows must be sharded over axes of the step's mesh.* for shape \(10, 8\)"
+    with pytest.raises(ValueError, match=said):
+        step.init(jax.eval_shape(lambda: params) if abstract else params)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 4, "model": 2}], ids=["rows", "columns"])
+@pytest.mark.parametrize("slices", [1, "stacked"])
+def test_a_loop_on_an_explicit_mesh_splits_its_rows(slices, sizes):
+    """A batch on the host, or split in another way, is split as in a train step.
+
+    https://github.com/google/flax/issues/5172
+    """
+    kinds, seen, last = (AxisType.Explicit,) * len(sizes), [], "model" if "model" in sizes else None
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+    def scaled(w, x):
+        seen.append(jax.typeof(x).sharding.spec[-1])
+        return jnp.mean((w * x) ** 2)
+
+    x = np.float32(np.random.default_rng(0).normal(size=(2, 8, 6)[slices == 1 :]))
+    w = jax.device_put(jnp.ones(6), NamedSharding(mesh, P(last)))
+    split = NamedSharding(mesh, P(*[None] * (x.ndim - 1), last))
+    oracle = boostax.value_and_grad(scaled, mesh=mesh, axis_name="data", microbatches=slices)
+    for rows in (x, jax.device_put(x, split)):
+        _, grads = jax.jit(oracle)(w, (), rows)
+        wanted = 2 * np.mean(np.float64(x) ** 2, tuple(range(x.ndim - 1))) / 6
+        np.testing.assert_allclose(np.mean(grads.local, 0), wanted, rtol=1e-6)
+    assert seen[-1] == last

@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 573,
-    "boostax/_core": 2491,
+    "boostax": 578,
+    "boostax/_core": 2500,
     "boostax/accumulate": 573,
     "boostax/chain": 304,
     "boostax/config": 995,
-    "boostax/freeze": 487,
+    "boostax/freeze": 488,
     "boostax/inspect": 1368,
     "boostax/model": 567,
     "boostax/precision": 1277,
-    "boostax/reduce": 1724,
+    "boostax/reduce": 1725,
     "boostax/subspace": 703,
     "boostax/testing": 832,
-    "boostax/train": 1195,
+    "boostax/train": 1208,
     "examples": 1500,
-    "tests": 19889,
+    "tests": 19998,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13089
+LIBRARY = 13118
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

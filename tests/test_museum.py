@@ -221,6 +221,90 @@ def an_amax_of_the_last_micro_batch():
     return 10.0, float(summed["amax"]), float(ours["amax"])
 
 
+def a_schedule_that_counts_skipped_steps():
+    """A weight after an overflow and a gradient of -1, with rates 1, ½, ... The optimizer skipped
+    the first step and did not report it, so the schedule went on.
+
+    https://github.com/huggingface/accelerate/issues/4242
+    """
+    opt, grads = optax.sgd(lambda step: 0.5**step), jnp.float32([np.inf, -1.0])
+    w, state = ZERO, opt.init(ZERO)
+    for grad in grads:
+        updates, state = opt.update(grad, state, w)
+        w = jnp.where(jnp.isfinite(grad), optax.apply_updates(w, updates), w)
+    return 1.0, float(w), closed(boostax.skip_bad_steps(opt), grads)
+
+
+def closed(tx, grads):
+    """A weight that begins at 0 and takes these gradients; then an open window is closed."""
+    w, state = ZERO, tx.init(ZERO)
+    for grad in grads:
+        w, state = boostax.apply_gradients(tx, grad, state, w)
+    return float(boostax.flush(tx, state, w)[0])
+
+
+def a_window_cut_short():
+    """A step over the last two micro-batches of an epoch, in windows of four. Their sum was divided
+    by four; elsewhere it was dropped.
+
+    https://github.com/modelscope/ms-swift/pull/10084
+    https://github.com/tracel-ai/burn/issues/5695
+    """
+    grads = jnp.float32([-1.0, -3.0])
+    return 2.0, -float(grads.sum() / 4), closed(boostax.accumulate(optax.sgd(1.0), 4), grads)
+
+
+def a_bad_micro_batch_in_the_divisor():
+    """A step over four micro-batches, one of which is not finite. It was left out of the sum, which
+    was divided by four.
+
+    https://github.com/mflux-community/mflux/pull/447
+    """
+    grads = jnp.float32([-1.0, np.nan, -1.0, -1.0])
+    tx = boostax.skip_bad_steps(boostax.accumulate(optax.sgd(1.0), 4))
+    return 1.0, -float(jnp.nansum(grads) / 4), closed(tx, grads)
+
+
+def frozen_gradients_in_the_norm():
+    """A gradient of 4 clipped to 1, beside a frozen param whose gradient is 3. The norm counted the
+    frozen param, so what was trained was clipped too far.
+
+    https://github.com/AI-Hypercomputer/maxtext/pull/5285
+    """
+    loss = lambda p, _: 3 * p["a"] + 4 * p["b"]  # noqa: E731
+    params, clip = {"a": ZERO, "b": ZERO}, optax.clip_by_global_norm(1.0)
+    each = {"frozen": optax.set_to_zero(), "trained": optax.sgd(1.0)}
+    peer = optax.chain(clip, optax.partition(each, {"a": "frozen", "b": "trained"}))
+    plain, _ = peer.update(jax.grad(loss)(params, ()), peer.init(params))
+    tx = boostax.scheduled_freeze(optax.chain(clip, optax.sgd(1.0)), ["a"], 1)
+    state, active = tx.init(params), tx.active(params, 1)
+    _, grads = boostax.value_and_grad(loss)(params, state, ZERO, active=active)
+    ours, _ = boostax.apply_gradients(tx, grads, state, params, depth=1)
+    return 1.0, -float(plain["b"]), -float(ours["b"])
+
+
+def replicated_leaves_in_the_norm():
+    """A gradient of 4 of a whole param, clipped to 1, beside a sharded one whose norm is 3. The
+    squares of the whole param were added once for each shard.
+
+    https://github.com/NVIDIA-NeMo/RL/pull/3788
+    https://github.com/mindspore-ai/hyper-parallel/issues/279
+    """
+
+    def plain(shard):
+        squares = jnp.sum(shard**2) + 16.0
+        return 4.0 / jnp.sqrt(jax.lax.psum(squares, "data"))
+
+    loss = lambda p, rows: 3 * p["shards"][0] + 4 * p["whole"] + 0 * rows.sum()  # noqa: E731
+    mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = optax.chain(boostax.all_reduce(), optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    specs = {"shards": P("data"), "whole": P()}
+    step = boostax.make_train_step(loss, tx, mesh=mesh, param_specs=specs)
+    state = step.init({"shards": jnp.zeros(REPLICAS), "whole": ZERO})
+    state, _ = step(state, jnp.zeros(REPLICAS))
+    return 0.8, on_replicas(plain, jnp.float32([3.0, 0.0])), -float(state.params["whole"])
+
+
 EXHIBITS = (
     tokens_of_a_window,
     tokens_of_the_replicas,
@@ -231,6 +315,11 @@ EXHIBITS = (
     clipped_in_f16,
     one_key_for_all,
     an_amax_of_the_last_micro_batch,
+    a_schedule_that_counts_skipped_steps,
+    a_window_cut_short,
+    a_bad_micro_batch_in_the_divisor,
+    frozen_gradients_in_the_norm,
+    replicated_leaves_in_the_norm,
 )
 
 

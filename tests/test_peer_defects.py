@@ -215,3 +215,29 @@ def test_the_sum_and_the_params_reach_the_inner_optimizer_in_f32():
         seen.append(float(getattr(state, "inner_opt_state" if tx is peer else "inner_state")))
     np.testing.assert_allclose(seen[1], 1.3 + 3 * 2.0**-9, rtol=2e-7)
     assert abs(seen[0] - seen[1]) > 2.0**-9
+
+
+KEEPERS = (optax.contrib.dog, optax.contrib.prodigy, lambda _: optax.contrib.cocob())
+AROUND = {
+    "accumulate": lambda tx: boostax.accumulate(tx, 2),
+    "dynamic_loss_scale": boostax.dynamic_loss_scale,
+    "average_params": boostax.model.average_params,
+    "store": boostax.precision.store,
+    "carry": lambda tx: boostax.carry(tx, {"b": "last"}),
+    "scheduled_freeze": lambda tx: boostax.scheduled_freeze(tx, ["a"], 0),
+    "adasum_delta": lambda tx: boostax.reduce.adasum_delta(tx, "data"),
+    "local_updates": lambda tx: boostax.reduce.local_updates(tx, "data", every=2, outer=tx),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_first_state_can_be_donated_beside_its_params(keeper, around):
+    """Some states of Optax hold the first params themselves, and JAX donates no buffer twice.
+
+    https://github.com/google-deepmind/optax/pull/1059
+    https://github.com/google/flax/issues/5461
+    """
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    held = jax.tree.leaves((params, AROUND[around](keeper(1.0)).init(params)))
+    assert len({x.unsafe_buffer_pointer() for x in held}) == len(held)

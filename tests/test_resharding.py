@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,3 +83,22 @@ def test_another_number_without_leave_or_another_model_is_refused(
         checkpointer.save(1, made("residual", 8).init(example.init_params()))
         with pytest.raises(ValueError, match=message):
             checkpointer.restore(made("residual", 4).init(params), reshard=reshard)
+
+
+def test_a_window_of_a_mesh_is_moved_to_a_step_without_one(tmp_path):
+    """Restoring refuses, and its message says how: the open window keeps its mean."""
+    step, params = made("window", 4), example.init_params()
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(optax.chain(optax.identity(), ADAM), 3))
+    alone = boostax.make_train_step(example.loss_fn, tx)
+    state, _ = step(step.init(params), batch(0))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        said = "reshard=True on a mesh of one device; then boostax"
+        with pytest.raises(ValueError, match=said):
+            checkpointer.restore(alone.init(params), reshard=True)
+        moved, _ = checkpointer.restore(made("window", 1).init(params), reshard=True)
+    opt_state, _ = boostax.migrate_state(moved.opt_state, tx, moved.params)
+    assert jax.tree.structure(opt_state) == jax.tree.structure(alone.init(params).opt_state)
+    summed = state.opt_state.inner_state.window.local.grads
+    wanted = jax.tree.map(lambda x: np.mean(x, 0), summed)
+    chex.assert_trees_all_close(opt_state.inner_state.window.grads, wanted, rtol=1e-6)

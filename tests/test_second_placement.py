@@ -90,5 +90,5 @@ def test_params_of_another_mesh():
     state = run(step, placed(four, "HSDP"))
     assert state.params["w"].sharding.is_equivalent_to(NamedSharding(eight, SPECS["HSDP"]["w"]), 2)
     narrow = make(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)))
-    with pytest.raises(ValueError, match=r"params must be sharded over axes of the step's mesh"):
+    with pytest.raises(ValueError, match=r"param b must be sharded over axes of the step's mesh"):
         narrow.init(placed(eight, "columns"))

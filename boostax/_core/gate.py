@@ -166,12 +166,12 @@ def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
 def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
     """Make the first state of the transformation inside a gate."""
     mismatch.require_order("init", "tx.init(params)", params=params)
-    return tx.init(params_for(tx, params))
+    return trees.first_state(tx, params_for(tx, params))
 
 
 def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> Any:
     """Make the first state of an optimizer that ``who`` wraps; refuse one with a gate inside."""
-    state = tx.init(trees.at_least_float32(params))
+    state = trees.first_state(tx, trees.at_least_float32(params))
     require_no_gate(who, state)
     return state
 

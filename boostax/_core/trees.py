@@ -41,6 +41,22 @@ def at_least_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(widened, tree)
 
 
+def first_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
+    """Return the first state of ``tx``, in which leaves shared with ``params`` are copied.
+
+    Some states of Optax keep the first params (``contrib.dog``, ``prodigy``), and donation refuses
+    a buffer that two arguments share.
+    """
+    taken = {id(x) for x in jax.tree.leaves(params)}
+
+    def own(x: Any) -> Any:
+        shared = isinstance(x, jax.Array) and id(x) in taken
+        taken.add(id(x))
+        return jnp.array(x, copy=True) if shared else x
+
+    return jax.tree.map(own, tx.init(params))
+
+
 def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
     """Return ``x`` in a strong dtype; an array that already has it is returned unchanged."""
     if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):

@@ -145,7 +145,8 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     plan, shared = freezing.plan(params), freezing.moments == "shared"
     wide = gate.params_for(freezing.tx, params)
     kept = plan.drawn[:1] if shared else plan.drawn
-    states = tuple(freezing.tx.init(trees.masked(wide, plan.active(depth))) for depth in kept)
+    trained_at = [trees.masked(wide, plan.active(depth)) for depth in kept]
+    states = tuple(trees.first_state(freezing.tx, active) for active in trained_at)
     _check_inner(states, plan.drawn, freezing.moments)
     for depth in plan.drawn if shared else ():
         freezing.cut(params, depth)

@@ -383,8 +383,9 @@ def adasum_delta(
         return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        inner_state = axes.to_varying(tx.init(trees.at_least_float32(params)), replicas)
-        return AdasumDeltaState(PerReplica(inner_state), wanted.init(params))
+        inner_state = trees.first_state(tx, trees.at_least_float32(params))
+        inner_state = PerReplica(axes.to_varying(inner_state, replicas))
+        return AdasumDeltaState(inner_state, wanted.init(params))
 
     @describe("adasum", "adasum", names)
     def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:

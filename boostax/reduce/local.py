@@ -48,7 +48,7 @@ class _Own(NamedTuple):
 
     def init(self, params: PyTree) -> replicas.PerReplica:
         """Return the optimizer's first state, per replica and in f32 or wider."""
-        state = self.tx.init(trees.at_least_float32(params))
+        state = trees.first_state(self.tx, trees.at_least_float32(params))
         _require_no_gate(self.who, gate.has_gate(state))
         return replicas.PerReplica(axes.to_varying(state, self.names))
 
@@ -217,7 +217,7 @@ def local_updates(
         checks.require(who, "params", got, allowed, common, hint)
         wide = trees.at_least_float32(params)
         since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        anchor, outer_state = jax.tree.map(_copy, params), outer_tx.init(wide)
+        anchor, outer_state = jax.tree.map(_copy, params), trees.first_state(outer_tx, wide)
         inner = replica.init(params)
         return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, inner)
 

@@ -431,7 +431,7 @@ def dim_reduce(
 
     def init_fn(params: PyTree) -> DimReduceState:
         rows, explained, mean = _kept(basis, params, narrow)
-        rest = () if outside is None else outside.init(trees.at_least_float32(params))
+        rest = () if outside is None else trees.first_state(outside, trees.at_least_float32(params))
         return _fresh(rows, explained, mean if how.towards_mean else None, params, rest)
 
     @describe(_WHO, "subspace", names, inner=inner)

@@ -401,6 +401,7 @@ class Oracle:
             count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
+            batch = gathered(self.mesh, names, batch, self.rows)
             args = gathered(self.mesh, names, params), batch, given, *more
             # Outside jit JAX maps some axes of a mesh alone only where it checks types.
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -447,15 +448,18 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
     return loss
 
 
-def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
-    """Gather params so that they are whole on every replica.
+def gathered(
+    mesh: Any, names: tuple[str, ...], tree: PyTree, rows: PartitionSpec = PartitionSpec()
+) -> PyTree:
+    """Gather params so that they are whole on every replica; split a batch's ``rows`` over them.
 
-    XLA gathers params that are sharded over the replica axes; an Explicit mesh needs a ``reshard``.
+    XLA moves what is sharded in another way; an Explicit mesh needs a ``reshard``.
     """
-    if is_per_replica(params) or AxisType.Explicit not in mesh.axis_types:
-        return params
-    whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
+    if is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types:
+        return tree
+    rest = lambda x: without(jax.typeof(x).sharding.spec, names)[len(rows) :]  # noqa: E731
+    spec = lambda x: NamedSharding(mesh, PartitionSpec(*rows, *rest(x)))  # noqa: E731
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec(x)), tree)
 
 
 def _read(fn: Callable[[PyTree], Any], trained: PyTree) -> tuple[Any, Callable[[PyTree], Any]]:

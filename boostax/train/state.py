@@ -77,6 +77,8 @@ class Placing:
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
         checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
+        for (name, x), spec in zip(trees.named(state.params), jax.tree.leaves(specs), strict=True):
+            self._require_fits(name, x, spec)
         here = dataclasses.replace(self, param_specs=specs)
         if owns_params(state.opt_state):
             state = state._replace(params=PerReplica(state.params))
@@ -106,22 +108,27 @@ class Placing:
         if self.param_specs is not None:
             return self.param_specs
 
-        def found(x: Any) -> PartitionSpec:
+        def found(path: Any, x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
             if not isinstance(sharding, NamedSharding):
                 return PartitionSpec()
             if sharding.mesh != self.mesh:
-                self._require_known(sharding.spec)
+                self._require_fits(trees.path_name(path), x, sharding.spec)
             return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
 
-        return jax.tree.map(found, params)
+        return jax.tree_util.tree_map_with_path(found, params)
 
-    def _require_known(self, spec: PartitionSpec) -> None:
-        """Refuse an axis that the step's mesh lacks: the param would come back unsharded."""
-        known = self.mesh.axis_names
-        used = (name for x in spec for name in (x if isinstance(x, tuple) else (x,)) if name)
-        allowed, hint = f"sharded over axes of the step's mesh, {known}", "Pass their mesh to it."
-        checks.require("make_train_step", "params", spec, allowed, set(used) <= set(known), hint)
+    def _require_fits(self, name: str, x: Any, spec: PartitionSpec) -> None:
+        """Refuse a spec by which a param cannot be placed: JAX's errors do not name the param."""
+        try:
+            NamedSharding(self.mesh, spec).shard_shape(x.shape)
+        except Exception as error:
+            allowed = f"sharded over axes of the step's mesh, {dict(self.mesh.shape)}, "
+            allowed += "each used once, that divide the dimensions they shard"
+            got = f"{spec!r} for shape {tuple(x.shape)}"
+            hint = "In param_specs name another dimension, or leave it whole by PartitionSpec()."
+            said = checks.message("make_train_step", f"param {name}", allowed, got, hint)
+            raise ValueError(said) from error
 
     def placement(self, params: PyTree) -> Placement:
         """Return the placement of params."""
