@@ -21,9 +21,7 @@ from boostax.train.oracle import value_and_grad
 
 PyTree = Any
 # The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
-_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, bool]]] = (
-    weakref.WeakKeyDictionary()
-)
+_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, bool]]] = weakref.WeakKeyDictionary()
 
 
 @checks.arguments
