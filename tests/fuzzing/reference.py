@@ -263,8 +263,9 @@ class Reference:
             self.residual = spread(self.residual)
             if self.sums and self.count:
                 self.sums, self.weights = spread(self.sums), share @ self.weights
-                if self.case.weighted:
-                    # All tokens count alike, on however many replicas they were summed.
+                if self.case.weighted or self.case.reduction == "sum":
+                    # All tokens, or all gradients of a sum, count alike, on however many replicas
+                    # they were summed.
                     more = self.replicas / argument
                     self.sums = [{n: s * more for n, s in own.items()} for own in self.sums]
                     self.weights = self.weights * more
