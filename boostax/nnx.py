@@ -91,6 +91,7 @@ class Optimizer(nnx.Optimizer[_M]):
         shard_optimizer: bool = False,
         **more: Any,
     ):
+        checks.transformation(_WHO, "tx", tx)
         self.freezing = tx if isinstance(tx, ScheduledFreeze) else None
         self.axis_name, self.shard_optimizer = axis_name, shard_optimizer
         self.mesh: Any = None

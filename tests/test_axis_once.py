@@ -187,28 +187,7 @@ def of_replica(g):
     return tx.update(g, tx.init(g), g)[0]
 
 
-def two():
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
 FORGOTTEN = {
-    "no reduction": (lambda m: step_of(optax.sgd(0.1), m), "nothing that reduces over the axis 'd"),
-    "no axis, of two": (
-        lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce()), mesh=two()),
-        "make_train_step: axis_name must be among the mesh's axes ('data', 'model'), got None",
-    ),
-    "no mesh": (
-        lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce()), axis_name="data"),
-        "make_train_step: axis_name must be None without a mesh, got 'data'. Pass mesh=",
-    ),
-    "neither": (
-        lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce())).init(PARAMS),
-        "all_reduce: axis_name must be a mesh axis, got None. Name it, all_reduce('data'), or",
-    ),
-    "another axis": (
-        lambda m: step_of(adam(boostax.all_reduce("date")), m),
-        "over the axis 'data' of the step, but over 'date'",
-    ),
     "another axis, on_mesh": (
         lambda m: boostax.on_mesh(
             adam(boostax.all_reduce("date")),
@@ -216,10 +195,6 @@ FORGOTTEN = {
             axis_name="data",
         ).init(jax.device_put(PARAMS, NamedSharding(m, P()))),
         "all_reduce: axis_name must be among the axes of the step around it, ('data',), got ('date",
-    ),
-    "an axis that the mesh lacks": (
-        lambda m: boostax.make_train_step(loss, optax.sgd(0.1), mesh=m, axis_name="dp"),
-        "axis_name must be among the mesh's axes ('data',), got 'dp'",
     ),
     "no on_mesh": (
         lambda m: adam(boostax.all_reduce()).init(PARAMS),

@@ -243,24 +243,6 @@ def test_a_basis_that_is_not_finite_is_not_loaded(tmp_path):
             boostax.subspace.Basis.load(tmp_path / "basis.npz", params)
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: boostax.accumulate(4), r"'every'.*accumulate\(optax.adamw\(1e-3\), every=4\)"),
-        (lambda: boostax.accumulate(4, 2), "inner must be .* not beside it in optax.chain"),
-        (lambda: boostax.dynamic_loss_scale(), r"It takes inner, .*dynamic_loss_scale\(optax"),
-        (lambda: boostax.skip_bad_steps(), r"skip_bad_steps\(optax.adamw"),
-        (lambda: boostax.model.average_params(), "stands around an optimizer, not beside it"),
-        (lambda: boostax.accumulate(optax.sgd(1), every_k_schedule=4), "It takes inner, every"),
-        (lambda: boostax.on_mesh(optax.sgd(1)), r"on_mesh\(optax.adamw\(1e-3\), params\)"),
-        (lambda: boostax.make_train_step(len), r"make_train_step\(loss_fn, optax"),
-    ],
-)
-def test_a_wrapper_written_as_a_link_of_a_chain_is_shown_around_the_optimizer(call, text):
-    with pytest.raises(TypeError, match=text):
-        call()
-
-
 def test_no_mend_of_lost_updates_leads_to_another_refusal():
     low, sgd = {"w": jnp.ones(4, "bfloat16")}, optax.sgd(0.1)
     count, store = boostax.precision.count_lost_updates, boostax.precision.store

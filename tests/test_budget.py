@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 578,
-    "boostax/_core": 2500,
-    "boostax/accumulate": 573,
+    "boostax": 579,
+    "boostax/_core": 2523,
+    "boostax/accumulate": 574,
     "boostax/chain": 304,
-    "boostax/config": 995,
+    "boostax/config": 993,
     "boostax/freeze": 488,
-    "boostax/inspect": 1368,
+    "boostax/inspect": 1369,
     "boostax/model": 567,
     "boostax/precision": 1277,
-    "boostax/reduce": 1725,
+    "boostax/reduce": 1726,
     "boostax/subspace": 703,
     "boostax/testing": 832,
-    "boostax/train": 1208,
+    "boostax/train": 1205,
     "examples": 1500,
-    "tests": 19998,
+    "tests": 20165,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13118
+LIBRARY = 13140
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

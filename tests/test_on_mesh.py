@@ -389,16 +389,6 @@ def test_a_sum_behind_a_reduction_is_refused():
             moved(before, total)
 
 
-@pytest.mark.parametrize("batches", [0, 2])
-def test_a_gradient_is_of_one_batch(batches):
-    """The state is what is forgotten where ``jax.value_and_grad`` stood."""
-    fn = boostax.value_and_grad(lambda w, x: jnp.mean(w * x))
-    hint = "Let loss_fn take the batch" if batches == 0 else "goes into a tuple"
-    must = r"must be \(params, opt_state, batch\), got \('params'.*"
-    with pytest.raises(TypeError, match=must + hint):
-        fn(jnp.ones(2), (), *(jnp.ones(2) for _ in range(batches)))
-
-
 def test_a_loss_that_takes_no_batch_is_named():
     fn = boostax.value_and_grad(lambda w: jnp.mean(w))
     with pytest.raises(

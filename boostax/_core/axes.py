@@ -110,6 +110,8 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
     """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
         return canonical(who, axis_name)
+    hint, fits = "jax.make_mesh((8,), ('data',)) makes one.", hasattr(mesh, "axis_names")
+    checks.require(who, "mesh", mesh, "a jax.sharding.Mesh", fits, hint, TypeError)
     if axis_name is None and len(mesh.axis_names) == 1:
         return tuple(mesh.axis_names)
     names, allowed = canonical(who, axis_name), f"among the mesh's axes {tuple(mesh.shape)}"

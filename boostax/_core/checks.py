@@ -2,11 +2,12 @@
 """Argument checks: each error names the argument, the allowed values, the given value and a fix."""
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ Choice = TypeVar("Choice", bound=str)
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " It stands around an optimizer, not beside it in optax.chain."
+_ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
+# Notes on a call, by one of its arguments; what a user calls an object of a class.
+_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}
+_CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
@@ -78,7 +83,7 @@ def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> 
 def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
     shape = getattr(value, "shape", ())
-    hint = f"{argument}.reshape(()) makes a scalar of one element."
+    hint = f"{argument}.reshape(()) makes a scalar of one element, .sum() of more."
     require(who, argument, shape, "shaped ()", not shape, hint)
 
 
@@ -123,6 +128,12 @@ def require(
         raise error(message(who, argument, allowed, value, hint))
 
 
+def nearest(word: object, words: Iterable[str]) -> str:
+    """Return a hint with the one of ``words`` that is nearest to ``word``."""
+    found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
+    return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
+
+
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
     """Require ``None`` for an argument that has no effect here."""
     require(who, argument, value, allowed, value is None, hint)
@@ -141,25 +152,29 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
 
 def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
     """Bind the arguments of a call; if they do not fit, show a call that does."""
-    signature, who = inspect.signature(factory), factory.__name__
+    signature = inspect.signature(factory)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        wanted = [x for x in signature.parameters.values() if x.default is x.empty]
-        shown = [_SHOWN.get(x.name, x.name) for x in wanted if x.kind is x.POSITIONAL_OR_KEYWORD]
-        known = ", ".join(signature.parameters)
-        hint = _AROUND if "inner" in signature.parameters else ""
-        said = f"{who}: {error}. It takes {known}: {who}({', '.join(shown)}).{hint}"
-        raise TypeError(said) from None
+        who = _CALLS.get(factory.__qualname__.removesuffix(".__call__"), factory.__name__)
+        known = [x for x in signature.parameters.values() if x.name != "self"]
+        wanted = [x.name for x in known if x.default is x.empty and "VAR" not in x.kind.name]
+        shown, names = ", ".join(_SHOWN.get(x, x) for x in wanted), [x.name for x in known]
+        notes = "".join(note for name, note in _NOTES.items() if name in names)
+        allowed, hint = ", ".join(names), f"The call is {who}({shown}).{notes}"
+        raise TypeError(message(who, "arguments", allowed, f"others: {error}", hint)) from None
 
 
 def arguments(factory: Factory) -> Factory:
-    """Make a function show a call that fits where the arguments do not."""
+    """Make a function show a call that fits where the arguments do not; others cost nothing."""
 
     @functools.wraps(factory)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        bind(factory, args, kwargs)
-        return factory(*args, **kwargs)
+        try:
+            return factory(*args, **kwargs)
+        except TypeError:
+            bind(factory, args, kwargs)
+            raise
 
     return checked  # type: ignore[return-value]
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from boostax._core import checks, trees
+from boostax._core import checks, mismatch, trees
 
 PyTree = Any
 Grads = TypeVar("Grads")
@@ -75,6 +75,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
       >>> float(w)
       0.75
     """
+    mismatch.require_order("assume_scaled", "assume_scaled(grads, opt_state)", grads=grads)
     for scale in _scales(opt_state):
         mark = _mark(scale)
         mark.loss = mark.crossed = True

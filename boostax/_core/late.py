@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from boostax._core import checks
+
 
 def late(
     package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()
@@ -30,6 +32,8 @@ def late(
             return importlib.import_module(f"{package}.{name}")
         # Python itself asks modules for names that begin with underscores.
         said = None if name.startswith("__") else told(f"{package}.{name}")
+        if not said and not name.startswith("__"):
+            said = told(f"boostax.{name}") or checks.nearest(name, listed())
         text = f"module {package!r} has no attribute {name!r}"
         raise AttributeError(f"{text}. {said}" if said else text)
 

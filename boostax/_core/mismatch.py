@@ -27,7 +27,7 @@ def explaining(look: Callable[..., None], *args: Any, **given: Any) -> Generator
 
     An error of boostax names an argument already, so only a ``TypeError`` replaces it.
     """
-    ours = lambda error: re.match(r"[\w.]+: .+ must ", str(error), re.DOTALL)  # noqa: E731
+    ours = lambda error: re.match(r"[\w.()]+: .+ must ", str(error), re.DOTALL)  # noqa: E731
     try:
         yield
     except Exception as error:
@@ -59,13 +59,16 @@ def require_order(who: str, call: str, **given: PyTree) -> None:
         checks.require(who, what, f"one with {got}", allowed, not got, hint, TypeError)
 
 
-def require_state(who: str, call: str, tx: Any, opt_state: PyTree, params: PyTree) -> None:
+def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
     """Refuse arguments in another order, and a state that is not as ``tx.init`` makes it."""
     allowed, fits = "an optax.GradientTransformation", hasattr(tx, "init")
     checks.require(who, "tx", type(tx).__name__, allowed, fits, f"The call is {call}.", TypeError)
     require_order(who, call, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_like(who, "opt_state", opt_state, wanted)
+    odd = {*trees.names([getattr(x, "local", x) for x in grads])} - {*trees.names([params])}
+    hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
+    checks.require(who, "grads", sorted(odd)[:4], "at the paths of the params", not odd, hint)
 
 
 def require_like(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTree:

@@ -300,6 +300,7 @@ def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(kept, spec))
 
 
+@checks.arguments
 def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     r"""Return a state for another number of replicas.
 

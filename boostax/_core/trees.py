@@ -390,6 +390,8 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     """Return every node that ``wanted`` accepts; see ``nodes``. Refuse a state made a dict."""
     found = nodes(tree)
+    made, hint = not hasattr(tree, "init"), "Pass what tx.init(params) returned, not tx or a step."
+    checks.require("boostax", "a state", type(tree).__name__, "a tree", made, hint, TypeError)
     lost = any(isinstance(node, dict) and "inner_state" in node for node in found)
     checks.require("boostax", "a state", "a dict", "in its classes", not lost, LOST, TypeError)
     return list(filter(wanted, found))

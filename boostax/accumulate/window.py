@@ -408,6 +408,7 @@ def has_updated(opt_state: PyTree) -> jax.Array:
     return gate.passed(opt_state)
 
 
+@checks.arguments
 def flush(
     tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, PyTree]:

@@ -255,6 +255,7 @@ def _reduction(config: Mapping[str, Any], own: Own) -> tuple[str, Any]:
     return (*users, (asked["kind"], asked))[0]
 
 
+@checks.arguments
 def auto(
     spec: Any,
     *,
@@ -326,7 +327,7 @@ def auto(
     if isinstance(given, str) and given in mindspore.LEVELS and level is None:
         given, level = {}, given
     allowed, fits = "a level, a dictionary, or the path of a .json file", isinstance(given, Mapping)
-    checks.require(_WHO, "spec", given, allowed, fits, keys.nearest(given, mindspore.LEVELS))
+    checks.require(_WHO, "spec", given, allowed, fits, checks.nearest(given, mindspore.LEVELS))
     data = dict(cast("Mapping[str, Any]", given))
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", strict is None or strict)

@@ -8,7 +8,6 @@ schedule, a tree of labels); here functions make them from data that a configura
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import glob
 import inspect
@@ -117,7 +116,7 @@ def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
 def _finish(options: types.SimpleNamespace) -> dict[str, Any]:
     """Find a rule by its name, and train outside of the span by SGD if no optimizer is given."""
     rate, momentum = options.residual_rate, options.residual_momentum
-    checks.choice("", "rule", options.rule, tuple(RULES), nearest(options.rule, RULES))
+    checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
     for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
         checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
@@ -259,7 +258,7 @@ def part(
     given = {x: sequences(y, list) for x, y in given.items()}
     if choose:
         kind = given.pop("kind", before.get("kind", next(iter(kinds))))
-        checks.choice("auto", f"{name}.kind", kind, tuple(kinds), nearest(kind, kinds))
+        checks.choice("auto", f"{name}.kind", kind, tuple(kinds), checks.nearest(kind, kinds))
     factory, chosen = kinds[kind], {"kind": kind} if kind else {}
     who = factory.__name__
     known(given, takes(factory), f"arguments of {who}")
@@ -283,19 +282,13 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
     checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
     words = "among " + ", ".join(map(repr, allowed))
     for key in data:
-        checks.require(who, what, key, words, key in allowed, nearest(key, allowed))
+        checks.require(who, what, key, words, key in allowed, checks.nearest(key, allowed))
 
 
 def flag(who: str, name: str, value: object) -> None:
     """Refuse anything but a bool."""
     fits, hint = isinstance(value, bool), "JSON: true or false."
     checks.require(who, name, value, "True or False", fits, hint, TypeError)
-
-
-def nearest(word: object, words: Iterable[str]) -> str:
-    """Return a hint with the one of ``words`` that is nearest to ``word``."""
-    found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
-    return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ class MigrationReport:
         return "\n".join("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts)
 
 
+@checks.arguments
 def migrate_state(
     old_state: PyTree,
     new_tx: optax.GradientTransformation,

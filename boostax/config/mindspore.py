@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of, table
+from boostax.config.keys import flag, known, part, speaking_of, table
 
 _WHO = "mindspore"
 # The keys of MindSpore, their defaults and the notes.
@@ -83,7 +83,7 @@ def from_mindspore(
     """
     reader = _Reader(strict)
     if level not in LEVELS:
-        words, hint = " or ".join(map(repr, LEVELS)), nearest(level, LEVELS)
+        words, hint = " or ".join(map(repr, LEVELS)), checks.nearest(level, LEVELS)
         reader.ignored("level", level, words, hint, "MindSpore takes it for 'O0'.", "auto")
         level = "O0"
     groups = reader.known(data, KEYS, "keys")
@@ -119,7 +119,7 @@ class _Reader:
         """Return a dictionary without its unknown keys."""
         known(data, allowed if self.strict else data, what, _WHO)
         for key in data.keys() - {*allowed}:
-            hint = nearest(key, allowed)
+            hint = checks.nearest(key, allowed)
             self.notes.append(f"{what}: {key} = {data[key]!r} has no effect: {hint}")
         return {key: value for key, value in data.items() if key in allowed}
 
@@ -147,7 +147,7 @@ class _Reader:
         asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
         mode = asked.pop("mode", "auto")
         modes = tuple(_DATA["modes"])
-        checks.choice(_WHO, "boost.mode", mode, modes, nearest(mode, modes))
+        checks.choice(_WHO, "boost.mode", mode, modes, checks.nearest(mode, modes))
         for name, value in asked.items():
             flag(_WHO, f"boost.{name}", value)
         on: dict[str, Any] = {name: name in LEVELS[level] for name in SWITCHES}

@@ -7,7 +7,7 @@ Each mode is a reduction here; ``docs/coming_from/singa.md`` says how they diffe
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of, table
+from boostax.config.keys import flag, known, part, speaking_of, table
 
 _WHO = "singa"
 # The reduction of each mode, and the options that it uses.
@@ -36,11 +36,11 @@ def singa(options: Any) -> dict[str, Any]:
     known(options, options, "options", _WHO)
     given: dict[str, Any] = dict(options)
     mode = given.pop("dist_option", "plain")
-    checks.choice(_WHO, "dist_option", mode, tuple(_MODES), nearest(mode, _MODES))
+    checks.choice(_WHO, "dist_option", mode, tuple(_MODES), checks.nearest(mode, _MODES))
     kind, *used = _MODES[mode]
     for name, value in given.items():
         allowed = f"left out with {mode!r}, which has {', '.join(map(repr, used))}"
-        hint = "XLA makes the buffers." if name == "buffSize" else nearest(name, used)
+        hint = "XLA makes the buffers." if name == "buffSize" else checks.nearest(name, used)
         checks.require(_WHO, name, value, allowed, name in used, hint)
         if name in ("clipping", "corr", "topK"):
             flag(_WHO, name, value)

@@ -108,6 +108,7 @@ class Explanation:
         return "\n\n".join(filter(None, (aligned(_cells(self.parts)), wrong, "\n".join(notes))))
 
 
+@checks.arguments
 def explain(
     tx: optax.GradientTransformation | TrainStep,
     params: PyTree,

@@ -330,6 +330,7 @@ def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
 Density = float | Mapping[int, float]
 
 
+@checks.arguments
 def top_k_reduce(
     axis_name: axes.AxisName | None = None,
     density: Density = 0.01,

@@ -14,6 +14,7 @@ from boostax._core.replicas import is_per_replica
 PyTree = Any
 
 
+@checks.arguments
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: PyTree,
@@ -51,7 +52,7 @@ def apply_gradients(
       0.5
     """
     who, call = "apply_gradients", "boostax.apply_gradients(tx, grads, opt_state, params)"
-    with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params):
+    with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params, grads):
         return applied(tx, grads, opt_state, params, extra_args)
 
 

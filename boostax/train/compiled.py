@@ -87,6 +87,7 @@ class TrainStep:
         keys = (key for programs in self._programs.values() for key in programs.compiled)
         return tuple(sorted({x for kind, x in keys if kind == "step" and x is not None}))
 
+    @checks.arguments
     def init(
         self, params: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
     ) -> TrainState:
@@ -131,6 +132,7 @@ class TrainStep:
             return jax.tree.map(lambda x: x.sharding, state)
         return self.placing.shardings(state)
 
+    @checks.arguments
     def __call__(
         self, state: TrainState, batch: PyTree, **given: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -184,10 +186,11 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> tuple[Any, tuple[TrainState, PyTree, PyTree]]:
         """Return the ``jax.jit`` function of a call, at a depth, and its arguments."""
-        depth = self._coming(state) if depth is None else depth
-        programs = self._of(state)
-        args = programs.part(depth).take(state), *self._placed(batch, given)
-        return programs.jitted("step", depth), args
+        with mismatch.explaining(self._explain, state, batch):
+            depth = self._coming(state) if depth is None else depth
+            programs = self._of(state)
+            args = programs.part(depth).take(state), *self._placed(batch, given)
+            return programs.jitted("step", depth), args
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree

@@ -171,25 +171,14 @@ class Oracle:
         """Return the spec of a batch."""
         return PartitionSpec(*[None] * (self.count == "stacked"), self.names)
 
+    @checks.arguments
     def __call__(
-        self,
-        params: PyTree,
-        opt_state: PyTree,
-        /,
-        *batch: PyTree,
-        active: PyTree = True,
-        **kwargs: Any,
+        self, params: Any, opt_state: Any, batch: Any, /, *, active: Any = True, **given: Any
     ) -> tuple[Any, PyTree]:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
-        allowed, fits = "(params, opt_state, batch)", len(batch) == 1
-        got = ("params", "opt_state", *["batch"] * len(batch))
-        hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
-        hint = hint if batch else f"opt_state is () where nothing scales the loss. {_ROWS}"
-        checks.require(_WHO, "arguments", got, allowed, fits, hint, TypeError)
-        (given_batch,) = batch
-        given_all = {"params": params, "opt_state": opt_state, "batch": given_batch}
+        given_all = {"params": params, "opt_state": opt_state, "batch": batch}
         with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **given_all):
-            return self._taken(params, opt_state, given_batch, active, kwargs)
+            return self._taken(params, opt_state, batch, active, given)
 
     def _taken(
         self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
@@ -588,11 +577,14 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         # Some callables have no signature that Python can read.
         return
     try:
-        takes.bind_partial(None, None, **kwargs)
+        takes.bind(None, None, **kwargs)
     except TypeError as error:
         name = next((name for name in kwargs if repr(name) in str(error)), "")
         allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
         hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
+        if "missing" in str(error):
+            allowed = f"given all that it takes ({error})"
+            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
         raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
 
 
@@ -628,6 +620,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
     pair = isinstance(result, tuple) and len(result) == 2
     loss: Any = result[0] if has_aux and pair else result
     aux = result[1] if has_aux and pair else Aux()
+    checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
     if pair == has_aux and hasattr(loss, "items") and loss:
         terms = auxiliary.pairs(_WHO, "the terms of the loss", loss)
         return {name: (x.sum(), n.sum()) for name, (x, n) in terms.items()}, aux

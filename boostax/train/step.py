@@ -147,7 +147,7 @@ def _judge(step: TrainStep) -> bool:
         if finding.certain:
             allowed = "a chain whose parts fit each other and the step"
             raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
-        warnings.warn(f"make_train_step: {finding}", stacklevel=3)
+        warnings.warn(f"make_train_step: {finding}", stacklevel=4)
     return scaled
 
 
