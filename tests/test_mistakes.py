@@ -125,9 +125,15 @@ MISTAKES = {
     "on_mesh(mesh=)": (lambda: on_mesh(MEAN, ON_ALL, mesh=MESH), r"on_mesh\(optax.*, params\)"),
     "on_mesh, jax.grad": (lambda: compiled(PLACED, w=ON_ALL), r"value_and_grad\(loss, mesh=mesh\)"),
     "specs of another tree": (lambda: sharded(P("data"), None), r"Use PartitionSpec\(\)"),
-    "specs that do not divide": (lambda: sharded(P("data"), P()), r"P\(\) replicates it"),
-    "specs of another mesh": (lambda: sharded(P("model"), P()), r"P\(\) replicates it"),
-    "specs of other ranks": (lambda: sharded(P(), P(None, "data")), r"P\(\) replicates it"),
+    "specs that do not divide": (
+        lambda: sharded(P("data"), P()),
+        r"leave it whole by PartitionSpec",
+    ),
+    "specs of another mesh": (lambda: sharded(P("model"), P()), r"leave it whole by PartitionSpec"),
+    "specs of other ranks": (
+        lambda: sharded(P(), P(None, "data")),
+        r"leave it whole by PartitionSpec",
+    ),
     "ZeRO on one device": (lambda: step(shard_optimizer=True), "leave it out on one device"),
     "jax.grad in shard_map": (mapped, r"boostax\.train\.local_params\(params, axis\)"),
     # Order

@@ -1,5 +1,6 @@
 """The oracle and the train step: one device, data parallel, weights, keys, model state, aux."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -428,7 +429,9 @@ def test_a_program_with_keywords_is_read_without_a_call():
     assert whole == step.lower(state, shapes, beta=0.1).as_text()
     by_step = boostax.audit(step, state, batch, beta=0.1)
     by_stage = boostax.audit(step.lower(state, batch, beta=0.1))
-    assert by_step.collectives == by_stage.collectives
+    # What has been lowered does not say which of its arguments are params.
+    pairs = zip(by_step.collectives, by_stage.collectives, strict=True)
+    assert all(a == dataclasses.replace(b, uses=a.uses) for a, b in pairs)
     assert boostax.explain(step, state, batch, beta=0.1).parts
     with pytest.raises(ValueError, match="keywords must be left out"):
         boostax.audit(jax.jit(jnp.sin), 1.0, beta=0.1)
