@@ -21,7 +21,7 @@ CEILINGS = {
     "boostax/_core": 2523,
     "boostax/accumulate": 574,
     "boostax/chain": 304,
-    "boostax/config": 993,
+    "boostax/config": 998,
     "boostax/freeze": 488,
     "boostax/inspect": 1369,
     "boostax/model": 567,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 832,
     "boostax/train": 1205,
     "examples": 1500,
-    "tests": 20165,
+    "tests": 20180,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13140
+LIBRARY = 13145
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

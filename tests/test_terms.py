@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,3 +184,13 @@ def test_what_would_not_be_exact_is_refused(words):
     for weight in (None, 3.0, {"ce": 1.0}):
         with pytest.raises(ValueError, match="weight must be given"):
             WINDOW(SGD).update(PARAMS, WINDOW(SGD).init(PARAMS), PARAMS, weight=weight)
+
+
+def test_a_window_of_terms_moves_into_another_chain():
+    """Its dimension of terms was taken for one of replicas."""
+    window = boostax.accumulate(optax.adam(0.1), 3, normalize=("p", "q"), axis_name="data")
+    params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(())}
+    old = boostax.states.stack_replicas(window.init(params), 4)
+    new, report = boostax.migrate_state(old, boostax.skip_bad_steps(window), params)
+    assert not report.dropped
+    chex.assert_trees_all_equal_shapes(new.inner_state, old)

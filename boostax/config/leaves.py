@@ -90,7 +90,8 @@ def read(tree: PyTree, params: PyTree) -> list[Leaf]:
         if jax.tree_util.all_leaves([x]):
             value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
             owner, known = _owner(rel, value.shape, owners), holds(type(state))
-            about = (field, known, field in (known.bound or ()), owner, owners.get(owner), replicas)
+            like = None if owner is None else (*_terms(state), *owners[owner])
+            about = (field, known, field in (known.bound or ()), owner, like, replicas)
             found[at].append(Leaf(path, rel, value, at, state, *about))
             return
         if _is_state(x) and type(x) not in containers:
@@ -102,6 +103,13 @@ def read(tree: PyTree, params: PyTree) -> list[Leaf]:
 
     visit(tree, (), (), (), None, None)
     return [leaf for leaves in found.values() for leaf in leaves]
+
+
+def _terms(state: Any) -> tuple[int, ...]:
+    """Return the dimension that the sums of a window have for the terms of a loss."""
+    window = getattr(state, "window", None)
+    weight = getattr(getattr(window, "local", window), "weight", None)
+    return (len(weight),) if isinstance(weight, dict) else ()
 
 
 def _is_state(x: object) -> bool:

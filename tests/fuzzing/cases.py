@@ -226,8 +226,9 @@ def tidy(case: Case) -> Case:
     if case.face == "nnx" and (not case.loss or placement not in ("single", *MESHES)):
         new["face"] = "step"
     if case.face == "nnx":
-        # It is told the axis; and the state of a module cannot be resharded in place.
-        new["told"] = True
+        # It is told the axis; the state of a module cannot be resharded in place; and a variable
+        # says that its array is sharded, which XLA leaves whole if it has no elements.
+        new |= {"told": True, "empty": case.empty and single}
     if not case.loss:
         new |= {"numbers": False, "terms": False}
     elif case.terms:
