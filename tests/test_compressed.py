@@ -188,7 +188,7 @@ def test_a_bad_step_of_one_replica_leaves_every_state_untouched(name, bad):
 
 
 @pytest.mark.parametrize("name", [x for x in ALL if x != "top_k_f16"])
-@pytest.mark.parametrize("power", [60, 64, 100, 122, -80])
+@pytest.mark.parametrize("power", [64, 122, -80])
 def test_finite_gradients_of_any_size_are_reduced_like_usual_ones(name, power):
     """From 1e19 on a sum of squares overflowed, and the means were NaN."""
     tx = ALL["threshold_relative" if name == "threshold" else name]()

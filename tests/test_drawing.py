@@ -61,6 +61,7 @@ def test_what_a_search_finds_every_later_run_tries(law, tmp_path):
     assert [*kept.iterdir()] == [file]
 
 
+@pytest.mark.long
 def test_a_quick_run_draws_what_the_last_one_drew(law, tmp_path):
     """Whatever hashes give, and whichever modules are imported by then; a search draws anew."""
     (tmp_path / "local_module.py").write_text(f"CONSTANTS = {[*range(10**5, 10**6, 997)]}\n")

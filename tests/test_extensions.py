@@ -35,7 +35,11 @@ def marks(case, law):
 
 # Of a single leaf nothing can be frozen.
 SINGLE_LEAF = ("works_in_float64", "passes_masked_nodes", "meta_gradients_are_finite")
-SLOW = ("any_placement_means_the_same_on_an_explicit_mesh", "results_are_typed_equal")
+SLOW = (
+    "any_placement_means_the_same",
+    "any_placement_means_the_same_on_an_explicit_mesh",
+    "results_are_typed_equal",
+)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from fuzzing.compare import Difference, check, failure, fuzz, shrunk
 
 import boostax
 
+SEEDS = [pytest.param(n, marks=[pytest.mark.long] if n >= 20 else []) for n in range(60)]
 
-@pytest.mark.parametrize("seed", range(40))
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_chain_equals_its_reference(seed):
     """Should it fail: the message ends in a program of the plainest case that does."""
     assert fuzz(seed) in ("equal", "refused")

@@ -320,8 +320,8 @@ def test_a_threshold_sends_what_its_capacity_says():
     sent = [sum(c.wire_bytes for c in rungs[branch]) for branch in sorted(rungs)]
     sparse, dense = (REPLICAS - 1) * 8 * 0.01 * size, 2 * (REPLICAS - 1) / REPLICAS * 4 * size
     np.testing.assert_allclose(sent, [sparse, dense], rtol=0.02)
-    # A count, and two sums.
-    assert [one.bytes for one in found if not one.conditional] == [4, 4, 4]
+    # A count, and two norms, each of two sums.
+    assert [one.bytes for one in found if not one.conditional] == [8, 4, 8]
 
 
 def test_a_threshold_takes_no_more_memory_than_its_sparse_share():

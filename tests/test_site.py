@@ -10,6 +10,7 @@ import boostax
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_the_site_builds(tmp_path):
     out = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs"]
