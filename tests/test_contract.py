@@ -44,9 +44,14 @@ OF_THEIR_OWN = {
 EXPLICIT = {"dynamic_loss_scale"}
 
 
+# The random chains of tests/test_fuzz.py are drawn over placements, too.
+COSTLY = ("any_placement_means_the_same", "results_are_typed_equal")
+
+
 def marks(case, law):
     late = case in VARIANTS and law not in ALWAYS
     late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
+    late |= law in COSTLY and case.name not in ("accumulate", "int8_reduce", "dynamic_loss_scale")
     return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import processes
+import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -27,6 +28,7 @@ program.main()
 """
 
 
+@pytest.mark.long
 def test_the_text_model_trains_and_its_step_reduces_once(tmp_path):
     command = [sys.executable, "-c", SMALL, "--calls=24", f"--output={tmp_path}"]
     how = {"capture_output": True, "text": True, "check": True, "env": processes.environment()}

@@ -30,6 +30,7 @@ CASES = [
 def marks(case, law):
     """Freezing by a table of one's own is that of any other: once in the quick run."""
     late = case.name == "thaw" and law != "keeps_types_and_traces_once"
+    late |= law in ("scan_eager_and_disabled_jit_agree", "vmap_over_an_ensemble")
     return [pytest.mark.long] if late or law in {*PAIR_LAWS, *SLOW} else []
 
 

@@ -118,7 +118,7 @@ def test_states_are_traced_as_often_as_there_are_depths(moments):
         ),
         ("scaled(accumulated)", 1, "switch"),
         pytest.param("accumulated(scaled)", 8, "host", marks=pytest.mark.long),
-        ("adasum", 8, "host"),
+        pytest.param("adasum", 8, "host", marks=pytest.mark.long),
         pytest.param("adasum", 8, "switch", marks=pytest.mark.long),
     ],
 )

@@ -46,6 +46,7 @@ def undisturbed(folder, **options):
         return job.record()
 
 
+@pytest.mark.long
 def test_stopped_and_killed_between_and_beyond_its_saves(tmp_path, cache):
     wanted = undisturbed(tmp_path / "whole", **cache)
     folder = tmp_path / "run"
