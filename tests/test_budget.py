@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 579,
-    "boostax/_core": 2523,
+    "boostax/_core": 2524,
     "boostax/accumulate": 574,
     "boostax/chain": 304,
     "boostax/config": 998,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 832,
     "boostax/train": 1205,
     "examples": 1500,
-    "tests": 20194,
+    "tests": 20197,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13145
+LIBRARY = 13146
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

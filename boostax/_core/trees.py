@@ -165,7 +165,8 @@ def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> li
       Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; one of zeros without leaves. NaN and
       infinities show in both sums. Cost: one read of each leaf.
     """
-    parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves]
+    wides = at_least_float32(list(leaves))
+    parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
     wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
     flat = [[x.astype(wide) for x in pair] for pair in parts]
     none = [jnp.zeros(2, wide)]

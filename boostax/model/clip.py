@@ -148,7 +148,7 @@ def adagc(
             limit = jnp.where(early, by_total, by_leaf)
             share = jnp.where(size > limit, limit / size, 1.0).astype(trees.wide_dtype(g))
             moved = jnp.where(early, jnp.minimum(norm, limit), decay * norm + (1 - decay) * limit)
-            return (g * share).astype(g.dtype), jnp.where(finite, moved, norm)
+            return (g.astype(share.dtype) * share).astype(g.dtype), jnp.where(finite, moved, norm)
 
         both = jax.tree.map(clipped, updates, sizes, state.norms)
         new, norms = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
