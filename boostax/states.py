@@ -31,7 +31,7 @@ from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
 from boostax.reduce.local import PartialAverageState as PartialAverageState
 from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
-from boostax.train.apply import metrics as metrics
+from boostax.train.state import metrics as metrics
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = _late(__name__)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import boostax
 import boostax.testing
+from boostax._core import trees
 
 RANDOM, NAMES = np.random.default_rng(0), ("ce", "kl", "none", "z")
 SHAPES = {"experts": (4, 8, 8), "head": (8, 4), "router": (8, 4)}
@@ -194,3 +195,41 @@ def test_a_window_of_terms_moves_into_another_chain():
     new, report = boostax.migrate_state(old, boostax.skip_bad_steps(window), params)
     assert not report.dropped
     chex.assert_trees_all_equal_shapes(new.inner_state, old)
+
+
+GATES = {
+    "skip_bad_steps": boostax.skip_bad_steps,
+    "dynamic_loss_scale": functools.partial(SCALE, growth_interval=1),
+    "group_loss_scale": functools.partial(boostax.precision.group_loss_scale, labels={"w": 0}),
+    "skip_spikes": functools.partial(boostax.precision.skip_spikes, k=1e9, window=2),
+    "average_params": lambda tx: boostax.model.average_params(SCALE(tx), decay=0.5),
+}
+# What counts the calls that a gate holds, and says that the last one was held.
+SKIPS = "skipped_steps|skipped_in_a_row|held_calls"
+
+
+@pytest.mark.parametrize("form", ["terms", "weight"])
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_holds_a_call_without_items(name, form):
+    """Of three calls the second is as if it had never been; it moved momentum and schedules."""
+
+    def loss(params, batch, scales=None):
+        del scales  # One group has no boundaries.
+        square, mask = (batch["x"][:, 0] @ params["w"] - 1) ** 2, batch["mask"][:, 0]
+        if form == "terms":
+            return {"square": (square * mask, mask)}
+        return (square * mask).sum() / mask.sum(), boostax.Aux(mask.sum())
+
+    sharded = name == "dynamic_loss_scale"
+    how = on(4, param_specs={"w": PartitionSpec("data")}) if sharded else {}
+    tx = GATES[name](optax.chain(*[boostax.all_reduce()] * sharded, optax.adamw(0.1)))
+    step = boostax.make_train_step(loss, tx, has_aux=form == "weight", **how)
+    ends, empty = [], BATCH | {"mask": 0 * BATCH["mask"]}
+    for batches in ([BATCH, empty, BATCH], [BATCH, BATCH]):
+        state = step.init({"w": jnp.ones(8)})
+        for batch in batches:
+            state, report = step(state, batch)
+            assert report["applied"] == (batch is BATCH)
+        rest = trees.named(state._replace(step=0))
+        ends.append({key: x for key, x in rest if not re.search(SKIPS, key)})
+    chex.assert_trees_all_equal(*ends)

@@ -39,6 +39,7 @@ from jax import lax
 from boostax._core import axes, checks, mismatch, trees
 from boostax._core.describe import Stepped
 from boostax._core.placement import settled
+from boostax._core.replicas import is_per_replica
 
 PyTree = Any
 Extended = optax.GradientTransformationExtraArgs
@@ -54,14 +55,16 @@ class Pending(NamedTuple):
     Attributes:
       raw: gradients, in their own dtypes.
       factors: f32 scalars, such as the reciprocal of a loss scale.
+      counted: bool scalar, equal on all replicas; False if the loss is a mean over no items.
     """
 
     raw: PyTree
     factors: tuple[jax.Array, ...] = ()
+    counted: jax.Array | None = None
 
     def times(self, *factors: jax.Array) -> "Pending":
         """Return the same gradients with additional factors."""
-        return Pending(self.raw, self.factors + factors)
+        return self._replace(factors=self.factors + factors)
 
     def value(self) -> PyTree:
         """Return the product in f32 or wider.
@@ -207,6 +210,42 @@ def run(
     return trees.as_updates(updates, params), state
 
 
+def applied(
+    tx: Any,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+    counted: jax.Array | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Do the work of ``apply_gradients``, for callers that explain errors themselves.
+
+    See ``Pending.counted``.
+    """
+    peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
+    weight = extra_args.get("weight") if peers else None
+    hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
+    checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
+    apart = is_per_replica(grads) and not is_per_replica(params)
+    like, own = grads.local if apart else grads, params
+    holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
+    if holes:
+        # Equinox's filters leave None for the gradient of a function in a module.
+        ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+        pick = lambda g, p: None if g is None else p  # noqa: E731
+        own = jax.tree.map(pick, like, params, is_leaf=ends)
+    gate = gate_of(tx)
+    if gate is not None:
+        pending = Pending(grads, counted=counted)
+        new, opt_state = gate.step(pending, opt_state, own, apply=True, **extra_args)
+    else:
+        tx = optax.with_extra_args_support(tx)
+        updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
+        new = trees.applied(own, updates)
+    new = axes.placed_like(new, own)
+    return (trees.put_back(new, params) if holes else new), opt_state
+
+
 def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that no gate leads to.
 
@@ -281,6 +320,28 @@ def run_or_hold(
         return axes.unify(result, held)
 
     return branch(predicate, work, lambda: held)
+
+
+def decide(
+    ok: jax.Array,
+    heavy: Callable[[], Stepped],
+    grads: Pending,
+    state: Any,
+    moved: Any,
+    finish: Callable[[Any, jax.Array, Any], Any],
+    params: PyTree,
+    **how: Any,
+) -> Stepped:
+    """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, ran, inner_state)``.
+
+    The zero gradient of a call without items is held, too. It says nothing about a scale or a
+    limit, so ``moved`` is then ``state``: the gate's state as it was.
+    """
+    if grads.counted is not None:
+        keep = lambda x, old: x if x is old else jnp.where(grads.counted, x, old)  # noqa: E731
+        ok, moved = ok & grads.counted, jax.tree.map(keep, moved, state)
+    value, inner_state = run_or_hold(ok, heavy, params, state.inner_state, **how)
+    return value, finish(moved, ok, inner_state)
 
 
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:

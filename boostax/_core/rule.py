@@ -37,6 +37,11 @@ class GateState(NamedTuple):
     passed = taken = gates.told_by("ran")
 
 
+def _finished(state: GateState, ran: jax.Array, inner_state: PyTree) -> GateState:
+    held = gates.counted(state.held_calls, ~ran)
+    return state._replace(ran=ran, held_calls=held, inner_state=inner_state)
+
+
 Rule = Callable[[gates.Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
@@ -133,9 +138,8 @@ def by_rule(
         def heavy() -> Stepped:
             return gates.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
 
-        held = params, state.inner_state
-        value, inner_state = gates.run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
-        own = trees.cast_like(own, state.own)
-        return value, GateState(own, ok, gates.counted(state.held_calls, ~ok), inner_state)
+        moved = state._replace(own=trees.cast_like(own, state.own))
+        how: Any = {"apply": apply, "who": who, "names": names}
+        return gates.decide(ok, heavy, grads, state, moved, _finished, params, **how)
 
     return gates.gated(init_fn, step_fn, gates.flush_of(tx, "ran"))

@@ -41,6 +41,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 
 PyTree = Any
+_WHO = "value_and_grad"
 # Gradients that a scaler lets pass are below 2**48: their products with weights below MOST add up
 # in f32, and the reciprocal of LEAST is finite.
 LEAST, MOST = 2.0**-64, 2.0**64
@@ -124,10 +125,10 @@ def pairs(who: str, argument: str, tree: Any) -> dict[str, tuple[jax.Array, jax.
     return {name: (wide(x), wide(count)) for name, (x, count) in sorted(tree.items())}
 
 
-def reported(aux: PyTree, apart: Sequence[str], replicas: int) -> PyTree:
-    """Return ``aux`` with quotients of the summed pairs, and the counts of terms of a window."""
+def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
+    """Return ``aux`` with quotients of the summed pairs, and the counts of the terms as weight."""
     told = as_aux(aux)
-    counts = {name: told.means[name][1] / replicas for name in apart if name in told.means}
+    counts = {name: told.means[name][1] / replicas for name in terms}
     means = {name: drop_empty(divide(x, n), n) for name, (x, n) in told.means.items()}
     return as_given(told._replace(weight=counts or told.weight, means=means), own_of(aux), aux)
 
@@ -175,6 +176,86 @@ def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
     summed, replicas = total(weight, names), axes.size(names) if names else 1
     usable = summed >= LEAST
     return usable.any() & (summed >= 0).all(), jnp.where(usable, replicas / summed, 0)
+
+
+def any_items(weight: PyTree) -> jax.Array:
+    """Return whether a call has items: a positive weight, or one of its terms."""
+    return jnp.stack([jnp.asarray(x) > 0 for x in jax.tree.leaves(weight)]).any()
+
+
+class UncountedError(Exception):
+    """Ends the first trace of a loss of terms; other losses are traced once."""
+
+
+def shared(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
+    """Return the loss of a slice, whose mean over slices is the whole loss; its terms; the aux.
+
+    ``apart`` are the terms of the window in the state; ``None`` without a window. A window divides
+    later, so its terms ``[terms]`` are divided by ``least`` where nothing is counted yet.
+    """
+    loss, aux = result
+    terms, told, by_term = loss if isinstance(loss, dict) else {}, as_aux(aux), loss
+    got, hint = tuple(terms), f"Pass accumulate(..., normalize={tuple(terms) or 'mean'!r})."
+    allowed = f"those of the window around all gradients, without carry: {apart or 'none'}"
+    checks.require(_WHO, "the terms of the loss", got, allowed, apart in (None, got), hint)
+    means = pairs(_WHO, "Aux.means", told.means)
+    if terms:
+        twice = [*means.keys() & terms, *["weight"] * (told.weight is not None)]
+        allowed, hint = "without a weight and the names of terms", "Each term has its count."
+        checks.require(_WHO, "Aux beside terms", twice, allowed, not twice, hint)
+        if counts is None:
+            raise UncountedError
+        sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
+        by_term = sums / jnp.where(n == 0, least, n).astype(sums.dtype)
+        loss, means = jnp.where(n == 0, 0, by_term).sum(), means | terms
+    return loss, by_term, as_given(told._replace(means=means), own_of(aux), aux) if means else aux
+
+
+def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
+    """Return the loss, a scalar in f32 or wider or a dict of terms, and the aux; refuse others."""
+    pair = isinstance(result, tuple) and len(result) == 2
+    loss: Any = result[0] if has_aux and pair else result
+    aux = result[1] if has_aux and pair else Aux()
+    checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
+    if pair == has_aux and hasattr(loss, "items") and loss:
+        terms = pairs(_WHO, "the terms of the loss", loss)
+        return {name: (x.sum(), n.sum()) for name, (x, n) in terms.items()}, aux
+    scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
+    fits = isinstance(loss, float) or (scalar and pair == has_aux)
+    allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
+    got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
+    hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
+    checks.require(_WHO, "the result of loss_fn", got, allowed, fits, hint, TypeError)
+    return trees.at_least_float32(jnp.asarray(loss)), aux
+
+
+def over_replicas(
+    loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Average loss and ``Aux`` by the replicas' weights; weight the gradients, which stay local."""
+    told, replicas = as_aux(aux), axes.size(names)
+    local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
+    summed = jnp.float32(replicas) if told.weight is None else total(local, names)
+    # This weight is the mean over the replicas, so it is equal on all, and a window's weights add
+    # up to all tokens.
+    weight = None if told.weight is None else summed / replicas
+    if weight is not None:
+        grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
+    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
+    means = jax.tree.map(lambda x: total(x, names), told.means)
+    told = Aux(weight, _mean_state(told.model_state, names), metrics, means)
+    return loss, as_given(told, own_of(aux), aux), grads
+
+
+def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
+    """Average statistics; type counters as equal on all replicas; leave keys unchanged."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)
+
+    return jax.tree.map(mean, model_state)
 
 
 def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:

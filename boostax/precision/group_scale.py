@@ -296,10 +296,9 @@ def group_loss_scale(
             pending = Pending(wide(grads.raw))
             return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
-        held = params, state.inner_state
-        value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=_WHO, names=names)
-        state = _adjusted(state, moves, present, bad, largest)
-        return value, decided(state, ok, inner_state)
+        moved = _adjusted(state, moves, present, bad, largest)
+        how: Any = {"apply": apply, "who": _WHO, "names": names}
+        return gate.decide(ok, heavy, grads, state, moved, decided, params, **how)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
 

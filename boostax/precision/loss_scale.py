@@ -294,9 +294,8 @@ def _scaled(
         if not skip:
             ok, (value, inner_state) = jnp.asarray(True), heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
-        ok, held = axes.agree(unscaled.usable(), names), (params, state.inner_state)
-        value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
-        return value, decided(adjust(state, ok), ok, inner_state)
+        ok, how = axes.agree(unscaled.usable(), names), {"apply": apply, "who": who, "names": names}
+        return gate.decide(ok, heavy, grads, state, adjust(state, ok), decided, params, **how)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.testing import _arrays as arrays
 from boostax.testing._case import Case, applied, follow, laws_in, optimizer, raises, steps, train
-from boostax.train.apply import metrics
+from boostax.train.state import metrics
 
 PyTree = Any
 

@@ -15,19 +15,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from boostax._core import axes, checks, mismatch, trees
 from boostax._core.describe import asked, variants_of
-from boostax._core.gate import outermost_passed, passed
+from boostax._core.gate import applied, outermost_passed, passed
 from boostax._core.placement import own_rows
 from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
 from boostax._core.trees import Pruning, all_finite
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux
-from boostax.accumulate.window import flush
+from boostax.accumulate.aux import any_items, as_aux
+from boostax.accumulate.window import AccumulateState, flush
 from boostax.precision.policy import Policy
-from boostax.train.apply import applied, metrics
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
 from boostax.train.oracle import Oracle
-from boostax.train.state import Placing, TrainState
+from boostax.train.state import Placing, TrainState, metrics
 
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
@@ -48,7 +47,6 @@ class TrainStep:
       oracle: the gradient function, from ``boostax.value_and_grad``.
       mesh: device mesh, or ``None``.
       names: replica axes; empty without a mesh.
-      has_aux: whether the loss returns ``(loss, aux)``.
       microbatches: slices per replica and call.
       policy: precision policy, or ``None``; params are stored in its ``param_dtype``.
       param_specs: see ``make_train_step``.
@@ -61,7 +59,6 @@ class TrainStep:
     oracle: Oracle
     mesh: Mesh | None
     names: tuple[str, ...]
-    has_aux: bool
     microbatches: int
     policy: Policy | None
     param_specs: PyTree = None
@@ -196,15 +193,17 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> jax.stages.Lowered:
         """Lower the program, also from shapes alone, for its text, memory and cost."""
-        program, args = self.jitted(state, batch, depth=depth, **given)
-        return program.lower(*args)
+        with mismatch.explaining(self._explain, state, batch):
+            program, args = self.jitted(state, batch, depth=depth, **given)
+            return program.lower(*args)
 
     def jaxpr(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> Any:
         """Trace the program, for counts of collectives and bytes."""
-        program, args = self.jitted(state, batch, depth=depth, **given)
-        return jax.make_jaxpr(program)(*args)
+        with mismatch.explaining(self._explain, state, batch):
+            program, args = self.jitted(state, batch, depth=depth, **given)
+            return jax.make_jaxpr(program)(*args)
 
     def common_params(self, state: TrainState) -> PyTree:
         """Return the params for an evaluation: the mean of per-replica params."""
@@ -364,8 +363,8 @@ class Programs:
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         given = given | {"key": key, "model_state": state.model_state}
         seen = self._gathering(params, opt_state)
-        value, grads = step.oracle(seen(params), opt_state, batch, active=active, **given)
-        loss, aux = value if step.has_aux else (value, Aux())
+        (loss, aux), grads = step.oracle.told(seen(params), opt_state, batch, active, given)
+        aux = as_aux(aux)
         # This is for line searches; without one it is not called and not compiled.
         loss_at, wanted = step.oracle.loss_at(batch, **given), asked(step.tx)
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
@@ -373,7 +372,10 @@ class Programs:
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
         extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
-        params, opt_state = applied(self._tx, grads, opt_state, params, extra)
+        # A window adds up the items of several calls.
+        windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
+        counted = None if aux.weight is None or windows else any_items(aux.weight)
+        params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # An overflow in the forward pass reaches statistics of the model before any gradient.

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -20,7 +19,7 @@ from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, 
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, total, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
 from boostax.accumulate.microbatch import (
     Count,
     microbatch,
@@ -178,11 +177,13 @@ class Oracle:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         given_all = {"params": params, "opt_state": opt_state, "batch": batch}
         with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **given_all):
-            return self._taken(params, opt_state, batch, active, given)
+            value, grads = self.told(params, opt_state, batch, active, given)
+            return (value if self.has_aux else value[0]), grads
 
-    def _taken(
+    def told(
         self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
-    ) -> tuple[Any, PyTree]:
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+        """Return ``((loss, aux), grads)``, also if the loss has no aux: its terms have counts."""
         whole, params = params, trees.aside(params)
         said: PyTree = True
         if active is not True:
@@ -219,7 +220,7 @@ class Oracle:
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else Choice(at, options)
                 value, grads = self._local(params, batch, scale, given, chosen, rules, apart)
-                loss, given_aux = value if self.has_aux else (value, Aux())
+                loss, given_aux = value
                 stackable = functools.partial(jnp.expand_dims, axis=0)
                 stacked = jax.tree.map(stackable, (own_of(given_aux), grads))
                 return (loss, as_aux(given_aux)), stacked
@@ -228,7 +229,7 @@ class Oracle:
             (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
         grads = PerReplica(trees.without_gradient(grads, said))
-        return ((loss, aux) if self.has_aux else loss), grads
+        return (loss, aux), grads
 
     def loss_at(self, batch: PyTree, /, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """Return the loss of a batch as a function of the params."""
@@ -264,7 +265,9 @@ class Oracle:
 
             def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
                 result = self._loss_and_aux(trained, params, rows, given, scale)
-                loss, by_term, aux = _shared(result, counts, apart, replicas / self._slices(batch))
+                loss, by_term, aux = auxiliary.shared(
+                    result, counts, apart, replicas / self._slices(batch)
+                )
                 # In a typed map a loss that is averaged inside has the type of a value that is
                 # equal on all replicas, and its gradient would be 1/n of that in an untyped map.
                 loss, by_term = axes.to_varying((loss, by_term), names)
@@ -287,27 +290,28 @@ class Oracle:
         # cut.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
-        (loss, aux), grads = self._sliced(evaluate, params, batch, given, scale, **how)
+        sliced = self._sliced(evaluate, params, batch, given, scale, **how)
+        ((loss, aux), grads), terms = sliced
         new = carried.values(grads, carried.resolve(rules, grads))
         grads = carried.without(grads, new)
         if parts > 1:
             grads = jax.tree.map(lambda g: g * parts, grads)
         if names:
-            loss, aux, grads = _over_replicas(loss, aux, grads, names)
-        aux = auxiliary.reported(aux, apart or (), replicas)
+            loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
+        aux = auxiliary.reported(aux, terms, replicas)
         grads = carried.put(grads, new)
-        return ((loss, aux) if self.has_aux else loss), grads
+        return (loss, aux), grads
 
     def _sliced(self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, **how: Any) -> Any:
-        """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches.
+        """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches, and the terms.
 
         ``counts`` is ``None``, or of a loss of terms their mean counts in a slice.
         """
         params = axes.to_varying(params, self.names)
         run = microbatch(fn, self.count, has_aux=True, **how)
         try:
-            return run(params, batch, None, *args, **given)
-        except _UncountedError:
+            return run(params, batch, None, *args, **given), ()
+        except auxiliary.UncountedError:
             pass
 
         def counted(params: PyTree, rows: PyTree, /, **given: Any) -> Any:
@@ -317,7 +321,7 @@ class Oracle:
         # XLA removes what the counts do not need, so the count of a mask does not cost a pass.
         (_, aux), _ = microbatch(counted, self.count, has_aux=True)(params, batch, **given)
         counts = {x: total(n, self.names) / self._slices(batch) for x, (_, n) in aux.means.items()}
-        return run(params, batch, counts, *args, **given)
+        return run(params, batch, counts, *args, **given), tuple(counts)
 
     def _slices(self, batch: PyTree) -> int:
         """Return the number of micro-batches of all replicas."""
@@ -332,7 +336,7 @@ class Oracle:
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
             _require_taken(self.loss_fn, kwargs)
             whole = trees.unmasked(trained, params)
-            return _loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
+            return auxiliary.loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
 
         watch: Any = None if scale is None else self.watch
         if self.mesh is None and watch is None:
@@ -352,14 +356,15 @@ class Oracle:
         """Return the loss alone."""
 
         def forward(params: PyTree, batch: PyTree, counts: Any, /, **kwargs: Any) -> Any:
-            loss, _, aux = _shared(self._loss_and_aux(params, params, batch, kwargs), counts)
+            result = self._loss_and_aux(params, params, batch, kwargs)
+            loss, _, aux = auxiliary.shared(result, counts)
             weight = as_aux(aux).weight
             if weight is not None:
                 loss = drop_empty(loss, jnp.asarray(weight))
             return (loss, Aux(weight)), ()
 
-        (loss, aux), _ = self._sliced(forward, params, batch, given)
-        return _over_replicas(loss, aux, (), self.names)[0] if self.names else loss
+        ((loss, aux), _), _ = self._sliced(forward, params, batch, given)
+        return auxiliary.over_replicas(loss, aux, (), self.names)[0] if self.names else loss
 
     def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
         """Return the gradient of the loss, the mean over the replicas."""
@@ -586,77 +591,3 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
             allowed = f"given all that it takes ({error})"
             hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
         raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
-
-
-class _UncountedError(Exception):
-    """Ends the first trace of a loss of terms; other losses are traced once."""
-
-
-def _shared(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
-    """Return the loss of a slice, whose mean over slices is the whole loss; its terms; the aux.
-
-    ``apart`` are the terms of the window in the state; ``None`` without a window. A window divides
-    later, so its terms ``[terms]`` are divided by ``least`` where nothing is counted yet.
-    """
-    loss, aux = result
-    terms, told, by_term = loss if isinstance(loss, dict) else {}, as_aux(aux), loss
-    got, hint = tuple(terms), f"Pass accumulate(..., normalize={tuple(terms) or 'mean'!r})."
-    allowed = f"those of the window around all gradients, without carry: {apart or 'none'}"
-    checks.require(_WHO, "the terms of the loss", got, allowed, apart in (None, got), hint)
-    means = auxiliary.pairs(_WHO, "Aux.means", told.means)
-    if terms:
-        twice = [*means.keys() & terms, *["weight"] * (told.weight is not None)]
-        allowed, hint = "without a weight and the names of terms", "Each term has its count."
-        checks.require(_WHO, "Aux beside terms", twice, allowed, not twice, hint)
-        if counts is None:
-            raise _UncountedError
-        sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
-        by_term = sums / jnp.where(n == 0, least, n).astype(sums.dtype)
-        loss, means = jnp.where(n == 0, 0, by_term).sum(), means | terms
-    return loss, by_term, as_given(told._replace(means=means), own_of(aux), aux) if means else aux
-
-
-def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
-    pair = isinstance(result, tuple) and len(result) == 2
-    loss: Any = result[0] if has_aux and pair else result
-    aux = result[1] if has_aux and pair else Aux()
-    checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
-    if pair == has_aux and hasattr(loss, "items") and loss:
-        terms = auxiliary.pairs(_WHO, "the terms of the loss", loss)
-        return {name: (x.sum(), n.sum()) for name, (x, n) in terms.items()}, aux
-    scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
-    fits = isinstance(loss, float) or (scalar and pair == has_aux)
-    allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
-    got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
-    hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
-    checks.require(_WHO, "the result of loss_fn", got, allowed, fits, hint, TypeError)
-    return trees.at_least_float32(jnp.asarray(loss)), aux
-
-
-def _over_replicas(
-    loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
-) -> tuple[jax.Array, PyTree, PyTree]:
-    """Average loss and ``Aux`` by the replicas' weights; weight the gradients, which stay local."""
-    told, replicas = as_aux(aux), axes.size(names)
-    local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-    summed = jnp.float32(replicas) if told.weight is None else total(local, names)
-    # This weight is the mean over the replicas, so it is equal on all, and a window's weights add
-    # up to all tokens.
-    weight = None if told.weight is None else summed / replicas
-    if weight is not None:
-        grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
-    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
-    means = jax.tree.map(lambda x: total(x, names), told.means)
-    told = Aux(weight, _mean_state(told.model_state, names), metrics, means)
-    return loss, as_given(told, own_of(aux), aux), grads
-
-
-def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Average statistics; type counters as equal on all replicas; leave keys unchanged."""
-
-    def mean(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)
-
-    return jax.tree.map(mean, model_state)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a training run carries, and its placement on a mesh, with that of batches."""
+"""The state that a training run carries, its metrics and its placement, with that of batches."""
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -174,3 +175,28 @@ class Placing:
         by = f"{of} x microbatches = {replicas} x {self.microbatches}"
         count, shape = replicas * self.microbatches, getattr(leaf, "shape", ())
         require_even("make_train_step", path, shape, count, by)
+
+
+def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Return the named scalars of every boostax state in an optimizer state, in one dictionary.
+
+    Args:
+      opt_state: any tree. A node takes part by a method ``metrics()`` that returns a dict.
+
+    Returns:
+      ``{"loss_scale": ..., "skipped_steps": ...}``; where two parts report the same name, the
+      second and later ones get ``_1``, ``_2`` in the order of the chain. Cost: nothing is computed.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(0.1), every=4)
+      >>> sorted(boostax.metrics(tx.init(jnp.zeros(3))))
+      ['dropped_windows', 'micro_step', 'optimizer_steps']
+    """
+    found: dict[str, jax.Array] = {}
+    for node in trees.telling(opt_state, "metrics"):
+        for name, scalar in node.metrics().items():
+            numbered = (f"{name}_{number}" for number in itertools.count(1))
+            unique = (x for x in itertools.chain((name,), numbered) if x not in found)
+            found[next(unique)] = scalar
+    return found

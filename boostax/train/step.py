@@ -121,7 +121,7 @@ def make_train_step(
     oracle = value_and_grad(loss_fn, has_aux=has_aux, **where, **how)
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
-    step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
+    step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
