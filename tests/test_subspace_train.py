@@ -66,6 +66,10 @@ RESIDUALS = {
 }
 
 
+def scheduled(tx):
+    return boostax.scheduled_freeze(tx, {"w": 0, "v": 1, "b": 1}, schedule=[0, 1, 0, 0, 1, 0])
+
+
 LAYOUTS = [1, 2, 3, 4, 8, (1, 2), (1, 3), (1, 8), (2, 2), (2, 4)]
 SOME = {("none", 5, 3), ("sgd", 7, (2, 2))}
 
@@ -98,6 +102,20 @@ def test_same_run_on_any_number_of_devices(case):
     assert rows.sharding.spec == P(None, "fsdp")
     assert rows.addressable_shards[0].data.nbytes == 4 * k * ROWS * WIDTH // layout[1]
     assert state.opt_state.basis["v"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("wrap", [boostax.dynamic_loss_scale, scheduled])
+def test_same_run_on_an_explicit_mesh(wrap):
+    """Which jax.make_mesh makes: the first basis with a mean, and the line search, raised there."""
+    points = [jax.tree.map(lambda x, i=i: x * (1 + 0.1 * i**2), start(i)) for i in range(4)]
+    basis, rest = boostax.subspace.pca_basis(points, 3), RESIDUALS["sgd"](boostax.all_reduce())
+    tx = wrap(boostax.dim_reduce(basis, residual=rest, axis_name="data"))
+    specs = {"w": P("fsdp"), "v": P(), "b": P()}
+    ends = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        how = {"mesh": mesh_of(kind, data=2, fsdp=2), "axis_name": "data", "param_specs": specs}
+        ends.append(train(tx, **how)[0].params)
+    assert_close(*ends)
 
 
 @pytest.mark.parametrize("layout", lanes([(2, 2), (1, 3), (2, 4)], [(2, 2)]))

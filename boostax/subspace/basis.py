@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from boostax._core import axes, checks, trees
@@ -372,9 +372,10 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
     inner = tuple(range(1, x.ndim))
     dtype = jnp.promote_types(x.dtype, y.dtype)
-    kinds = [kind for z in (x, y) for kind in jax.typeof(z).sharding.mesh.axis_types]
+    meshes = [jax.typeof(z).sharding.mesh for z in (x, y)]
     # On Explicit axes the sharding of the small result must be given.
-    where = PartitionSpec() if AxisType.Explicit in kinds else None
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    where = NamedSharding(explicit[0], PartitionSpec()) if explicit else None
     x, y, over = x.astype(dtype), y.conj().astype(dtype), ((inner, inner), ((), ()))
     exact = lax.Precision.HIGHEST
     return lax.dot_general(x, y, over, precision=exact, out_sharding=where).real

@@ -388,15 +388,18 @@ class Oracle:
             specs = of_params, self.rows, whole, *(whole for _ in more)
             # The loss of one replica needs no types: loops may start from constants, and kernels
             # and libraries need not say over which axes their results vary.
-            how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
+            # A line search calls it where the axes of an Explicit mesh are Auto.
+            around = jax.sharding.get_abstract_mesh()
+            mesh: Any = self.mesh if around.empty else around
+            how: Any = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
             # JAX's own message about rows speaks of this map.
             sizes: Any = self.mesh and self.mesh.shape
             count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
-            batch = gathered(self.mesh, names, batch, self.rows)
-            args = gathered(self.mesh, names, params), batch, given, *more
+            batch = gathered(mesh, names, batch, self.rows)
+            args = gathered(mesh, names, params), batch, given, *more
             # Outside jit JAX maps some axes of a mesh alone only where it checks types.
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (mapped if traced else jax.jit(mapped))(*args)
