@@ -243,7 +243,6 @@ class _Manager(ocp.CheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         """Never ask."""
-        del step
         return False
 
 

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, mismatch, replicas, trees
-from boostax._core.replicas import PerReplica
-from boostax._core.trees import all_finite
+from boostax._core.norms import all_finite
+from boostax._core.replicas import PerReplica, PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
@@ -28,7 +28,6 @@ from boostax.train.oracle import gathered, value_and_grad
 with checks.needing("boostax.nnx", "Flax", "workloads"):
     from flax import nnx
 
-PyTree = Any
 _M = TypeVar("_M")
 _WHO = "boostax.nnx.Optimizer"
 

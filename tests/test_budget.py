@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 579,
-    "boostax/_core": 2524,
-    "boostax/accumulate": 574,
-    "boostax/chain": 304,
+    "boostax": 574,
+    "boostax/_core": 2509,
+    "boostax/accumulate": 557,
+    "boostax/chain": 302,
     "boostax/config": 998,
-    "boostax/freeze": 488,
-    "boostax/inspect": 1369,
-    "boostax/model": 567,
-    "boostax/precision": 1277,
-    "boostax/reduce": 1726,
-    "boostax/subspace": 703,
-    "boostax/testing": 832,
-    "boostax/train": 1205,
+    "boostax/freeze": 483,
+    "boostax/inspect": 1358,
+    "boostax/model": 559,
+    "boostax/precision": 1261,
+    "boostax/reduce": 1703,
+    "boostax/subspace": 688,
+    "boostax/testing": 827,
+    "boostax/train": 1195,
     "examples": 1500,
     "tests": 20197,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13146
+LIBRARY = 13014
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -221,7 +221,7 @@ REFUSED = {
     "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
         lambda _: step(value=1.0)
     ),
-    "replace_basis: opt_state must be one with a state of dim_reduce, got no such.": (
+    "replace_basis: opt_state must be one with a DimReduceState, got no such.": (
         lambda _: replace(optax.adam(1.0).init(jnp.ones(3)), BASIS)
     ),
     "replace_basis: basis must be of the shapes (3, 3), got (2, 3).": (

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import checks, interpret, jaxprs
+from boostax._core import checks, interpret, jaxprs, trees
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -482,11 +482,12 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 
 
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
-    """Refuse gradients that autodiff has summed over the replicas already.
+    """Refuse leaves that are no gradients, and gradients summed over the replicas already.
 
-    Only varying types show them: with ``check_vma=False``, under ``pmap`` and for sums over FSDP
+    Only varying types show sums: with ``check_vma=False``, under ``pmap`` and for sums over FSDP
     shards they pass.
     """
+    trees.require_gradients(grads, who)
     if not names:
         return
     require_bound(names, who)
@@ -496,27 +497,20 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         return
     wanted = tracked(names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        missing = sorted(wanted - varying(leaf))
+        missing = ", ".join(sorted(wanted - varying(leaf)))
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(
-                f"{who}: gradients must be local to each replica, but the leaf {_name(path)!r} is "
-                f"already equal over the axes {', '.join(missing)}: checked, jax.grad sums it. Use "
-                "boostax.value_and_grad, or jax.grad of boostax.train.local_params(params, axis)."
-            )
+            got = f"{trees.path_name(path)!r} equal over {missing}: checked, jax.grad sums it"
+            hint = "Use boostax.value_and_grad or grad of boostax.train.local_params(params, axis)."
+            raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    others = ((_name(path), sorted(varying(leaf).difference(names))) for path, leaf in leaves)
+    others = ((name, sorted(varying(leaf).difference(names))) for name, leaf in trees.named(tree))
     sharded = [f"{name} sharded over {', '.join(over)}" for name, over in others if over]
     allowed = f"whole on every device of a replica (axes {names})"
     checks.require(who, "leaves", "; ".join(sharded[:6]), allowed, not sharded, hint)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def local_params(params: PyTree, axis_name: AxisName) -> PyTree:

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import jax
 
 from boostax._core import axes, checks
-from boostax._core.describe import Description
+from boostax._core.describe import PyTree
 from boostax._core.gate import Extended, gate_of, gated, init_inner
 
-PyTree = Any
 Factory = TypeVar("Factory", bound=Callable[..., Extended])
 
 _REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("reduced", default=None)
@@ -76,9 +75,7 @@ def gate(factory: Factory) -> Factory:
     return made  # type: ignore[return-value]
 
 
-def _called(
-    factory: Callable[..., Extended], given: inspect.BoundArguments, over: Sequence[str]
-) -> Extended:
+def _called(factory: Callable[..., Extended], given: Any, over: Sequence[str]) -> Extended:
     told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": tuple(over)})
     return factory(*told.args, **told.kwargs)
 
@@ -111,13 +108,9 @@ def _delayed(sample: Extended, pick: Callable[[PyTree], Extended]) -> Extended:
     return gated(init, step, flush)
 
 
-def _description(tx: Extended) -> Description:
-    return tx.update.description  # type: ignore[attr-defined]
-
-
-def _reducing(tx: Extended, who: str) -> Extended:
+def _reducing(tx: Any, who: str) -> Extended:
     """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
-    bound, reduced, over = axes.bound(), _REDUCED.get(), _description(tx).axes
+    bound, reduced, over = axes.bound(), _REDUCED.get(), tx.update.description.axes
     fits, hint = set(over) <= set(bound), "Leave it out: the step names its own."
     allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
     checks.require(who, "axis_name", over, allowed, free or fits, hint)
@@ -126,12 +119,12 @@ def _reducing(tx: Extended, who: str) -> Extended:
     return tx
 
 
-def _reduced_inside(tx: Extended, params: PyTree) -> set[str]:
+def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
     """Return the axes over which something inside a gate reduces, as its ``init`` reports them."""
     reduced = set[str]()
     token = _REDUCED.set(reduced)
     try:
-        for inner in _description(tx).inner.values():
+        for inner in tx.update.description.inner.values():
             jax.eval_shape(functools.partial(init_inner, inner), params)
     finally:
         _REDUCED.reset(token)

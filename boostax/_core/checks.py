@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 Choice = TypeVar("Choice", bound=str)
 Factory = TypeVar("Factory", bound=Callable[..., Any])
+_NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " It stands around an optimizer, not beside it in optax.chain."
 _ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
@@ -57,12 +58,7 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
 
 
 def natural(
-    who: str,
-    argument: str,
-    value: object,
-    hint: str,
-    allowed: str = "an integer that is not negative",
-    least: int = 0,
+    who: str, argument: str, value: object, hint: str, allowed: str = _NATURAL, least: int = 0
 ) -> int:
     """Require an integer of at least ``least``, and no bool."""
     number = integer(who, argument, value, allowed, hint)
@@ -105,9 +101,7 @@ def number(
     return value
 
 
-def choice(
-    who: str, argument: str, value: Choice, allowed: tuple[Choice, ...], hint: str
-) -> Choice:
+def choice(who: str, argument: str, value: Choice, allowed: tuple[Any, ...], hint: str) -> Choice:
     """Require one of the allowed words."""
     words = " or ".join(repr(word) for word in allowed) or "left out"
     require(who, argument, value, words, value in allowed, hint)
@@ -148,6 +142,14 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
     except TypeError as error:
         raise ValueError(message(who, argument, "a floating dtype", value, hint)) from error
     return dtype
+
+
+def table(package: str, name: str) -> dict[str, Any]:
+    """Read a table of words or numbers, the file ``name.toml`` of a package."""
+    import tomllib
+    from importlib.resources import files
+
+    return tomllib.loads(files(package).joinpath(f"{name}.toml").read_text("utf8"))
 
 
 def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:

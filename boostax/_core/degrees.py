@@ -13,7 +13,6 @@ A rule that cannot be read, such as one with a kernel, is not found.
 
 import functools
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from boostax._core import interpret, jaxprs
+from boostax._core import checks, interpret, jaxprs
 
 # A degree is a number, or one of these: zeros and infinities have any degree; a small positive
 # constant only guards a division, and is ignored beside other terms; a value has no degree, or one
@@ -94,9 +93,7 @@ def _shared(facts: Sequence[Any], otherwise: str) -> Any:
 
 @functools.cache
 def _kinds() -> dict[str, Any]:
-    import tomllib
-
-    said = tomllib.loads(files("boostax._core").joinpath("degrees.toml").read_text("utf8"))
+    said = checks.table("boostax._core", "degrees")
     return said.pop("powers") | {x: kind for kind, names in said.items() for x in names.split()}
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, trees
+from boostax._core import bcoo, checks
 
 PyTree = Any
 # The result of a transformation: updates (or new params), and its state.
@@ -148,9 +148,10 @@ def describe(
         def scoped(*args: Any, **kwargs: Any) -> Any:
             # The caller may have Python numbers among the leaves.
             if {float, complex} & set(map(type, jax.tree.leaves(args))):
-                args = jax.tree.map(_as_array, args)
-            if trees.MODULE in sys.modules and args:
-                args = trees.dense(args[0], name), *args[1:]
+                number = lambda x: isinstance(x, (float, complex))  # noqa: E731
+                args = jax.tree.map(lambda x: jnp.asarray(x) if number(x) else x, args)
+            if bcoo.MODULE in sys.modules and args:
+                args = bcoo.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):
                 return update(*args, **kwargs)
 
@@ -178,10 +179,6 @@ def first_line(thing: object) -> str:
     """Return the first line of a docstring, without its period."""
     lines = (inspect.getdoc(thing) or "").strip().splitlines() if thing is not None else []
     return lines[0].rstrip(".") if lines else ""
-
-
-def _as_array(x: object) -> object:
-    return jnp.asarray(x) if isinstance(x, (float, complex)) else x
 
 
 def variants_of(tx: optax.GradientTransformation) -> Any:

@@ -28,7 +28,7 @@ The state of a gate describes its last call by methods and fields:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -36,12 +36,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, mismatch, trees
-from boostax._core.describe import Stepped
+from boostax._core import axes, checks, mismatch, norms, trees
+from boostax._core.describe import PyTree, Stepped
 from boostax._core.placement import settled
 from boostax._core.replicas import is_per_replica
 
-PyTree = Any
 Extended = optax.GradientTransformationExtraArgs
 
 
@@ -88,14 +87,14 @@ class Pending(NamedTuple):
         the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
         their data, before rows of one index are added.
         """
-        largest = trees.largest_magnitudes(self.raw)
+        largest = norms.largest_magnitudes(self.raw)
 
         def small(dtype: Any) -> jax.Array:
             found = jnp.stack([x for x in largest if x.dtype == dtype])
             limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
             return (self._replace(raw=found).value() < limit).all()
 
-        return trees.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
+        return norms.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
 
 
 class Step(Protocol):
@@ -175,14 +174,13 @@ def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
 def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> Any:
     """Make the first state of an optimizer that ``who`` wraps; refuse one with a gate inside."""
     state = trees.first_state(tx, trees.at_least_float32(params))
-    require_no_gate(who, state)
+    refuse_gates(who, [type(node).__name__ for node in _gates(state)])
     return state
 
 
-def require_no_gate(who: str, state: Any) -> None:
-    """Refuse the state of an optimizer with a gate inside."""
-    got = [type(node).__name__ for node in _gates(state)]
-    hint = f"They hold steps back: put {who} inside, dynamic_loss_scale({who}(adamw(...)))."
+def refuse_gates(who: str, got: Sequence[str]) -> None:
+    """Refuse gates of these names, or of states of these names, inside ``who``."""
+    hint = f"They hold steps back: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
     checks.require(who, "inner", got, "an optimizer without gates", not got, hint)
 
 
@@ -337,9 +335,10 @@ def decide(
     The zero gradient of a call without items is held, too. It says nothing about a scale or a
     limit, so ``moved`` is then ``state``: the gate's state as it was.
     """
-    if grads.counted is not None:
-        keep = lambda x, old: x if x is old else jnp.where(grads.counted, x, old)  # noqa: E731
-        ok, moved = ok & grads.counted, jax.tree.map(keep, moved, state)
+    counted = grads.counted
+    if counted is not None:
+        keep = lambda x, old: x if x is old else jnp.where(counted, x, old)  # noqa: E731
+        ok, moved = ok & counted, jax.tree.map(keep, moved, state)
     value, inner_state = run_or_hold(ok, heavy, params, state.inner_state, **how)
     return value, finish(moved, ok, inner_state)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from boostax._core import checks, trees
@@ -121,13 +120,12 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
 
     A masked leaf has a label too, so that the groups do not depend on which leaves train.
     """
-    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    leaves, treedef = jax.tree.flatten(params, is_leaf=masked)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
     stand_in = jax.ShapeDtypeStruct((), jnp.float32)
-    whole = treedef.unflatten([stand_in if masked(x) else x for x in leaves])
+    whole = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
     labels = as_groups(who, groups, whole)
     numbers = jax.tree.leaves(labels)
-    kept = [number for number, x in zip(numbers, leaves, strict=True) if not masked(x)]
+    kept = [number for number, x in zip(numbers, leaves, strict=True) if not trees.is_masked(x)]
     return kept, group_count(labels, groups)
 
 
@@ -273,10 +271,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
             return [labels[path] for path in paths]
         if _are_names(groups):
             return _named(who, groups, trees.names(params))
-        allowed = (
-            "a tree of integers like the params or a prefix of one, a list of patterns, or a "
-            "function of path and leaf"
-        )
+        allowed = "a tree of integers or a prefix of one, patterns, or a function of path and leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
@@ -299,7 +294,7 @@ def _layers(
         return _reordered(who, layers, names, order)
     if not removed:
         return layers
-    place = lambda path: [_natural(DictKey(x)) for x in trees.path_name(path).split("/")]  # noqa: E731
+    place = lambda path: [natural(x) for x in trees.path_name(path).split("/")]  # noqa: E731
     return {path: layers[path] for path in sorted(layers, key=place)}
 
 
@@ -318,15 +313,14 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
         return
     # JAX sorts the keys of a dict as text; an OrderedDict keeps the order of the user.
     if not isinstance(node, collections.OrderedDict):
-        children.sort(key=lambda child: _natural(child[0]))
+        children.sort(key=lambda child: natural(str(getattr(child[0], "key", ""))))
     for key, child in children:
         yield from _own_order(child, (*path, key))
 
 
-def _natural(key: Any) -> list[str | int]:
-    """Return a sort key with the numbers in a dict key as numbers; empty for other keys."""
-    parts = re.split(r"(\d+)", str(key.key)) if isinstance(key, DictKey) else []
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+def natural(text: str) -> list[str | int]:
+    """Return a sort key with the numbers in a text as numbers."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text))]
 
 
 def _prefixes(name: str) -> list[str]:

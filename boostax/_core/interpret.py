@@ -92,9 +92,7 @@ def has(program: jaxprs.ClosedJaxpr, primitive: str) -> bool:
 
 
 def equations(
-    program: jaxprs.Jaxpr | Sequence[jaxprs.JaxprEqn],
-    context: Any = None,
-    enter: Enter | None = None,
+    program: jaxprs.Jaxpr | Sequence[Any], context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
     """Yield all equations of a program in order, each before the equations of its bodies.
 
@@ -154,9 +152,7 @@ def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
 
 
-def excerpt(
-    inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]
-) -> jaxprs.ClosedJaxpr:
+def excerpt(inputs: Sequence[Any], outputs: Sequence[Any], eqns: Any) -> jaxprs.ClosedJaxpr:
     """Make a program from some equations of a program."""
     empty = _nothing()
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
@@ -286,12 +282,7 @@ def _replaced(eqn: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Sequence
 
 
 def of_data(
-    who: str,
-    fn: Callable[[Any, Any, Any], Any],
-    fixed: PyTree,
-    data: tuple[Any, Any],
-    allowed: str,
-    hint: str,
+    who: str, fn: Callable[..., Any], fixed: PyTree, data: tuple[Any, Any], allowed: str, hint: str
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
     """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
 

@@ -30,12 +30,12 @@ def late(
             return value
         if name in apart:
             return importlib.import_module(f"{package}.{name}")
-        # Python itself asks modules for names that begin with underscores.
-        said = None if name.startswith("__") else told(f"{package}.{name}")
-        if not said and not name.startswith("__"):
-            said = told(f"boostax.{name}") or checks.nearest(name, listed())
         text = f"module {package!r} has no attribute {name!r}"
-        raise AttributeError(f"{text}. {said}" if said else text)
+        # Python itself asks modules for names that begin with underscores.
+        if not name.startswith("__"):
+            said = told(f"{package}.{name}") or told(f"boostax.{name}")
+            text = f"{text}. {said or checks.nearest(name, listed())}"
+        raise AttributeError(text)
 
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
@@ -48,7 +48,4 @@ def told(name: str) -> str | None:
 
     A name has one if it was removed, has moved, or is found elsewhere.
     """
-    import tomllib
-    from importlib.resources import files
-
-    return tomllib.loads(files("boostax").joinpath("names.toml").read_text("utf8")).get(name)
+    return checks.table("boostax", "names").get(name)

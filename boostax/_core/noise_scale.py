@@ -14,15 +14,13 @@ are without bias. Their ratio is not unbiased, so each is averaged over steps be
 2018, appendix A).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from boostax._core import axes, trees
-from boostax._core.describe import Holds
-
-PyTree = Any
+from boostax._core.describe import Holds, PyTree
 
 
 class NoiseScaleState(NamedTuple):

@@ -30,10 +30,9 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Stepped
+from boostax._core.describe import PyTree, Stepped
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
 
-PyTree = Any
 Path = tuple[Any, ...]
 Update = Callable[..., Stepped]
 

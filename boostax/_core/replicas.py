@@ -63,9 +63,7 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
     got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
     allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
-    hint = (
-        "boostax.reshard_state(state, n) takes it to n; stack_replicas(tx.init(params), n) is new."
-    )
+    hint = "boostax.reshard_state(state, n) takes it to n; stack_replicas(tx.init(params), n) also."
     checks.require(who, "state", got[:6], allowed, not got, hint)
 
 
@@ -82,7 +80,7 @@ def require_stacked(who: str, state: PyTree) -> None:
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
             raise ValueError(
-                f"{who}: state must lead with the replicas where it differs, got more at {name!r}. "
+                f"{who}: state must lead with the replicas where it differs, got two of {name!r}. "
                 "Use jax.pmap with in_axes and out_axes 0, jax.shard_map with states.state_specs."
             )
 

@@ -10,9 +10,7 @@ import optax
 
 from boostax._core import axes, bound_axis, checks, trees
 from boostax._core import gate as gates
-from boostax._core.describe import Stepped, describe
-
-PyTree = Any
+from boostax._core.describe import PyTree, Stepped, describe
 
 
 class GateState(NamedTuple):
@@ -130,7 +128,6 @@ def by_rule(
     def step_fn(
         grads: gates.Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GateState]:
-        trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         ok, own = rule(grads, state.own, params)
         trees.require_shapes(who, "own", state.own, own, "A rule keeps the shapes of its state.")

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays: precision, finiteness, states in a tree, leaves that are not dense arrays.
+"""Trees of arrays: precision, paths, states in a tree, params without gradients.
 
-The constants of a model are activations, names and numbers that ``jit`` did not trace. A sparse
-gradient is a ``BCOO`` of JAX, which holds rows of an embedding or single elements. ``describe``
-makes it dense before a transformation of boostax sees it: rows of one index are added, rows out of
-range dropped.
+The constants of a model are activations, names and numbers that ``jit`` did not trace.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_node
 from jax.typing import DTypeLike
 
-from boostax._core import axes, checks, jaxprs
+from boostax._core import checks, jaxprs
 
 PyTree = Any
+State = TypeVar("State")
 LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is their new value.
 OVERWRITE = "_overwrite_with_gradient"
@@ -42,7 +38,7 @@ def at_least_float32(tree: PyTree) -> PyTree:
 
 
 def first_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
-    """Return the first state of ``tx``, in which leaves shared with ``params`` are copied.
+    """Return the first state of ``tx``; leaves shared with ``params``, or twice in it, are copied.
 
     Some states of Optax keep the first params (``contrib.dog``, ``prodigy``), and donation refuses
     a buffer that two arguments share.
@@ -86,6 +82,16 @@ def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
     return narrow if plain else jnp.promote_types(wide, narrow)
 
 
+def buffers(params: PyTree, narrow: np.dtype[Any], size: int | None = None) -> PyTree:
+    """Return zeros like the params in ``buffer_dtype``, or ``size`` of each; sharded like them."""
+
+    def buffer(p: Any) -> jax.Array:
+        zeros = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
+        return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
+
+    return jax.tree.map(buffer, params)
+
+
 def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
     """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
 
@@ -110,170 +116,6 @@ def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
         return x.astype(dtype)
     return clip_finite(x, float(jnp.finfo(dtype).max)).astype(dtype)
-
-
-def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
-    """Return ``max |x|`` of each inexact leaf: NaN and infinities stay, empty leaves give 0.
-
-    A reduction of the leaf itself fuses with the operation that made it. With an elementwise
-    ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
-    A float maximum may lose NaN: an all-reduce of maxima does on XLA:CPU, for a leaf that is
-    sharded, and other backends do not define its result. Leaves are widened because XLA:CPU takes
-    twice as long over f16 on a processor without vectors of f16.
-    """
-    inexact = [x for x in jax.tree.leaves(tree) if is_inexact(jnp.result_type(x))]
-    wide = [at_least_float32(magnitude(x)) for x in inexact]
-    return lax.platform_dependent(wide, cpu=_by_extremes, default=_by_bits) if wide else []
-
-
-def _by_bits(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes as unsigned integers: the same order, with NaN after infinity."""
-    bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
-    most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
-    return [lax.bitcast_convert_type(x, leaf.dtype) for x, leaf in zip(most, leaves, strict=True)]
-
-
-def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes, each reduced together with the minimum.
-
-    A reduction with two results becomes no all-reduce: the results of all shards are gathered and
-    compared. XLA:CPU would write out bits, and TPU reads a gradient again for a pair.
-    """
-    found = []
-    for x in leaves:
-        zero = np.zeros((), x.dtype)
-        most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
-        found.append(lax.select(lax.ne(least, least), least, most))
-    return found
-
-
-# JAX traces a module's function once for all leaves.
-def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
-
-
-def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> list[jax.Array]:
-    """Return for each gradient the sum of its squares in two units; ``root`` makes them a norm.
-
-    A square spans twice the octaves of its number, so one sum in f32 loses those of numbers below
-    1e-19, and is infinite for numbers above 1e19. The first sum is in a unit that no finite number
-    overflows (up to 2**31 elements of the largest), so that it is finite where all elements are.
-    The second is in a unit for the numbers that gradients usually have. Both units are powers of
-    two, which round nothing. Sums over leaves and replicas are sums of both.
-
-    Returns:
-      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; one of zeros without leaves. NaN and
-      infinities show in both sums. Cost: one read of each leaf.
-    """
-    wides = at_least_float32(list(leaves))
-    parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
-    wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
-    flat = [[x.astype(wide) for x in pair] for pair in parts]
-    none = [jnp.zeros(2, wide)]
-    return lax.platform_dependent(flat, cpu=_by_pairs, default=_by_sums) if flat else none
-
-
-def _by_sums(parts: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return two sums a leaf, which a TPU fuses with what made it, and XLA:CPU does not."""
-    return [jnp.stack([jnp.sum(x) for x in _squares(pair)]) for pair in parts]
-
-
-def _by_pairs(parts: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return two sums a leaf by one reduction, which writes no operand on XLA:CPU.
-
-    It adds term by term: the longest dimension is left to a plain sum, which rounds less.
-    """
-
-    def both(pair: list[jax.Array]) -> jax.Array:
-        shape, zero = pair[0].shape, np.zeros((), pair[0].dtype)
-        inner = tuple(i for i in range(len(shape)) if i != np.argmax(shape))
-        found = lax.reduce(tuple(_squares(pair)), (zero, zero), _add_both, inner)
-        return jnp.stack([x.sum() for x in found])
-
-    return list(map(both, parts))
-
-
-# JAX traces a module's function once for all leaves.
-def _add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
-
-
-def _squares(pair: list[jax.Array]) -> list[Any]:
-    # Without the maximum XLA would multiply the units first, and their square is zero.
-    units = _units(pair[0].dtype)
-    return [sum(jnp.square(jnp.maximum(jnp.abs(x) * unit, 0)) for x in pair) for unit in units]
-
-
-def _units(dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Return the factors of numbers in ``square_sums``: 2**-80 and 2**30 for f32."""
-    octaves = int(jnp.finfo(dtype).maxexp)
-    return 2.0 ** (-5 * octaves // 8), 2.0 ** (15 * octaves // 64)
-
-
-def root(sums: jax.Array) -> jax.Array:
-    """Return the norm whose ``square_sums`` are given: right to rounding from 1e-28 on in f32."""
-    large, usual = _units(sums.dtype)
-    first, second = jnp.sqrt(sums)
-    return jnp.where(jnp.isfinite(sums[1]), second / usual, first / large)
-
-
-def magnitude(x: jax.Array) -> jax.Array:
-    """Return the magnitude of each element; for a complex element, of its larger part."""
-    if jnp.iscomplexobj(x):
-        # The modulus of a finite number can overflow; its parts cannot.
-        return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
-    return lax.abs(x)
-
-
-def counts(*marks: jax.Array) -> jax.Array:
-    """Return in f32 how many elements of each array are true.
-
-    One reduction counts them all: XLA:CPU writes the operand of a plain sum to memory, which takes
-    5 times as long.
-    """
-    ones, zeros = tuple(mark.astype(jnp.int32) for mark in marks), (jnp.int32(0),) * len(marks)
-    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
-    return jnp.stack(lax.reduce(ones, zeros, add, tuple(range(marks[0].ndim)))).astype(jnp.float32)
-
-
-def all_true(flags: list[jax.Array]) -> jax.Array:
-    """Return the conjunction of bool scalars; True if there are none."""
-    return jnp.stack(flags).all() if flags else jnp.asarray(True)
-
-
-def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Array:
-    """Return whether no leaf holds a NaN or an infinity, on any replica.
-
-    Args:
-      tree: arrays of any dtype. Integers, ``None`` and empty leaves count as finite.
-      axis_name: mesh axis (or tuple of axes) over which the replicas must agree.
-
-    Returns:
-      Bool scalar, equal on all replicas when ``axis_name`` is given. Cost: one read of the tree,
-      and one 4-byte collective with ``axis_name``.
-
-    Raises:
-      ValueError: the axis is not bound.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp
-      >>> bool(boostax.precision.all_finite({"w": jnp.array([1.0, jnp.inf])}))
-      False
-    """
-    names = axes.canonical("all_finite", axis_name)
-    axes.require_bound(names, "all_finite")
-    return axes.agree(all_true([jnp.isfinite(m) for m in largest_magnitudes(tree)]), names)
-
-
-def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
-    """Return whether every element that is finite in ``old`` is also finite in ``new``."""
-
-    def news(before: jax.Array, after: jax.Array) -> jax.Array:
-        if not is_inexact(jnp.result_type(after)):
-            return jnp.zeros(())
-        return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
-
-    return all_finite(jax.tree.map(news, old, new))
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -316,7 +158,7 @@ def masked(tree: PyTree, active: PyTree) -> PyTree:
 
 def unmasked(part: PyTree, whole: PyTree) -> PyTree:
     """Replace each ``optax.MaskedNode`` in ``part`` by the leaf at its position in ``whole``."""
-    kept = lambda x, y: x if isinstance(y, optax.MaskedNode) else y  # noqa: E731
+    kept = lambda x, y: x if is_masked(y) else y  # noqa: E731
     return jax.tree.map(kept, whole, part)
 
 
@@ -369,12 +211,10 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
-            got, allowed = (
-                f"{kind} at {path_name(path) or 'the root'!r}",
-                "floating or complex arrays",
-            )
+            got = f"{kind} at {path_name(path) or 'the root'!r}"
             hint = "Take such leaves out of the trained params: eqx.partition, or wrt= of NNX."
-            raise TypeError(checks.message(who, "gradients", allowed, got, hint))
+            words = checks.message(who, "gradients", "floating or complex arrays", got, hint)
+            raise TypeError(words)
 
 
 def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
@@ -396,6 +236,14 @@ def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     lost = any(isinstance(node, dict) and "inner_state" in node for node in found)
     checks.require("boostax", "a state", "a dict", "in its classes", not lost, LOST, TypeError)
     return list(filter(wanted, found))
+
+
+def state_of(who: str, opt_state: PyTree, kind: type[State], hint: str) -> State:
+    """Return the outermost state of a class; refuse an optimizer state without one."""
+    states = find(opt_state, lambda node: isinstance(node, kind))
+    allowed = f"one with a {kind.__name__}"
+    checks.require(who, "opt_state", "no such", allowed, bool(states), hint)
+    return states[0]
 
 
 def telling(tree: PyTree, *methods: str) -> list[Any]:
@@ -532,6 +380,11 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def is_masked(node: object) -> bool:
+    """Return whether a node stands for a leaf that is masked."""
+    return isinstance(node, optax.MaskedNode)
+
+
 def is_none(node: object) -> bool:
     """Return whether a node is ``None``."""
     return node is None
@@ -589,38 +442,3 @@ def arrays_alone(params: PyTree) -> PyTree:
 def put_back(new: PyTree, params: PyTree) -> PyTree:
     """Return new params, with the old leaf wherever the new one is ``None``."""
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)
-
-
-# A program that holds a sparse array has imported this module, so boostax need not import it.
-MODULE = "jax.experimental.sparse"
-_DENSE = "Convert with .todense()."
-
-
-def _is_sparse(node: object) -> bool:
-    return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
-
-
-def dense(tree: PyTree, who: str) -> PyTree:
-    """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
-
-    def on_leaf(path: Any, x: Any) -> Any:
-        if not _is_sparse(x):
-            return x
-        got = type(x).__name__, path_name(path)
-        fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
-        allowed = "dense arrays or BCOO with n_batch=0"
-        checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
-        # The type of x.todense() lacks the axes over which it varies. The sum is in f32
-        # or wider, so that rows of one index are rounded once.
-        zeros = jnp.zeros(x.shape, wide_dtype(x))
-        zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
-        return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
-
-    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=_is_sparse)
-
-
-def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
-    """Refuse sparse leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
-    got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
-    checks.require(who, what, got[:6], "dense arrays", not got, _DENSE, TypeError)

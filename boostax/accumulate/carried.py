@@ -20,9 +20,8 @@ import optax
 from jax import lax
 
 from boostax._core import axes, bound_axis, checks, gate, trees
-from boostax._core.describe import describe, elsewhere
+from boostax._core.describe import PyTree, describe, elsewhere
 
-PyTree = Any
 Rule = Literal["max", "sum", "last"]
 # The rule of each carried leaf, by the words of its path.
 Rules = Mapping[str, Rule]
@@ -118,7 +117,7 @@ class _Carry(NamedTuple):
         found, every = resolve(self.rules, params), trees.names(params)
         idle = [words for words in self.rules if not resolve({words: "last"}, params)]
         # scheduled_freeze calls init with only some of the params; the others are masked.
-        if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
+        if idle and not trees.find(params, trees.is_masked):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
             raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
 
@@ -133,10 +132,7 @@ class _Carry(NamedTuple):
         self, grads: gate.Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
         """Run the inner step on all other leaves, then set the carried leaves."""
-        hint = (
-            "Write boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
-            "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
-        )
+        hint = "Write carry(dynamic_loss_scale(...)), and boostax.apply_gradients for tx.update."
         allowed = "set by boostax.apply_gradients with carry outermost"
         got = "a wrapper that multiplies gradients or adds updates"
         checks.require(_WHO, "carried leaves", got, allowed, apply and not grads.factors, hint)
@@ -223,7 +219,8 @@ def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
 
 def put(tree: PyTree, carried: Carried) -> PyTree:
     """Return a tree from ``without`` with the carried leaves put back."""
-    return _map(lambda name, x: carried.get(name, x) if _masked(x) else x, tree, is_leaf=_masked)
+    masked = trees.is_masked
+    return _map(lambda name, x: carried.get(name, x) if masked(x) else x, tree, is_leaf=masked)
 
 
 def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -276,10 +273,6 @@ def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -
 def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> PyTree:
     named = lambda path, x: fn(trees.path_name(path), x)  # noqa: E731
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
-
-
-def _masked(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _checked(rules: Any) -> Rules:

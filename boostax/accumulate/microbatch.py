@@ -11,10 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, bcoo, checks, trees
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
 
@@ -111,7 +110,7 @@ def microbatch(
             rows = jax.tree.map(lambda x: micro_batch(x, index), slices)
             value, grads = value_and_grad_fn(params, rows, *args, **given)
             loss, given_aux = value if has_aux else (value, Aux())
-            grads = trees.dense(grads, _WHO)
+            grads = bcoo.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
             known, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
             weight = jnp.asarray(1.0 if known.weight is None else known.weight, jnp.float32)
@@ -135,11 +134,7 @@ def microbatch(
 
 
 def _scan(
-    evaluate: Callable[[jax.Array, PyTree], _Terms],
-    number: int,
-    model_state: PyTree,
-    rules: carried.Rules,
-    narrow: np.dtype[Any],
+    evaluate: Callable[..., _Terms], number: int, model_state: PyTree, rules: Any, narrow: Any
 ) -> _Terms:
     """Add up the results of ``evaluate`` over the micro-batches."""
     replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), model_state)
@@ -180,10 +175,7 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
 
     if count == "stacked":
         return jax.tree.map(jnp.asarray, batch), stacked_count(batch, who), 0
-    hint = (
-        "Pad the batch and give the padding no weight (boostax.Aux.weight), or choose another "
-        "number; for a batch of shape [micro-batches, rows, ...] pass microbatches='stacked'."
-    )
+    hint = f"{PAD} Or choose another number; microbatches='stacked' takes [slices, rows, ...]."
 
     def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
         x = jnp.asarray(x)

@@ -17,14 +17,14 @@ import numpy as np
 import optax
 
 from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, noise_scale, trees
-from boostax._core.describe import Holds, Stepped, describe, elsewhere
+from boostax._core.describe import Holds, PyTree, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
+from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import MOST, factor, weigh
 from boostax.accumulate.carried import CarryState, require_outside
 from boostax.precision import formats
 
-PyTree = Any
 # A tuple or list holds the names of the terms of a loss.
 Normalize = Literal["mean", "sum", "weight"] | tuple[str, ...] | list[str]
 Rounding = Literal["nearest", "stochastic"]
@@ -214,11 +214,10 @@ class _Windows(NamedTuple):
         window = None
         # Only a Python 1 needs no buffer, because a schedule or a traced value may be larger later.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
-            zeros = lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, self.narrow))  # noqa: E731
             weight = jnp.zeros((), jnp.float32) if weighted else None
             # Around optax.lookahead gradients are those of the fast params alone.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
-            window = Window(jax.tree.map(zeros, fast), weight)
+            window = Window(trees.buffers(fast, self.narrow), weight)
             if count := len(self.terms):
                 sums = jax.tree.map(lambda x: jnp.stack([x] * count), window.grads)
                 window = Window(sums, {x: jnp.zeros((), jnp.float32) for x in self.terms})
@@ -230,7 +229,6 @@ class _Windows(NamedTuple):
         self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         """Add a gradient, and close the window if this was its last micro-step."""
-        trees.require_gradients(grads.raw, _WHO)
         axes.require_local(grads.raw, self.names, _WHO)
         new = self._added(trees.addends(grads.value(), self.narrow), extra.pop("weight", None))
         count = state.micro_step + 1
@@ -308,7 +306,7 @@ class _Windows(NamedTuple):
         # overflow. A gate inside must decide about such a sum itself: a scaler needs overflows to
         # lower the scale.
         judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.has_gate(inner_state)
-        ok = trees.all_finite(window.grads) if judged else jnp.asarray(True)
+        ok = all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
             weight = self._divisor(window.weight)
@@ -337,7 +335,6 @@ class _Windows(NamedTuple):
 
 def _refused(params: PyTree) -> PyTree:
     """Refuse a line search: it would get the last micro-batch's loss and the window's gradient."""
-    del params
     got = "a window of several calls, whose other micro-batches are gone"
     hint = "make_train_step(microbatches=...) keeps them: there the loss is that of all."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
@@ -402,9 +399,8 @@ def has_updated(opt_state: PyTree) -> jax.Array:
       >>> bool(boostax.train.has_updated(state))
       False
     """
-    found = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
-    allowed, hint = "one with an AccumulateState", "Wrap the optimizer in boostax.accumulate."
-    checks.require("has_updated", "opt_state", "no such", allowed, bool(found), hint)
+    hint = "Wrap the optimizer in boostax.accumulate."
+    trees.state_of("has_updated", opt_state, AccumulateState, hint)
     return gate.passed(opt_state)
 
 

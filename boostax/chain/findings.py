@@ -4,14 +4,13 @@
 import functools
 import itertools
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
 
+from boostax._core import checks
 from boostax._core.axes import UNNAMED
 from boostax.chain.parts import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, Row, number, read, rows, sign
 
@@ -37,7 +36,7 @@ class Finding(NamedTuple):
         return f"{self.what}: {self.why} {self.mend}"
 
 
-_WORDS = tomllib.loads(files("boostax.chain").joinpath("orders.toml").read_text("utf8"))
+_WORDS = checks.table("boostax.chain", "orders")
 _OWN, _WINDOWS = ("delta", "own params"), ("window", "peer window")
 # The roles behind each name that stands for several roles in ``orders.toml``.
 _SEVERAL: Mapping[str, tuple[str, ...]] = {

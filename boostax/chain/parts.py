@@ -31,10 +31,9 @@ import jax
 import numpy as np
 import optax
 
-from boostax._core.describe import Description, closure, first_line
+from boostax._core.describe import Description, PyTree, closure, first_line
 from boostax._core.replicas import PerReplica
 
-PyTree = Any
 # The path from the state of a wrapper to that of a part in it: indices, keys and names of fields.
 Route = tuple[Any, ...]
 

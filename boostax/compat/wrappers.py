@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bound_axis, checks, trees
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import PyTree, Stepped, describe
 from boostax._core.gate import Pending, counted, gated, passed
+from boostax._core.norms import all_finite, largest_magnitudes
 from boostax._core.replicas import PerReplica
 from boostax._core.rule import GateState, gate
-from boostax._core.trees import all_finite, largest_magnitudes
 from boostax.accumulate.window import AccumulateState, accumulate
 
-PyTree: TypeAlias = Any
 # It takes updates, the number of optimizer steps and the params, and returns whether to skip and
 # the new ``skip_state``.
 ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
@@ -276,7 +275,6 @@ def apply_if_finite(
     """
 
     def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
-        del params
         in_a_row, _, total = own
         largest = [grads._replace(raw=x).value() for x in largest_magnitudes(grads.raw)]
         ok = all_finite(largest, axis_name)
@@ -285,7 +283,6 @@ def apply_if_finite(
         return run, (in_a_row, ok, counted(total, ~ok))
 
     def init(params: PyTree) -> PyTree:
-        del params
         return jnp.zeros((), jnp.int32), jnp.asarray(True), jnp.zeros((), jnp.int32)
 
     tx = gate(inner, rule, init=init, axis_name=axis_name, name="apply_if_finite")

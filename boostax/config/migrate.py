@@ -20,7 +20,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax import states
-from boostax._core import axes, checks, mismatch, trees
+from boostax._core import axes, checks, mismatch, norms, trees
 from boostax._core.describe import variants_of
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
@@ -399,7 +399,7 @@ def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, stale: bool, not
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
     got, hint = f"{dtype} at {trees.path_name(new.path)}", "accumulator_dtype='float32' holds it."
     allowed = f"able to hold the open window, times {factor:g}"
-    checks.require(WHO, "new_tx", got, allowed, stale or bool(trees.stays_finite(x, value)), hint)
+    checks.require(WHO, "new_tx", got, allowed, stale or bool(norms.stays_finite(x, value)), hint)
     return old._replace(value=value)
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from boostax._core import trees
 from boostax._core.interpret import flow, of_data, require_readable
 
@@ -52,7 +50,7 @@ def forward_order(
       >>> boostax.freeze.forward_order(f, params, jnp.ones((8, 3)))
       ['stem', 'body', 'head']
     """
-    names = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    names = trees.names(params)
     call = lambda params, given, named: fn(params, *given, **named)  # noqa: E731
     hint = "Pass the batch to forward_order; do not let the function close over it."
     require_readable()

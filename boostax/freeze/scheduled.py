@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, gate, handshake, replicas, trees
-from boostax._core.describe import Holds, describe, elsewhere
+from boostax._core.describe import Holds, PyTree, describe, elsewhere
 from boostax._core.groups import as_groups, group_count
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
-PyTree = Any
 Moments = Literal["shared", "per_group"]
 # Params (or updates) and the state, and a function that changes them at a depth.
 Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
@@ -404,7 +403,6 @@ def active_groups(opt_state: PyTree) -> jax.Array:
       >>> boostax.freeze.active_groups(tx.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})).tolist()
       [False, True]
     """
-    found = trees.find(opt_state, lambda x: isinstance(x, ScheduledFreezeState))
-    allowed, hint = "one with a ScheduledFreezeState", "Wrap the optimizer in scheduled_freeze."
-    checks.require("active_groups", "opt_state", "no such", allowed, bool(found), hint)
-    return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth
+    hint = "Wrap the optimizer in scheduled_freeze."
+    state = trees.state_of("active_groups", opt_state, ScheduledFreezeState, hint)
+    return jnp.arange(state.trained_steps.size) >= state.next_depth

@@ -45,9 +45,7 @@ class Choice(NamedTuple):
         return [sum(column) + NEVER for column in columns if column[0]]
 
 
-def staged(
-    fn: Callable[[], Sequence[jax.Array]], levels: Sequence[int], index: jax.Array
-) -> list[jax.Array]:
+def staged(fn: Callable[[], Any], levels: Sequence[int], index: jax.Array) -> list[jax.Array]:
     """Return the results of ``fn()`` that are wanted at ``index``, and run only what they need.
 
     Args:

@@ -330,6 +330,6 @@ def gradient_sizes(shapes: Sequence[Any], mesh: Mesh | None, whole: Any = ()) ->
     counts = {shape[0] for shape in stacks}
     layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == count) for count in counts]
     layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
-    whole = [math.prod(shape) for shape in shapes]
-    sharded = {n // count for n in whole + layers for count in shards if n % count == 0}
-    return frozenset({sum(whole)} | sharded)
+    leaves = [math.prod(shape) for shape in shapes]
+    sharded = {n // count for n in leaves + layers for count in shards if n % count == 0}
+    return frozenset({sum(leaves)} | sharded)

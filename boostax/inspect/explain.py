@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, checks, costs, handshake, interpret, jaxprs, replicas, trees
-from boostax._core.describe import Reduction, asked, variants_of
+from boostax._core.describe import PyTree, Reduction, asked, variants_of
 from boostax._core.groups import few
 from boostax.accumulate.window import Window, terms_of
 from boostax.chain.findings import Finding, finding, findings, scales
@@ -27,7 +27,6 @@ from boostax.precision.loss_scale import loss_scale
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
-PyTree: TypeAlias = Any
 _WHO = "explain"
 
 

@@ -15,10 +15,8 @@ import math
 import os
 import re
 import time
-import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +30,8 @@ from boostax.train.compiled import TrainStep
 _AUDIT = "audit"
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
-_ALLOWED = (
-    "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
-)
-_MACHINES = tomllib.loads(files("boostax.inspect").joinpath("machines.toml").read_text("utf8"))
+_FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
+_MACHINES = checks.table("boostax.inspect", "machines")
 # Without these variables the compiler for TPU looks for a host with TPUs, and locks it.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -77,7 +73,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     if found is None or not machine or (config and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _MACHINES.values())
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
-        raise ValueError(checks.message("target_devices", "target", _ALLOWED, target, hint))
+        raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
@@ -200,9 +196,7 @@ def _unwrapped(program: Any) -> Any:
     return inner if isinstance(inner, _STAGES) else program
 
 
-def _moved(
-    program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]
-) -> CompiledProgram:
+def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> CompiledProgram:
     """Compile the program for devices other than those of its arguments."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
@@ -236,10 +230,8 @@ def _moved(
         return _finished(again.lower(*jax.tree.map(place, args)), devices)
 
 
-def _finished(
-    program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
-) -> CompiledProgram:
-    """Compile a program for these devices, unless it is compiled already."""
+def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
+    """Compile a lowered program for these devices, unless it is compiled already."""
     compiled: Any = _unwrapped(program)
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):

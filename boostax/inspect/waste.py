@@ -6,11 +6,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from boostax._core import checks
 from boostax.inspect.collectives import RING, CompiledCollective
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Waste:
 
 
 # The words of each finding.
-WORDS = tomllib.loads(files("boostax.inspect").joinpath("waste.toml").read_text("utf8"))
+WORDS = checks.table("boostax.inspect", "waste")
 # Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
 

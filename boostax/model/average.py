@@ -30,9 +30,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from boostax._core import checks, gate, replicas, trees
-from boostax._core.describe import Holds, Stepped, describe
-
-PyTree = Any
+from boostax._core.describe import Holds, PyTree, Stepped, describe
 
 _WHO = "average_params"
 
@@ -71,12 +69,6 @@ def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) ->
     n = (averaged + 1).astype(average.real.dtype)
     # The first params overwrite the average, so no NaN stays.
     return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
-
-
-def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
-    # Zeros like the leaf have its sharding.
-    zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
-    return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
 
 
 def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
@@ -186,7 +178,7 @@ def average_params(
         got, fits = "local_updates or partial_average", not replicas.owns_params(inner_state)
         hint = "Their last synchronization averages over the replicas instead."
         checks.require(_WHO, "inner", got, allowed, fits, hint)
-        averages = jax.tree.map(lambda p: _buffer(p, narrow, None if weight else slots), params)
+        averages = trees.buffers(params, narrow, None if weight else slots)
         steps, averaged = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AverageParamsState(steps, averaged, averages, inner_state)
 
@@ -243,13 +235,11 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> boostax.model.averaged_params(tx.init(jnp.ones(2)), jnp.ones(2)).tolist()
       [1.0, 1.0]
     """
-    found = trees.find(opt_state, lambda node: isinstance(node, AverageParamsState))
     who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
-    allowed = "one with an AverageParamsState"
-    checks.require(who, "opt_state", "no such", allowed, bool(found), hint)
-    params, averaged = trees.arrays(params), found[0].averaged
+    state = trees.state_of(who, opt_state, AverageParamsState, hint)
+    params, averaged = trees.arrays(params), state.averaged
     # A module has the paths of its params, and other leaves.
-    averages = dict(trees.named(found[0].averages))
+    averages = dict(trees.named(state.averages))
     hint = "They are the averaged ones, or their module."
     odd = sorted(averages.keys() - trees.names(params))
     checks.require(who, "params", f"none at {odd[:4]}", "those of the optimizer", not odd, hint)

@@ -12,10 +12,9 @@ import numpy as np
 import optax
 
 from boostax._core import checks, layouts, trees
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import PyTree, Stepped, describe
 from boostax._core.groups import few, matches
 
-PyTree = Any
 Path = tuple[Any, ...]
 Rule = int | Sequence[int] | Literal["auto", "stacked"] | None
 Axes = Literal["auto"] | Mapping[str, Rule] | Callable[[str, jax.Array], Rule]
@@ -149,7 +148,7 @@ def centralize_gradients(
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
         # A pattern may match only params that are masked here.
-        masked = trees.find(params, lambda node: isinstance(node, optax.MaskedNode))
+        masked = trees.find(params, trees.is_masked)
         for pattern in patterns if names and not masked else ():
             fits = any(matches(name, pattern) for name in names)
             hint = f"It matches none; there are {few(names)}."

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, trees
-from boostax._core.describe import Stepped, describe
-
-PyTree = Any
+from boostax._core import axes, checks, gate, norms, trees
+from boostax._core.describe import PyTree, Stepped, describe
 
 
 def clip_by_global_norm(
@@ -131,27 +129,27 @@ def adagc(
     checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
 
     def init_fn(params: PyTree) -> AdaGCState:
-        norms = jax.tree.map(lambda _: jnp.full((), jnp.inf, jnp.float32), params)
-        return AdaGCState(jnp.zeros((), jnp.int32), norms)
+        first = jax.tree.map(lambda _: jnp.full((), jnp.inf, jnp.float32), params)
+        return AdaGCState(jnp.zeros((), jnp.int32), first)
 
     @describe(who, "norm clip")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
-        length = lambda g: trees.root(trees.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
+        length = lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
         sizes, early = jax.tree.map(length, updates), state.steps < warmup
-        total = trees.root(sum(trees.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
+        total = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
         finite = jnp.isfinite(total)
 
-        def clipped(g: jax.Array, size: jax.Array, norm: jax.Array) -> Stepped:
+        def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)
-            by_leaf = jnp.where(norm > 0, jnp.minimum(size, factor * norm), size)
+            by_leaf = jnp.where(past > 0, jnp.minimum(size, factor * past), size)
             limit = jnp.where(early, by_total, by_leaf)
             share = jnp.where(size > limit, limit / size, 1.0).astype(trees.wide_dtype(g))
-            moved = jnp.where(early, jnp.minimum(norm, limit), decay * norm + (1 - decay) * limit)
-            return (g.astype(share.dtype) * share).astype(g.dtype), jnp.where(finite, moved, norm)
+            moved = jnp.where(early, jnp.minimum(past, limit), decay * past + (1 - decay) * limit)
+            return (g.astype(share.dtype) * share).astype(g.dtype), jnp.where(finite, moved, past)
 
         both = jax.tree.map(clipped, updates, sizes, state.norms)
-        new, norms = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
-        return new, AdaGCState(gate.counted(state.steps, finite), norms)
+        new, kept = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
+        return new, AdaGCState(gate.counted(state.steps, finite), kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

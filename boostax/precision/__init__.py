@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.handshake import current_scale as current_scale
 from boostax._core.late import late as _late
-from boostax._core.trees import all_finite as all_finite
+from boostax._core.norms import all_finite as all_finite
 from boostax.precision.group_scale import check_boundaries as check_boundaries
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale
 from boostax.precision.group_scale import group_scales as group_scales

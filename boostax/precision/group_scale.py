@@ -27,12 +27,11 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, groups, handshake, trees
-from boostax._core.describe import Holds, Stepped, describe
+from boostax._core import axes, bound_axis, checks, gate, groups, handshake, norms, trees
+from boostax._core.describe import Holds, PyTree, Stepped, describe
 from boostax._core.gate import Pending
 from boostax.precision.loss_scale import decided, metrics_of, scales
 
-PyTree = Any
 Group = int | jax.Array
 _WHO = "group_loss_scale"
 # The end of f16's range, and half of f16's smallest subnormal, below which gradients round to zero.
@@ -144,7 +143,7 @@ def _look(
     def of_group(group: int) -> tuple[jax.Array, jax.Array]:
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
-        found = scaled._replace(raw=trees.largest_magnitudes(members)).value()
+        found = scaled._replace(raw=norms.largest_magnitudes(members)).value()
         top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in found)])
         return ~scaled.usable(), jnp.max(top)
 
@@ -281,7 +280,6 @@ def group_loss_scale(
     def step_fn(
         grads: Pending, state: GroupLossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
-        trees.require_gradients(grads.raw, _WHO)
         axes.require_local(grads.raw, names, _WHO)
         numbers, _ = group_numbers(_WHO, labels, grads.raw)
         handshake.require(_WHO, state.table, len(set(numbers)))
@@ -354,14 +352,11 @@ def _between(argument: str, value: float, low: float, high: float, hint: str) ->
 # type, its batch dimension, and its position in a scan or a remat.
 @jax.custom_jvp
 def _cross(x: jax.Array, ratio: jax.Array) -> jax.Array:
-    del ratio
     return x
 
 
 @_cross.defjvp
-def _cross_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
-) -> tuple[jax.Array, jax.Array]:
+def _cross_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     (x, ratio), tangent = primals, tangents[0]
     # The product is in f32, because the ratio itself can exceed the range of f16.
     wide = trees.at_least_float32(tangent)

@@ -117,11 +117,7 @@ def _sends(eqn: jaxprs.JaxprEqn) -> bool:
 
 
 def leaf_by_leaf(
-    fn: Callable[..., PyTree],
-    always: jax.Array,
-    old: PyTree,
-    args: tuple[PyTree, ...],
-    turns: PyTree,
+    fn: Callable[..., PyTree], always: jax.Array, old: PyTree, args: tuple[Any, ...], turns: PyTree
 ) -> PyTree:
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 

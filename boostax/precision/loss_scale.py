@@ -20,9 +20,7 @@ import optax
 from jax.core import Tracer
 
 from boostax._core import axes, bound_axis, checks, gate, handshake, trees
-from boostax._core.describe import Holds, describe
-
-PyTree = Any
+from boostax._core.describe import Holds, PyTree, describe
 
 
 class LossScaleState(NamedTuple):
@@ -281,7 +279,6 @@ def _scaled(
     def step_fn(
         grads: gate.Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
-        trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         checks.require_scalar(who, "scale", state.scale)
         if asks:

@@ -11,17 +11,16 @@ References:
   Rousseeuw and Croux, Alternatives to the Median Absolute Deviation, JASA 88, 1993.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, trees
-from boostax._core.describe import Holds, first_line
+from boostax._core import axes, bound_axis, checks, gate, norms, trees
+from boostax._core.describe import Holds, PyTree, first_line
 from boostax._core.rule import by_rule
 
-PyTree = Any
 _WHO = "skip_spikes"
 # The standard deviation of a normal distribution is this many median absolute deviations.
 _NORMAL = 1.4826
@@ -84,8 +83,8 @@ def _sigma(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
     """Return the root mean square of the replicas' norms, without a derivative."""
     leaves = jax.tree.leaves(jax.lax.stop_gradient(grads.value()))
-    total = axes.sum_over_shards(trees.square_sums(leaves), names)
-    return trees.root(total / (axes.size(names) if names else 1)).astype(jnp.float32)
+    total = axes.sum_over_shards(norms.square_sums(leaves), names)
+    return norms.root(total / (axes.size(names) if names else 1)).astype(jnp.float32)
 
 
 @bound_axis.gate

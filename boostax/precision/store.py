@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate, placement, replicas, trees
-from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.describe import Holds, PyTree, Stepped, describe
 from boostax.precision import formats
 from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax.precision.updates import LostUpdatesState
 
-PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
 Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
 # Params (or updates) and their low bits, codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
 _WHO = "store"
+_NONE = "'stochastic' and 'remainder' lose none on average."
 
 
 class StoreState(NamedTuple):
@@ -175,17 +175,14 @@ def store(
         inner_state = gate.init_optimizer(_WHO, tx, params)
         narrow = any(trees.wide_dtype(p) != jnp.result_type(p) for p in jax.tree.leaves(params))
         counting = narrow and trees.find(inner_state, lambda x: isinstance(x, LostUpdatesState))
-        hint = (
-            "Inside it sees f32 params. With params=None put it around: "
-            "count_lost_updates(store(...)); 'stochastic' and 'remainder' lose none on average."
-        )
+        hint = f"It sees f32 params; with params=None write count_lost_updates(store(...)). {_NONE}"
         allowed = "without count_lost_updates where params are bf16 or f16"
         checks.require(_WHO, "inner", "LostUpdatesState", allowed, not counting, hint)
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
             "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...))). "
-            "Leave count_lost_updates out: with 'stochastic' and 'remainder' none are lost."
+            f"Leave count_lost_updates out. {_NONE}"
         )
         checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
         codes, scales = _first(inner_state, params, rules, least)

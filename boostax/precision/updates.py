@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, placement, replicas, trees
-from boostax._core.describe import Stepped, describe
-
-PyTree = Any
+from boostax._core import axes, bound_axis, checks, gate, norms, placement, replicas, trees
+from boostax._core.describe import PyTree, Stepped, describe
 
 
 class CheckUpdatesState(NamedTuple):
@@ -115,7 +113,7 @@ def check_updates(
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else trees.applied(params, value)
         new = trees.cast_like(inner_state, old)
-        ok = trees.stays_finite((before, old), (after, new))
+        ok = norms.stays_finite((before, old), (after, new))
         ok = axes.agree(axes.to_varying(ok, names), names)
         computed = lambda: (value, new)  # noqa: E731
         value, inner_state = gate.run_or_hold(ok, computed, params, old, apply=apply, who=who)
@@ -217,7 +215,7 @@ def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
     """Return the share of nonzero updates that changed no bit of a bf16 or f16 param."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
     low = [triple for triple in triples if trees.wide_dtype(triple[0]) != triple[0].dtype]
-    parts = [trees.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
+    parts = [norms.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
     if not parts:
         return jnp.zeros((), jnp.float32)
     lost, all_of_them = axes.sum_over_shards(parts)

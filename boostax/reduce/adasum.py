@@ -118,11 +118,9 @@ def adasum(
     across = axes.canonical(who, axis_name)
     inside = axes.canonical(who, within, "within")
     names = across + inside
-    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
-    wanted = Options(*how).checked(who, names)
+    wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
         return combined(updates, Levels(across, inside), wanted)
@@ -374,8 +372,7 @@ def adasum_delta(
         inside = axes.canonical(who, within, "within")
         what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
     names = replicas + inside
-    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
-    wanted = Options(*how).checked(who, names)
+    wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def levels() -> Levels:
         if isinstance(within, int):
@@ -383,9 +380,8 @@ def adasum_delta(
         return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        inner_state = trees.first_state(tx, trees.at_least_float32(params))
-        inner_state = PerReplica(axes.to_varying(inner_state, replicas))
-        return AdasumDeltaState(inner_state, wanted.init(params))
+        inner_state = axes.to_varying(gate.init_optimizer(who, tx, params), replicas)
+        return AdasumDeltaState(PerReplica(inner_state), wanted.init(params))
 
     @describe("adasum", "adasum", names)
     def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
@@ -395,12 +391,9 @@ def adasum_delta(
 
     @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
         kept, server = state.inner_state.local, levels().inside
-        # Replicas would take the steps of a gate at different times.
-        gate.require_no_gate(who, kept)
         # With one copy of the inner state per server, updates are typed as equal inside the server.
         varies = frozenset[str]().union(*axes.types(kept))
         over = (*replicas, *(name for name in inside if name in varies))

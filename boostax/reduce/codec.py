@@ -158,11 +158,7 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
 
 
 def staged(
-    who: str,
-    argument: str,
-    value: Any,
-    make: Callable[[Any], Codec],
-    check: Callable[[str, str, Any], None],
+    who: str, argument: str, value: Any, make: Callable[[Any], Codec], check: Callable[..., Any]
 ) -> Codec:
     """Return the codec for a number, or for a mapping from each stage's first step to a number.
 

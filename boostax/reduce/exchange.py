@@ -144,9 +144,7 @@ def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[
     return list(found.values())
 
 
-def by_kind(
-    leaves: Arrays, reduce: Callable[[list[jax.Array]], list[jax.Array]]
-) -> list[jax.Array]:
+def by_kind(leaves: Arrays, reduce: Callable[[Arrays], Arrays]) -> list[jax.Array]:
     """Reduce the leaves of each kind together, as real arrays; empty leaves are not sent."""
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind in kinds(leaves):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bound_axis, checks, placement, replicas, trees
+from boostax._core import axes, bound_axis, checks, norms, placement, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, PyTree, map_per_leaf
@@ -129,7 +129,6 @@ def compress(
     how = _Feedback(who, codec, names, error_feedback, dense, momentum)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if codec.whole:
             axes.require_whole(updates, names, who, "boostax.on_mesh shards params in plain jit.")
@@ -257,9 +256,9 @@ def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
 
 
 def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
-    """Return ``trees.square_sums`` over all replicas, plus the ``growth`` of single leaves."""
+    """Return ``norms.square_sums`` over all replicas, plus the ``growth`` of single leaves."""
     # A growth may be negative, so rounding may make the total slightly negative.
-    return jnp.maximum(axes.sum_over_shards([*trees.square_sums(leaves), *growth], names), 0)
+    return jnp.maximum(axes.sum_over_shards([*norms.square_sums(leaves), *growth], names), 0)
 
 
 def _with_late(
@@ -271,7 +270,7 @@ def _with_late(
         size = more.shape[dim]
         start = axes.index(names) * size
         old = lax.dynamic_slice_in_dim(held[i], start, size, dim)
-        grown, before = trees.square_sums([old + more, old], jnp.result_type(*residual))
+        grown, before = norms.square_sums([old + more, old], jnp.result_type(*residual))
         growth.append(grown - before)
         new = old + jnp.where(finite, more, 0)
         held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, dim)

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bound_axis, checks, gate, replicas, trees
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import PyTree, Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 
-PyTree = Any
 # An average takes a state without the inner one and the last arguments of ``through``, or a
 # replica's params; it returns a value and the new state.
 Average = Callable[..., Stepped]
@@ -43,13 +42,12 @@ class _Own(NamedTuple):
     def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
         """Check the arguments that both factories share."""
         tx = checks.transformation(who, "inner", inner)
-        _require_no_gate(who, gate.gate_of(inner) is not None)
+        gate.refuse_gates(who, ["a gate"] if gate.gate_of(inner) else [])
         return cls(who, axes.canonical(who, axis_name), tx)
 
     def init(self, params: PyTree) -> replicas.PerReplica:
         """Return the optimizer's first state, per replica and in f32 or wider."""
-        state = trees.first_state(self.tx, trees.at_least_float32(params))
-        _require_no_gate(self.who, gate.has_gate(state))
+        state = gate.init_optimizer(self.who, self.tx, params)
         return replicas.PerReplica(axes.to_varying(state, self.names))
 
     def gated(self, init: optax.TransformInitFn, average: Average, close: Average) -> Extended:
@@ -66,7 +64,6 @@ class _Own(NamedTuple):
         def step_fn(
             grads: gate.Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
         ) -> Stepped:
-            trees.require_gradients(grads.raw, who)
             axes.require_local(grads.raw, names, who)
             trees.require_params(params, who, "They are averaged.")
             own, old = axes.to_varying(params, names), state.inner_state.local
@@ -89,15 +86,7 @@ class _Own(NamedTuple):
         return gate.gated(init, step_fn, flush_fn)
 
 
-def _require_no_gate(who: str, found: bool) -> None:
-    allowed = "an optimizer without a gate (loss scaler, accumulation window, another of its kind)"
-    hint = f"Put the gate outside, dynamic_loss_scale({who}(...)), or replicas may step apart."
-    checks.require(who, "inner", "a gate", allowed, not found, hint)
-
-
-def through(
-    average: Callable[[PyTree], Stepped], own: PyTree, value: PyTree, apply: bool
-) -> Stepped:
+def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: bool) -> Stepped:
     """Average the params that ``value`` stands for; return the new value and the average's state.
 
     Args:

@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, norms, trees
 from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
@@ -48,7 +48,7 @@ class Cut:
         """Return the smallest magnitude that is sent."""
         if self.threshold is None or not self.relative:
             return self.threshold or 0.0
-        return self.threshold * trees.root(trees.square_sums([leaf])[0] / leaf.size)
+        return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
     def reach(self, values: jax.Array, least: Bound) -> jax.Array:
         """Return which elements are to be sent; zeros need no slot."""

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, norms, trees
 from boostax.subspace import files
 
 PyTree = Any
@@ -91,7 +91,7 @@ class Basis(NamedTuple):
         rows = jax.tree.map(lambda x: x.update(shape=(k, *x.shape)), mean)
         like: Any = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
         basis = jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
-        fits, hint = bool(trees.all_finite(basis)), "Compute it of finite snapshots."
+        fits, hint = bool(norms.all_finite(basis)), "Compute it of finite snapshots."
         checks.require("Basis.load", "path", str(path), "a file of finite numbers", fits, hint)
         return basis
 

@@ -263,11 +263,10 @@ def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array |
         # optax.tree.map_params asks for the structure of the state of no params.
         return params, _opened(None if callable(basis) else basis)[1], None
     rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
-    hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    if any(map(hidden, jax.tree.leaves(params, is_leaf=hidden))):
-        cut = lambda p, x: p if hidden(p) else x  # noqa: E731
-        rows = jax.tree.map(cut, params, rows, is_leaf=hidden)
-        mean = mean and jax.tree.map(cut, params, mean, is_leaf=hidden)
+    if trees.find(params, trees.is_masked):
+        cut = lambda p, x: p if trees.is_masked(p) else x  # noqa: E731
+        rows = jax.tree.map(cut, params, rows, is_leaf=trees.is_masked)
+        mean = mean and jax.tree.map(cut, params, mean, is_leaf=trees.is_masked)
     hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
     got, wanted = jax.tree.structure(rows), jax.tree.structure(params)
     checks.require(_WHO, "basis", got, f"a tree like the params, {wanted}", got == wanted, hint)
@@ -451,7 +450,6 @@ def dim_reduce(
         allowed = f"given {', '.join(passed)}"
         hint = "make_train_step gives value and value_fn, the loss of the batch at other params."
         checks.require(_WHO, "update", missing, allowed, not missing, hint)
-        trees.require_gradients(raw, _WHO)
         axes.require_local(raw, names, _WHO)
         inside, squares, now = _measured(state, raw, value, names, shards)
         apart = {name: getattr(state, name) for name in _APART}
@@ -502,8 +500,7 @@ def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
       [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     """
     ours = lambda node: isinstance(node, DimReduceState)  # noqa: E731
-    found, allowed = bool(trees.find(opt_state, ours)), "one with a state of dim_reduce"
     hint = "Put boostax.dim_reduce into the chain."
-    checks.require("replace_basis", "opt_state", "no such", allowed, found, hint)
+    trees.state_of("replace_basis", opt_state, DimReduceState, hint)
     renewed = lambda node: node.with_basis(basis) if ours(node) else node  # noqa: E731
     return jax.tree.map(renewed, opt_state, is_leaf=ours)

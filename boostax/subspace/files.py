@@ -6,7 +6,6 @@ Nothing is pickled, and nothing is executed.
 
 import os
 import pathlib
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, trees
+from boostax._core.groups import natural
 
 PyTree = Any
 Path = str | pathlib.Path
@@ -89,10 +89,8 @@ def _require(who: str, path: Path, name: str, like: Any, found: Mapping[str, Any
         if tuple(x.shape) == shape and all(alike(x.dtype, k) == alike(dtype, k) for k in kinds):
             return
         there = f"which should be of {shape} like {dtype}, and is {x.dtype} of {x.shape} there"
-    raise ValueError(
-        f"{who}: params must be those of {path}, got {name!r}, {there}. Names are paths in the "
-        "params, such as 'layer/kernel'."
-    )
+    got, hint = f"{name!r}, {there}", "Names are paths in the params, such as 'layer/kernel'."
+    raise ValueError(checks.message(who, "params", f"those of {path}", got, hint))
 
 
 def checkpoint_snapshots(
@@ -143,15 +141,13 @@ def checkpoint_snapshots(
     if last is not None:
         checks.positive_int(who, "last", last, "None reads all of them.")
     folder = pathlib.Path(directory).absolute()
-    there = sorted(folder.glob("*"), key=_numbered)
+    # This sorts step_9 before step_10.
+    there = sorted(folder.glob("*"), key=lambda path: natural(path.name))
     written = [x for x in there if x.suffix == ".npz"]
     steps = [x for x in there if x.name.isdecimal()]
     got, fits = f"{'both' if steps else 'none'} in {folder}", bool(written) != bool(steps)
     allowed = "a folder of .npz files, or of a subdirectory for each step"
-    hint = (
-        "A Checkpointer writes the latter. safetensors.numpy.load_file gives arrays, and pca_basis "
-        "takes a list of trees of them."
-    )
+    hint = "pca_basis takes a list of trees of arrays, as safetensors.numpy.load_file gives them."
     error = ValueError if steps else FileNotFoundError
     checks.require(who, "directory", got, allowed, fits, hint, error)
     if steps:
@@ -159,12 +155,6 @@ def checkpoint_snapshots(
     names = named(who, params)
     files = written[-(last or 0) :]
     return [chosen(who, x, params, read(who, x, ".npz", names)) for x in files]
-
-
-def _numbered(path: pathlib.Path) -> list[Any]:
-    """Return a key that sorts ``step_9`` before ``step_10``."""
-    parts = re.split(r"(\d+)", path.name)
-    return [int(x) if x.isdecimal() else x for x in parts]
 
 
 def _checkpoint(

@@ -93,13 +93,8 @@ def record_trajectory(
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
 
     def init_fn(params: PyTree) -> TrajectoryState:
-        def buffer(p: jax.Array) -> jax.Array:
-            # They have the sharding of the leaf.
-            slot = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
-            return jnp.broadcast_to(slot, (size, *slot.shape))
-
         steps, recorded = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return TrajectoryState(steps, recorded, jax.tree.map(buffer, params))
+        return TrajectoryState(steps, recorded, trees.buffers(params, narrow, size))
 
     @describe(_WHO, "recorder")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
@@ -197,7 +192,6 @@ def trajectory_basis(
 
 def _recorded(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
     """Return the state of a recorder, and its number of slots."""
-    found = trees.find(opt_state, lambda x: isinstance(x, TrajectoryState))
     hint = "Put boostax.subspace.record_trajectory into the chain."
-    checks.require(who, "opt_state", "no such", "one with a TrajectoryState", bool(found), hint)
-    return found[0], jax.tree.leaves(found[0].snapshots)[0].shape[0]
+    state = trees.state_of(who, opt_state, TrajectoryState, hint)
+    return state, jax.tree.leaves(state.snapshots)[0].shape[0]

@@ -14,12 +14,11 @@ import optax
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import PerReplica, is_per_replica, stack_replicas
+from boostax._core.replicas import PerReplica, PyTree, is_per_replica, stack_replicas
 from boostax.reduce.mean import all_reduce
 from boostax.testing import _arrays as arrays
 from boostax.train.apply import apply_gradients
 
-PyTree = Any
 Carry = tuple[PyTree, Any]
 
 

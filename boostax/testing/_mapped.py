@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax import states
 from boostax._core import trees
 from boostax._core.axes import local_params
-from boostax._core.replicas import PerReplica, is_per_replica, without
+from boostax._core.replicas import PerReplica, PyTree, is_per_replica, without
 from boostax.reduce.feedback import CompressedState
 from boostax.testing import _arrays as arrays
 from boostax.testing import _case
@@ -23,7 +23,6 @@ from boostax.testing._case import Carry, Case, drawn, follow, laws_in, raises, t
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
-PyTree = Any
 AXIS, _OTHER = "data", "other"
 MODES = ("checked", "unchecked", "pmap", "vmap")
 

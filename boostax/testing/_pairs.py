@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import trees
+from boostax._core import norms, trees
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import is_per_replica, reshard_state
+from boostax._core.replicas import PyTree, is_per_replica, reshard_state
 from boostax.accumulate.window import accumulate
 from boostax.config.leaves import holds
 from boostax.config.migrate import migrate_state
@@ -26,7 +26,6 @@ from boostax.testing import _case
 from boostax.testing._case import Carry, Case, follow, laws_in
 from boostax.testing._mapped import AXIS
 
-PyTree = Any
 Grads = list[PyTree]
 
 
@@ -106,7 +105,6 @@ def _steep(of: Case) -> Case:
     """Put a case around an optimizer that depends on the scale of gradients, unlike Adam."""
 
     def make(inner: Any, axis_name: Any) -> optax.GradientTransformation:
-        del inner
         reduction = [] if axis_name is None or of.reduces else [all_reduce(axis_name)]
         rate = optax.linear_schedule(1e-1, 1e-3, 20)
         steep = (optax.add_decayed_weights(1e-2), optax.sgd(rate, momentum=0.9))
@@ -240,7 +238,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     # Training continues with more replicas. A state may hold an infinity, as a limit not yet known.
     params, on = follow(more.step(tx), there, more.grads(case.calls))
     floats = [x for x in jax.tree.leaves(on) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    assert trees.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"
+    assert norms.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"
 
 
 PAIR_LAWS = laws_in(globals())

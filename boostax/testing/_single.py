@@ -32,7 +32,6 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
     seen: list[Any] = []
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
-        del params
         seen.append(extra.get("marker"))
         return updates, state
 

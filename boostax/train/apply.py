@@ -6,9 +6,7 @@ from typing import Any
 import optax
 
 from boostax._core import checks, mismatch
-from boostax._core.gate import applied
-
-PyTree = Any
+from boostax._core.gate import PyTree, applied
 
 
 @checks.arguments

@@ -14,11 +14,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from boostax._core import axes, checks, mismatch, trees
-from boostax._core.describe import asked, variants_of
+from boostax._core.describe import PyTree, asked, variants_of
 from boostax._core.gate import applied, outermost_passed, passed
+from boostax._core.norms import all_finite
 from boostax._core.placement import own_rows
 from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
-from boostax._core.trees import Pruning, all_finite
+from boostax._core.trees import Pruning
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
 from boostax.accumulate.window import AccumulateState, flush
@@ -28,7 +29,6 @@ from boostax.train.on_mesh import local_types, placed_on
 from boostax.train.oracle import Oracle
 from boostax.train.state import Placing, TrainState, metrics
 
-PyTree = Any
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
 # Keywords that a step, or ``lower``, takes itself or hands to the loss from its state.
@@ -330,11 +330,10 @@ class Programs:
             where = None
             if self._placement is not None:
                 where = self._placement.shardings(self.part(depth).take(self._specs))
-                where = (where, None) if kind == "step" else where
             elif self._kept is not None:
                 # XLA would give params the sharding of a state that users shard themselves.
                 where = TrainState(None, self._kept, None, None, None)
-                where = (where, None) if kind == "step" else where
+            where = (where, None) if kind == "step" else where
             checked = functools.partial(self._checked, kind, depth)
             self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
         return self.compiled[key]

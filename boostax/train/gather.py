@@ -13,11 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
 from boostax._core.placement import Placement
-from boostax._core.replicas import is_per_replica, without
+from boostax._core.replicas import PyTree, is_per_replica, without
 from boostax.precision.formats import FORMATS
 from boostax.train.on_mesh import placement_of
 
-PyTree = Any
 Gather = Literal["bfloat16", "int8"]
 _WHO = "gather_params"
 
@@ -118,10 +117,7 @@ def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather
 
 
 def rounded(
-    x: jax.Array,
-    shards: Sequence[int],
-    dtype: Gather,
-    travel: Callable[[jax.Array], jax.Array] = lambda coded: coded,
+    x: jax.Array, shards: Sequence[int], dtype: Gather, travel: Callable[..., Any] = lambda x: x
 ) -> jax.Array:
     """Return an array as it arrives from ``shards`` shards along each dimension.
 

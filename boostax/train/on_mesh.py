@@ -3,19 +3,19 @@
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, replicas, trees
+from boostax._core import axes, bcoo, checks, handshake, replicas, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
-from boostax._core.replicas import PerReplica, is_per_replica
+from boostax._core.replicas import PerReplica, PyTree, is_per_replica
 from boostax.accumulate.window import terms_of
 
-PyTree = Any
 _WHO = "on_mesh"
 
 
@@ -110,7 +110,8 @@ def placed_on(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
-        trees.require_dense(raw.local, _WHO)
+        if bcoo.MODULE in sys.modules:
+            bcoo.require_dense(raw.local, _WHO)
         whole, params = params, trees.arrays_alone(params)
         lead = place.replicas, *[len(terms) for terms in [terms_of(state)] if terms]
         _require_stacked(raw, params, lead)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, trees
+from boostax._core import axes, bcoo, checks, handshake, interpret, jaxprs, mismatch, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
@@ -566,7 +567,8 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: PyTree) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     trained = _trained(params, active)
-    trees.require_dense(trained, "value_and_grad", "params")
+    if bcoo.MODULE in sys.modules:
+        bcoo.require_dense(trained, "value_and_grad", "params")
     allowed = "floating or complex arrays where they are trained"
     hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
     for name, x in trees.named(trained):

@@ -8,9 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from boostax._core import trees
-from boostax._core.replicas import is_per_replica, shares, spread_anew
-
-PyTree = Any
+from boostax._core.replicas import PyTree, is_per_replica, shares, spread_anew
 
 
 def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:

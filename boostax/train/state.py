@@ -13,11 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
 from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
-from boostax._core.replicas import PerReplica, owns_params, stack_replicas
+from boostax._core.replicas import PerReplica, PyTree, owns_params, stack_replicas
 from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
-
-PyTree = Any
 
 
 class TrainState(NamedTuple):
@@ -86,8 +84,7 @@ class Placing:
         stack = functools.partial(stack_replicas, replicas=self.replicas)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
             state = jax.eval_shape(stack, state)
-            typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-            return jax.tree.map(typed, state, here.shardings(state))
+            return jax.tree.map(lambda x, s: x.update(sharding=s), state, here.shardings(state))
         # On the host, all stacked replicas are views of one array.
         state = stack(on_host(state) if self.spans_processes else state)
         return place(state, here.shardings(state))
@@ -143,8 +140,7 @@ class Placing:
         for path, leaf in leaves:
             self._require_even(path, leaf)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
-            typed = functools.partial(jax.ShapeDtypeStruct, sharding=self.rows_sharding)
-            return jax.tree.map(lambda x: typed(x.shape, x.dtype), batch)
+            return _typed(batch, self.rows_sharding)
         if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
             return batch
         if self.spans_processes:
@@ -155,8 +151,7 @@ class Placing:
         """Place what is not split over replicas on all devices; give types beside types."""
         where = NamedSharding(self.mesh, PartitionSpec())
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((given, batch))):
-            typed = functools.partial(jax.ShapeDtypeStruct, sharding=where)
-            return jax.tree.map(lambda x: typed(x.shape, x.dtype), given)
+            return _typed(given, where)
 
         def put(x: Any) -> Any:
             if isinstance(x, Tracer):
@@ -175,6 +170,11 @@ class Placing:
         by = f"{of} x microbatches = {replicas} x {self.microbatches}"
         count, shape = replicas * self.microbatches, getattr(leaf, "shape", ())
         require_even("make_train_step", path, shape, count, by)
+
+
+def _typed(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    """Return the types of arrays, or of types, all with one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse gradients: a ``BCOO`` of JAX, which holds rows of an embedding or single elements.
+
+``describe`` makes it dense before a transformation of boostax sees it: rows of one index are added,
+rows out of range dropped.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from boostax._core import axes, checks
+from boostax._core.trees import PyTree, path_name, wide_dtype
+
+# A program that holds a sparse array has imported this module, so boostax need not import it.
+MODULE = "jax.experimental.sparse"
+_DENSE = "Convert with .todense()."
+
+
+def _is_sparse(node: object) -> bool:
+    return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
+
+
+def dense(tree: PyTree, who: str) -> PyTree:
+    """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
+
+    def on_leaf(path: Any, x: Any) -> Any:
+        if not _is_sparse(x):
+            return x
+        got = type(x).__name__, path_name(path)
+        fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
+        allowed = "dense arrays or BCOO with n_batch=0"
+        checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
+        # The type of x.todense() lacks the axes over which it varies. The sum is in f32
+        # or wider, so that rows of one index are rounded once.
+        zeros = jnp.zeros(x.shape, wide_dtype(x))
+        zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
+        return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=_is_sparse)
+
+
+def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
+    """Refuse sparse leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
+    got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
+    checks.require(who, what, got[:6], "dense arrays", not got, _DENSE, TypeError)

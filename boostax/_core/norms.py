@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions over gradients: largest magnitudes, sums of squares, counts, finiteness.
+
+Each reads its operand once and writes nothing of its size, for which the compilers for CPU and TPU
+need different forms.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from boostax._core import axes
+from boostax._core.trees import PyTree, at_least_float32, is_inexact
+
+
+def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
+    """Return ``max |x|`` of each inexact leaf: NaN and infinities stay, empty leaves give 0.
+
+    A reduction of the leaf itself fuses with the operation that made it. With an elementwise
+    ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
+    A float maximum may lose NaN: an all-reduce of maxima does on XLA:CPU, for a leaf that is
+    sharded, and other backends do not define its result. Leaves are widened because XLA:CPU takes
+    twice as long over f16 on a processor without vectors of f16.
+    """
+    inexact = [x for x in jax.tree.leaves(tree) if is_inexact(jnp.result_type(x))]
+    wide = [at_least_float32(magnitude(x)) for x in inexact]
+    return lax.platform_dependent(wide, cpu=_by_extremes, default=_by_bits) if wide else []
+
+
+def _by_bits(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return maxima of magnitudes as unsigned integers: the same order, with NaN after infinity."""
+    bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
+    most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
+    return [lax.bitcast_convert_type(x, leaf.dtype) for x, leaf in zip(most, leaves, strict=True)]
+
+
+def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return maxima of magnitudes, each reduced together with the minimum.
+
+    A reduction with two results becomes no all-reduce: the results of all shards are gathered and
+    compared. XLA:CPU would write out bits, and TPU reads a gradient again for a pair.
+    """
+    found = []
+    for x in leaves:
+        zero = np.zeros((), x.dtype)
+        most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
+        found.append(lax.select(lax.ne(least, least), least, most))
+    return found
+
+
+# JAX traces a module's function once for all leaves.
+def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
+
+
+def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> list[jax.Array]:
+    """Return for each gradient the sum of its squares in two units; ``root`` makes them a norm.
+
+    A square spans twice the octaves of its number, so one sum in f32 loses those of numbers below
+    1e-19, and is infinite for numbers above 1e19. The first sum is in a unit that no finite number
+    overflows (up to 2**31 elements of the largest), so that it is finite where all elements are.
+    The second is in a unit for the numbers that gradients usually have. Both units are powers of
+    two, which round nothing. Sums over leaves and replicas are sums of both.
+
+    Returns:
+      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; one of zeros without leaves. NaN and
+      infinities show in both sums. Cost: one read of each leaf.
+    """
+    wides = at_least_float32(list(leaves))
+    parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
+    wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
+    flat = [[x.astype(wide) for x in pair] for pair in parts]
+    none = [jnp.zeros(2, wide)]
+    return lax.platform_dependent(flat, cpu=_by_pairs, default=_by_sums) if flat else none
+
+
+def _by_sums(parts: list[list[jax.Array]]) -> list[jax.Array]:
+    """Return two sums a leaf, which a TPU fuses with what made it, and XLA:CPU does not."""
+    return [jnp.stack([jnp.sum(x) for x in _squares(pair)]) for pair in parts]
+
+
+def _by_pairs(parts: list[list[jax.Array]]) -> list[jax.Array]:
+    """Return two sums a leaf by one reduction, which writes no operand on XLA:CPU.
+
+    It adds term by term: the longest dimension is left to a plain sum, which rounds less.
+    """
+
+    def both(pair: list[jax.Array]) -> jax.Array:
+        shape, zero = pair[0].shape, np.zeros((), pair[0].dtype)
+        inner = tuple(i for i in range(len(shape)) if i != np.argmax(shape))
+        found = lax.reduce(tuple(_squares(pair)), (zero, zero), _add_both, inner)
+        return jnp.stack([x.sum() for x in found])
+
+    return list(map(both, parts))
+
+
+# JAX traces a module's function once for all leaves.
+def _add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
+
+
+def _squares(pair: list[jax.Array]) -> list[Any]:
+    # Without the maximum XLA would multiply the units first, and their square is zero.
+    units = _units(pair[0].dtype)
+    return [sum(jnp.square(jnp.maximum(jnp.abs(x) * unit, 0)) for x in pair) for unit in units]
+
+
+def _units(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return the factors of numbers in ``square_sums``: 2**-80 and 2**30 for f32."""
+    octaves = int(jnp.finfo(dtype).maxexp)
+    return 2.0 ** (-5 * octaves // 8), 2.0 ** (15 * octaves // 64)
+
+
+def root(sums: jax.Array) -> jax.Array:
+    """Return the norm whose ``square_sums`` are given: right to rounding from 1e-28 on in f32."""
+    large, usual = _units(sums.dtype)
+    first, second = jnp.sqrt(sums)
+    return jnp.where(jnp.isfinite(sums[1]), second / usual, first / large)
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """Return the magnitude of each element; for a complex element, of its larger part."""
+    if jnp.iscomplexobj(x):
+        # The modulus of a finite number can overflow; its parts cannot.
+        return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
+    return lax.abs(x)
+
+
+def counts(*marks: jax.Array) -> jax.Array:
+    """Return in f32 how many elements of each array are true.
+
+    One reduction counts them all: XLA:CPU writes the operand of a plain sum to memory, which takes
+    5 times as long.
+    """
+    ones, zeros = tuple(mark.astype(jnp.int32) for mark in marks), (jnp.int32(0),) * len(marks)
+    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
+    return jnp.stack(lax.reduce(ones, zeros, add, tuple(range(marks[0].ndim)))).astype(jnp.float32)
+
+
+def all_true(flags: list[jax.Array]) -> jax.Array:
+    """Return the conjunction of bool scalars; True if there are none."""
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Array:
+    """Return whether no leaf holds a NaN or an infinity, on any replica.
+
+    Args:
+      tree: arrays of any dtype. Integers, ``None`` and empty leaves count as finite.
+      axis_name: mesh axis (or tuple of axes) over which the replicas must agree.
+
+    Returns:
+      Bool scalar, equal on all replicas when ``axis_name`` is given. Cost: one read of the tree,
+      and one 4-byte collective with ``axis_name``.
+
+    Raises:
+      ValueError: the axis is not bound.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> bool(boostax.precision.all_finite({"w": jnp.array([1.0, jnp.inf])}))
+      False
+    """
+    names = axes.canonical("all_finite", axis_name)
+    axes.require_bound(names, "all_finite")
+    return axes.agree(all_true([jnp.isfinite(m) for m in largest_magnitudes(tree)]), names)
+
+
+def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
+    """Return whether every element that is finite in ``old`` is also finite in ``new``."""
+
+    def news(before: jax.Array, after: jax.Array) -> jax.Array:
+        if not is_inexact(jnp.result_type(after)):
+            return jnp.zeros(())
+        return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
+
+    return all_finite(jax.tree.map(news, old, new))
