@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# Without a cache of compiled programs: docs/faq.md says what one does to collectives on CPU devices.
-TESTS := $(RUN) -m pytest -n 2 --dist loadgroup
+# Without a cache of compiled programs: docs/faq.md says what one does to collectives on CPU devices. The
+# tests of a file share what is compiled for them, so one worker runs them all.
+TESTS := $(RUN) -m pytest -n 2 --dist loadfile
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.
 PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN) --xla_cpu_use_fusion_emitters=false"
@@ -34,7 +35,7 @@ test-newest: newest-python
 	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
 	  --editable '.[dev]'
 	.venv-newest/bin/python -m pip list | grep -E '^(jax|jaxlib|flax|optax) '
-	$(QUICK_NEWEST) .venv-newest/bin/python -m pytest -n 2 --dist loadgroup
+	$(QUICK_NEWEST) .venv-newest/bin/python -m pytest -n 2 --dist loadfile
 
 newest-python:
 	@test -n "$(NEWEST_PYTHON)" || { echo "make: NEWEST_PYTHON must be Python 3.12 or later, got" \
@@ -50,7 +51,7 @@ test-foreign: $(READY)
 	$(QUICK_CODE) $(RUN) tests/foreign/run.py --write
 
 test-oldest: .venv-oldest/.ready
-	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup
+	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadfile
 
 test-long: $(READY)
 	$(TESTS) -m "(long or hypothesis) and not gpu" --hypothesis-profile=search
@@ -98,9 +99,9 @@ release: $(READY) newest-python
 	cd build/release/docs/examples && ../../alone/bin/boostax audit audited:program --cpu-devices 8 \
 	  --max-reductions 1.01
 	$(call wheel,$(PYTHON),pinned,--constraint constraints.txt,[dev])
-	cd build/release && $(QUICK_CODE) pinned/bin/python -m pytest -n 2 --dist loadgroup
+	cd build/release && $(QUICK_CODE) pinned/bin/python -m pytest -n 2 --dist loadfile
 	$(call wheel,$(NEWEST_PYTHON),newest,,[dev])
-	cd build/release && $(QUICK_NEWEST) newest/bin/python -m pytest -n 2 --dist loadgroup
+	cd build/release && $(QUICK_NEWEST) newest/bin/python -m pytest -n 2 --dist loadfile
 
 # An environment with the wheel: of a Python, by a name, with options of pip and extras.
 define wheel

@@ -2,7 +2,7 @@
 
 Each builder keeps the form of one public train step: the order in which it differentiates,
 accumulates, reduces, clips, updates and selects, what it donates, and how it shards. The models
-are small ones of this file; `Size` makes them as large as a caller wishes. No array is made:
+are small ones of this file. No array is made:
 a builder takes a mesh, whose devices need not exist, and returns
 
     (jitted, args, params)
@@ -16,10 +16,8 @@ by hand: N is the number of elements of `params`, K the number of micro-batches,
 L the number of layers and n the number of devices.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -32,25 +30,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Tree = Any
-Built = tuple[Any, tuple[Any, ...], Tree]
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How large a model and a batch are; `rows` counts sequences of a device and micro-batch."""
-
-    layers: int = 2
-    width: int = 128
-    hidden: int = 512
-    vocab: int = 1024
-    heads: int = 4
-    length: int = 32
-    rows: int = 2
-    micro: int = 4
-
-
-TINY = Size()
+LAYERS, WIDTH, HIDDEN, VOCAB, HEADS, LENGTH, MICRO = 2, 128, 512, 1024, 4, 32, 4
+ROWS = 2  # sequences of a device and micro-batch
 
 
 # --- what the builders share -----------------------------------------------------------------
@@ -72,25 +53,29 @@ def _typed(tree, shardings):
     )
 
 
-def _decoder_shapes(size, dtype=jnp.float32):
+def _decoder_shapes(dtype=jnp.float32):
     """Returns the shapes of a decoder whose layers are stacked along the first dimension."""
-    count, wide, tall = size.layers, size.width, size.hidden
-    shapes = {
-        "embed": (size.vocab, wide),
-        "layers": {
-            "norm_in": (count, wide),
-            "qkv": (count, wide, 3 * wide),
-            "out": (count, wide, wide),
-            "norm_mlp": (count, wide),
-            "up": (count, wide, tall),
-            "down": (count, tall, wide),
-        },
-        "norm": (wide,),
-        "head": (wide, size.vocab),
-    }
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=lambda s: isinstance(s, tuple)
-    )
+    typed = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    layers = {name: typed(LAYERS, WIDTH) for name in ("norm_in", "norm_mlp")}
+    layers |= {"qkv": typed(LAYERS, WIDTH, 3 * WIDTH), "out": typed(LAYERS, WIDTH, WIDTH)}
+    layers |= {"up": typed(LAYERS, WIDTH, HIDDEN), "down": typed(LAYERS, HIDDEN, WIDTH)}
+    ends = {"embed": typed(VOCAB, WIDTH), "norm": typed(WIDTH), "head": typed(WIDTH, VOCAB)}
+    return {"layers": layers, **ends}
+
+
+def _fsdp(mesh, params, which):
+    """Lays matrices over the axis fsdp along one of the dimensions that are as wide as the model.
+
+    `which` counts those of a matrix that has several.
+    """
+
+    def sharding_of(path, x):
+        if x.ndim < 2 or "norm" in jax.tree_util.keystr(path):
+            return NamedSharding(mesh, P())
+        dim = [i for i, size in enumerate(x.shape) if size == WIDTH][which]
+        return NamedSharding(mesh, P(*("fsdp" if i == dim else None for i in range(x.ndim))))
+
+    return jax.tree_util.tree_map_with_path(sharding_of, params)
 
 
 def _norm(x, scale):
@@ -99,9 +84,9 @@ def _norm(x, scale):
     return (wide * scale).astype(x.dtype)
 
 
-def _block(x, layer, heads, dtype):
+def _block(x, layer):
     """Applies attention and a two-matrix MLP to `x` of shape (..., length, width)."""
-    split = (*x.shape[:-1], heads, x.shape[-1] // heads)
+    split, dtype = (*x.shape[:-1], HEADS, WIDTH // HEADS), x.dtype
     each = jnp.split(_norm(x, layer["norm_in"]) @ layer["qkv"].astype(dtype), 3, axis=-1)
     query, key, value = (y.reshape(split) for y in each)
     scores = jnp.einsum("...qhd,...khd->...hqk", query, key).astype(jnp.float32)
@@ -113,37 +98,26 @@ def _block(x, layer, heads, dtype):
     return x + jax.nn.gelu(y @ layer["up"].astype(dtype)) @ layer["down"].astype(dtype)
 
 
-def _trunk(layers, x, heads, dtype, constrain=lambda x: x):
-    """Scans over the stacked layers and recomputes each in the backward pass."""
-
-    @jax.checkpoint
-    def layer_of(x, layer):
-        return constrain(_block(x, layer, heads, dtype)), None
-
-    return lax.scan(layer_of, constrain(x), layers)[0]
-
-
-def _logits(params, tokens, heads, dtype, constrain=lambda x: x):
-    x = params["embed"].astype(dtype)[tokens]
-    x = _norm(_trunk(params["layers"], x, heads, dtype, constrain), params["norm"])
-    return (x @ params["head"].astype(dtype)).astype(jnp.float32)
+def _entropy(params, tokens, targets, constrain=lambda x: x):
+    """Computes in bf16, scans over the stacked layers and recomputes each in the backward pass."""
+    layer_of = jax.checkpoint(lambda x, layer: (constrain(_block(x, layer)), None))
+    x = constrain(params["embed"].astype(jnp.bfloat16)[tokens])
+    x = _norm(lax.scan(layer_of, x, params["layers"])[0], params["norm"])
+    logits = (x @ params["head"].astype(x.dtype)).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 def _moments_like(tx, params, shardings, rest):
     """Returns shardings of an optimizer state: a moment's is its parameter's, `rest` elsewhere."""
-    return optax.tree_utils.tree_map_params(
-        tx,
-        lambda _, sharding: sharding,
-        jax.eval_shape(tx.init, params),
-        shardings,
-        transform_non_params=lambda _: rest,
-    )
+    state, like = jax.eval_shape(tx.init, params), lambda _, sharding: sharding
+    alone = {"transform_non_params": lambda _: rest}
+    return optax.tree_utils.tree_map_params(tx, like, state, shardings, **alone)
 
 
 # --- MaxText -----------------------------------------------------------------------------------
 
 
-def maxtext_accumulation(mesh, size=TINY):
+def maxtext_accumulation(mesh):
     """MaxText: scan over micro-batches in plain jit, FSDP parameters in the carry of the scan.
 
     The loss of a micro-batch is a sum over tokens, so that one division by the number of
@@ -164,25 +138,11 @@ def maxtext_accumulation(mesh, size=TINY):
     src/maxtext/utils/maxtext_utils.py#L95-L108
     """
     mesh = _arranged(mesh, (1, mesh.size), ("data", "fsdp"))
-    rows = ("data", "fsdp")
-    place = functools.partial(NamedSharding, mesh)
-    params = _decoder_shapes(size)
+    place, rows = functools.partial(NamedSharding, mesh), ("data", "fsdp")
+    params = _decoder_shapes()
     # Its rules lay "embed", the width of the model, over the axis fsdp, in every matrix.
-    shardings = {
-        "embed": place(P(None, "fsdp")),
-        "layers": {
-            "norm_in": place(P()),
-            "qkv": place(P(None, "fsdp", None)),
-            "out": place(P(None, None, "fsdp")),
-            "norm_mlp": place(P()),
-            "up": place(P(None, "fsdp", None)),
-            "down": place(P(None, None, "fsdp")),
-        },
-        "norm": place(P()),
-        "head": place(P("fsdp", None)),
-    }
-    tx = optax.adamw(1e-3, b2=0.95)
-    clip = optax.clip_by_global_norm(1.0)
+    shardings = _fsdp(mesh, params, -1)
+    tx, clip = optax.adamw(1e-3, b2=0.95), optax.clip_by_global_norm(1.0)
 
     def constrain(x):
         return lax.with_sharding_constraint(x, place(P(rows, None, None)))
@@ -191,81 +151,50 @@ def maxtext_accumulation(mesh, size=TINY):
         return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
 
     def loss_fn(params, batch):
-        logits = _logits(params, batch["inputs"], size.heads, jnp.bfloat16, constrain)
-        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         real = batch["segments"] != 0
+        entropy = _entropy(params, batch["inputs"], batch["targets"], constrain)
         total = jnp.sum(entropy * real)
-        return total, {"total": total, "tokens": jnp.sum(real)}
+        return total, (total, jnp.sum(real))
 
     def accumulated(params, batch):
         def in_turn(x):
-            parts = x.reshape(x.shape[0] // size.micro, size.micro, *x.shape[1:])
-            return jnp.swapaxes(parts, 0, 1)
+            return jnp.swapaxes(x.reshape(x.shape[0] // MICRO, MICRO, *x.shape[1:]), 0, 1)
 
         def one(carry, batch):
-            (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(carry["params"], batch)
-            carry = {
-                "params": carry["params"],
-                "grads": jax.tree.map(jnp.add, grads, carry["grads"]),
-                "total": carry["total"] + aux["total"],
-                "tokens": carry["tokens"] + aux["tokens"],
-            }
-            return carry, aux
+            params, *sums = carry
+            (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+            return (params, *jax.tree.map(jnp.add, (grads, *aux), tuple(sums))), aux
 
         params = placed(params)
-        start = {
-            "params": params,
-            "grads": placed(jax.tree.map(jnp.zeros_like, params)),
-            "total": jnp.zeros(()),
-            "tokens": jnp.zeros((), jnp.int32),
-        }
-        end, _ = lax.scan(one, start, jax.tree.map(in_turn, batch))
-        tokens = jnp.maximum(end["tokens"], 1)
-        some = end["tokens"] > 0
-        grads = jax.tree.map(
-            lambda g: jnp.where(some, g / tokens, jnp.zeros_like(g)), placed(end["grads"])
-        )
-        return jnp.where(some, end["total"] / tokens, 0.0), grads
+        zeros = placed(jax.tree.map(jnp.zeros_like, params))
+        start = (params, zeros, jnp.zeros(()), jnp.zeros((), jnp.int32))
+        (_, sums, total, count), _ = lax.scan(one, start, jax.tree.map(in_turn, batch))
+        tokens, some = jnp.maximum(count, 1), count > 0
+        mean = lambda g: jnp.where(some, g / tokens, jnp.zeros_like(g))  # noqa: E731
+        return jnp.where(some, total / tokens, 0.0), jax.tree.map(mean, placed(sums))
 
     def train_step(state, batch):
-        loss, raw = accumulated(state["params"], batch)
-        grads, _ = clip.update(raw, clip.init(state["params"]))
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "raw_grad_norm": optax.tree.norm(raw),
-            "param_norm": optax.tree.norm(params),
-        }
-        return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}, metrics
+        params, opt_state, count = state
+        loss, raw = accumulated(params, batch)
+        grads, _ = clip.update(raw, clip.init(params))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state, count + 1), (loss, *map(optax.tree.norm, (grads, raw, params)))
 
-    state = {
-        "step": jax.ShapeDtypeStruct((), jnp.int32),
-        "params": params,
-        "opt_state": jax.eval_shape(tx.init, params),
-    }
-    state_shardings = {
-        "step": place(P()),
-        "params": shardings,
-        "opt_state": _moments_like(tx, params, shardings, place(P())),
-    }
-    tokens = jax.ShapeDtypeStruct((size.micro * size.rows * mesh.size, size.length), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens, "segments": tokens}
+    state = (params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.int32))
+    placement = (shardings, _moments_like(tx, params, shardings, place(P())), place(P()))
+    tokens = jax.ShapeDtypeStruct((MICRO * ROWS * mesh.size, LENGTH), jnp.int32)
+    batch = dict.fromkeys(("inputs", "targets", "segments"), tokens)
     by_rows = place(P(rows))
-    jitted = jax.jit(
-        train_step,
-        in_shardings=(state_shardings, by_rows),
-        out_shardings=(state_shardings, None),
-        donate_argnums=0,
-    )
-    return jitted, (_typed(state, state_shardings), _typed(batch, by_rows)), params
+    how = {"in_shardings": (placement, by_rows), "out_shardings": (placement, None)}
+    jitted = jax.jit(train_step, **how, donate_argnums=0)
+    return jitted, (_typed(state, placement), _typed(batch, by_rows)), params
 
 
 # --- midGPT ------------------------------------------------------------------------------------
 
 
-def midgpt_accumulation(mesh, size=TINY):
+def midgpt_accumulation(mesh):
     """MidGPT: a bf16 copy of replicated f32 parameters, made once, and a scan that sums in f32.
 
     The gradient of each micro-batch is constrained to the placement of the parameters inside
@@ -285,8 +214,7 @@ def midgpt_accumulation(mesh, size=TINY):
     """
     mesh = _arranged(mesh, (1, mesh.size), ("replica", "data"))
     place = functools.partial(NamedSharding, mesh)
-    params = _decoder_shapes(size)
-
+    params = _decoder_shapes()
     shardings = jax.tree.map(lambda x: place(P(*(None,) * x.ndim)), params)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -297,8 +225,7 @@ def midgpt_accumulation(mesh, size=TINY):
     )
 
     def loss_fn(params, inputs, targets):
-        logits = jax.vmap(lambda row: _logits(params, row, size.heads, jnp.bfloat16))(inputs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        return jax.vmap(functools.partial(_entropy, params))(inputs, targets).mean()
 
     def step(params, opt_state, inputs, targets, key):
         low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -309,21 +236,17 @@ def midgpt_accumulation(mesh, size=TINY):
             grads = jax.tree.map(lax.with_sharding_constraint, grads, shardings)
             return jax.tree.map(jnp.add, grads, total), loss
 
-        keys = jax.random.split(key, size.micro)
+        keys = jax.random.split(key, MICRO)
         zeros = jax.tree.map(jnp.zeros_like, params)
         total, losses = lax.scan(one, zeros, (inputs, targets, keys))
-        grads = jax.tree.map(lambda g: g / size.micro, total)
+        grads = jax.tree.map(lambda g: g / MICRO, total)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, losses.mean()
 
-    opt_state = _typed(
-        jax.eval_shape(tx.init, params), _moments_like(tx, params, shardings, place(P()))
-    )
-    tokens = jax.ShapeDtypeStruct(
-        (size.micro, size.rows * mesh.size, size.length),
-        jnp.int32,
-        sharding=place(P(None, ("replica", "data"), None)),
-    )
+    moments = _moments_like(tx, params, shardings, place(P()))
+    opt_state = _typed(jax.eval_shape(tx.init, params), moments)
+    tokens = jax.ShapeDtypeStruct((MICRO, ROWS * mesh.size, LENGTH), jnp.int32)
+    tokens = _typed(tokens, place(P(None, ("replica", "data"), None)))
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=place(P()))
     jitted = jax.jit(step, donate_argnums=(0, 1, 2, 3, 4))
     return jitted, (_typed(params, shardings), opt_state, tokens, tokens, key), params
@@ -335,21 +258,17 @@ def midgpt_accumulation(mesh, size=TINY):
 class _Normed(nn.Module):
     """Residual layers with batch statistics that are means over the mapped axis."""
 
-    size: Size
-    dtype: Any
-
     @nn.compact
     def __call__(self, x):
-        norm = functools.partial(
-            nn.BatchNorm, False, momentum=0.9, dtype=self.dtype, axis_name="batch"
-        )
-        dense = functools.partial(nn.Dense, dtype=self.dtype)
-        x = dense(self.size.width, use_bias=False)(x)
-        for _ in range(self.size.layers):
-            y = nn.relu(norm()(dense(self.size.hidden, use_bias=False)(x)))
-            y = norm()(dense(self.size.width, use_bias=False)(y))
+        low = {"dtype": jnp.float16}
+        norm = functools.partial(nn.BatchNorm, False, momentum=0.9, axis_name="batch", **low)
+        dense = functools.partial(nn.Dense, **low)
+        x = dense(WIDTH, use_bias=False)(x)
+        for _ in range(LAYERS):
+            y = nn.relu(norm()(dense(HIDDEN, use_bias=False)(x)))
+            y = norm()(dense(WIDTH, use_bias=False)(y))
             x = nn.relu(x + y)
-        return dense(self.size.vocab)(x)
+        return dense(VOCAB)(x)
 
 
 class _ScaledState(train_state.TrainState):
@@ -357,7 +276,7 @@ class _ScaledState(train_state.TrainState):
     dynamic_scale: dynamic_scale.DynamicScale
 
 
-def flax_dynamic_scale(mesh, size=TINY):
+def flax_dynamic_scale(mesh):
     """Flax, ImageNet: pmap, `DynamicScale`, momentum SGD, then a select over the whole state.
 
     `DynamicScale` divides the gradients by the scale in f32, takes their mean over the axis
@@ -377,88 +296,62 @@ def flax_dynamic_scale(mesh, size=TINY):
     examples/imagenet/train.py#L360-L365
     flax/training/dynamic_scale.py#L117-L163
     """
-    devices = list(mesh.devices.flat)
-    model = _Normed(size, jnp.float16)
+    devices, model = list(mesh.devices.flat), _Normed()
     tx = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
     def make():
-        module = _Normed(size, jnp.float16)
-        local = jnp.zeros((1, 1, size.width), jnp.float16)
-        made = jax.vmap(
-            lambda x: module.init(jax.random.key(0), x), axis_name="batch", out_axes=None
-        )(local)
-        return _ScaledState.create(
-            apply_fn=model.apply,
-            params=made["params"],
-            tx=tx,
-            batch_stats=made["batch_stats"],
-            dynamic_scale=dynamic_scale.DynamicScale(),
-        )
+        init = jax.vmap(model.init, in_axes=(None, 0), out_axes=None, axis_name="batch")
+        made = init(jax.random.key(0), jnp.zeros((1, 1, WIDTH), jnp.float16))
+        scale = dynamic_scale.DynamicScale()
+        return _ScaledState.create(apply_fn=model.apply, tx=tx, dynamic_scale=scale, **made)
 
     def entropy(logits, labels):
-        known = jax.nn.one_hot(labels, size.vocab)
+        known = jax.nn.one_hot(labels, VOCAB)
         return optax.softmax_cross_entropy(logits, known).mean()
 
     def train_step(state, batch):
         def loss_fn(params):
-            logits, changed = state.apply_fn(
-                {"params": params, "batch_stats": state.batch_stats},
-                batch["image"],
-                mutable=["batch_stats"],
-            )
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            logits, changed = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
             decay = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
             return entropy(logits, batch["label"]) + 0.5e-4 * decay, (changed, logits)
 
         scaled = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True, axis_name="batch")
         scale, finite, (_, (changed, logits)), grads = scaled(state.params)
-        metrics = lax.pmean(
-            {
-                "loss": entropy(logits, batch["label"]),
-                "accuracy": jnp.mean(jnp.argmax(logits, -1) == batch["label"]),
-            },
-            "batch",
-        )
-        new = state.apply_gradients(
-            grads=grads, batch_stats=lax.pmean(changed["batch_stats"], "batch")
-        )
-        choose = functools.partial(jnp.where, finite)
-        new = new.replace(
-            opt_state=jax.tree.map(choose, new.opt_state, state.opt_state),
-            params=jax.tree.map(choose, new.params, state.params),
-            dynamic_scale=scale,
-        )
+        right = jnp.mean(jnp.argmax(logits, -1) == batch["label"])
+        metrics = lax.pmean({"loss": entropy(logits, batch["label"]), "right": right}, "batch")
+        new = state.apply_gradients(grads=grads, **lax.pmean(changed, "batch"))
+        choose = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
+        params, opt_state = choose((new.params, new.opt_state), (state.params, state.opt_state))
+        new = new.replace(params=params, opt_state=opt_state, dynamic_scale=scale)
         return new, metrics | {"scale": scale.scale}
 
     state = jax.eval_shape(make)
-    images = jax.ShapeDtypeStruct((len(devices), size.rows * size.length, size.width), jnp.float16)
+    images = jax.ShapeDtypeStruct((len(devices), ROWS * LENGTH, WIDTH), jnp.float16)
     labels = jax.ShapeDtypeStruct(images.shape[:2], jnp.int32)
-    jitted = jax.pmap(
-        train_step, axis_name="batch", in_axes=(None, 0), out_axes=(None, 0), devices=devices
-    )
+    axes = {"in_axes": (None, 0), "out_axes": (None, 0)}
+    jitted = jax.pmap(train_step, axis_name="batch", devices=devices, **axes)
     return jitted, (state, {"image": images, "label": labels}), state.params
 
 
 # --- Tunix -------------------------------------------------------------------------------------
 
 
+_on_variables = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
 class _Network(nnx.Module):
     """The decoder as an `nnx` module."""
 
-    def __init__(self, size, dtype, rows):
-        self.size, self.rows = size, rows
-        shapes = _decoder_shapes(size, dtype)
-        layers = shapes.pop("layers")
-        zeros = functools.partial(jax.tree.map, lambda x: nnx.Param(jnp.zeros(x.shape, x.dtype)))
-        self.outer = nnx.data(zeros(shapes))
-        self.layers = nnx.data(zeros(layers))
+    def __init__(self, rows):
+        self.rows = rows
+        zeros = lambda x: nnx.Param(jnp.zeros(x.shape, x.dtype))  # noqa: E731
+        self.params = nnx.data(jax.tree.map(zeros, _decoder_shapes(jnp.bfloat16)))
 
-    def __call__(self, tokens):
-        layers = {name: x[...] for name, x in self.layers.items()}
-        params = {name: x[...] for name, x in self.outer.items()} | {"layers": layers}
-        return _logits(params, tokens, self.size.heads, jnp.bfloat16, self._by_rows)
-
-    def _by_rows(self, x):
-        return lax.with_sharding_constraint(x, self.rows)
+    def __call__(self, tokens, targets):
+        params = _on_variables(lambda x: x[...], self.params)
+        by_rows = lambda x: lax.with_sharding_constraint(x, self.rows)  # noqa: E731
+        return _entropy(params, tokens, targets, by_rows)
 
 
 class _Sums(nnx.Module):
@@ -470,11 +363,7 @@ class _Sums(nnx.Module):
         self.count = nnx.Variable(jnp.zeros((), jnp.float32))
 
 
-def _is_variable(x):
-    return isinstance(x, nnx.Variable)
-
-
-def tunix_micro_step(mesh, size=TINY):
+def tunix_micro_step(mesh):
     """Tunix: one call a micro-batch; sums of gradients among the arguments; a cond updates.
 
     Model, optimizer and sums are `nnx` modules and the jit is `nnx.jit`, which returns the
@@ -499,37 +388,25 @@ def tunix_micro_step(mesh, size=TINY):
     tx = optax.adamw(1e-5)
 
     def make():
-        model = _Network(size, jnp.bfloat16, place(P("fsdp", None, None)))
+        model = _Network(place(P("fsdp", None, None)))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param), _Sums(model)
 
     def mean_loss(model, tokens, targets):
-        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
+        return model(tokens, targets).mean()
 
     def train_step(model, optimizer, sums, tokens, targets, update_now):
         loss, grads = nnx.value_and_grad(mean_loss)(model, tokens, targets)
-        jax.tree.map(
-            lambda total, g: total.set_value(total[...] + g[...]),
-            sums.total,
-            grads,
-            is_leaf=_is_variable,
-        )
+        add = lambda total, g: total.set_value(total[...] + g[...])  # noqa: E731
+        _on_variables(add, sums.total, grads)
         sums.count.set_value(sums.count[...] + 1.0)
 
         def update(model, optimizer, sums):
             part = 1.0 / sums.count[...]
-            grads = jax.tree.map(
-                lambda total, x: type(total)((total[...] * part).astype(x.dtype)),
-                sums.total,
-                nnx.state(model, nnx.Param),
-                is_leaf=_is_variable,
-            )
+            mean = lambda total, x: type(total)((total[...] * part).astype(x.dtype))  # noqa: E731
+            grads = _on_variables(mean, sums.total, nnx.state(model, nnx.Param))
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             optimizer.update(model, grads)
-            jax.tree.map(
-                lambda total: total.set_value(jnp.zeros_like(total[...])),
-                sums.total,
-                is_leaf=_is_variable,
-            )
+            _on_variables(lambda total: total.set_value(jnp.zeros_like(total[...])), sums.total)
             sums.count.set_value(jnp.zeros_like(sums.count[...]))
             return norm
 
@@ -540,35 +417,22 @@ def tunix_micro_step(mesh, size=TINY):
         norm = nnx.cond(update_now, update, keep, model, optimizer, sums)
         return loss, norm
 
-    def sharding_of(path, x):
-        if len(x.shape) < 2 or "norm" in jax.tree_util.keystr(path):
-            return place(P())
-        wide = [*(i for i, d in enumerate(x.shape) if d == size.width), len(x.shape) - 1]
-        return place(P(*("fsdp" if j == wide[0] else None for j in range(len(x.shape)))))
-
     graph, state = nnx.split(nnx.eval_shape(make))
-    state = _typed(state, jax.tree_util.tree_map_with_path(sharding_of, state))
-    model, optimizer, sums = nnx.merge(graph, state)
-    tokens = jax.ShapeDtypeStruct(
-        (size.rows * mesh.size, size.length), jnp.int32, sharding=place(P("fsdp"))
-    )
+    model, optimizer, sums = nnx.merge(graph, _typed(state, _fsdp(mesh, state, 0)))
+    tokens = jax.ShapeDtypeStruct((ROWS * mesh.size, LENGTH), jnp.int32, sharding=place(P("fsdp")))
     flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=place(P()))
     jitted = nnx.jit(train_step, donate_argnames=("optimizer", "sums"))
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-    )
-    return jitted, (model, optimizer, sums, tokens, tokens, flag), params
+    return jitted, (model, optimizer, sums, tokens, tokens, flag), _decoder_shapes(jnp.bfloat16)
 
 
 # --- the table ---------------------------------------------------------------------------------
 #
-# Figures are of TINY on 8 devices: executions x elements over N, a reduction by its operand, an
+# Figures are of 8 devices: executions x elements over N, a reduction by its operand, an
 # all-gather by its result, trip counts multiplied out. CPU widens each bf16 reduction to f32
 # (`to_apply=..._promoted`), which is no fault of a step. One gradient is 0.8 N where the table
 # of tokens is split along the width: the rows' gradients then travel by all-to-all.
 
-STEPS: dict[str, Callable[[Mesh], Built]] = {
+STEPS = {
     "maxtext": maxtext_accumulation,
     "midgpt": midgpt_accumulation,
     "flax": flax_dynamic_scale,

@@ -13,6 +13,13 @@ import boostax
 from boostax._core import costs, trees
 
 
+def correlated(shapes, replicas=8, seed=0, magnitude=1.0):
+    """A tree of gradients ``(replicas, *shape)`` in f32, with a part in common."""
+    draw = np.random.default_rng(seed).normal
+    rows = lambda x: np.float32(magnitude * (draw(size=x) + draw(size=(replicas, *x))))  # noqa: E731
+    return jax.tree.map(rows, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
 def updating(tx):
     """A first update, without its state."""
     return lambda grads: tx.update(grads, tx.init(grads))[0]

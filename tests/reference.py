@@ -17,6 +17,13 @@ def adasum(rows):
     return carry(pair, list(wide(rows)))
 
 
+def assert_adasum(result, leaves, tolerance=1e-6):
+    """Each leaf within a tolerance relative to the largest input."""
+    for actual, rows in zip(result, leaves, strict=True):
+        bound = tolerance * abs(rows).max()
+        np.testing.assert_allclose(actual, adasum(rows), rtol=0, atol=bound)
+
+
 def adasum_tree(leaves):
     """One pair of coefficients for all leaves ``(replicas, ...)`` together."""
     leaves = [wide(x) for x in leaves]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 import boostax
 from boostax.testing import drawn
+from boostax.testing._mapped import MODES, on_replicas
 
 W = jnp.ones(3)
 SGD = optax.sgd(0.1)
@@ -31,15 +32,8 @@ def weighted(name):
     return {"weight": jnp.float32(1)} if name == "weighted" else {}
 
 
-def mapped(mode, mesh, fn):
-    x = jnp.ones((8, 3))
-    if mode == "pmap":
-        return jax.pmap(fn, axis_name="data")(x)
-    if mode == "vmap":
-        return jax.vmap(fn, axis_name="data")(x)
-    specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
-    each = lambda x: fn(x[0])[None]  # noqa: E731
-    return jax.jit(jax.shard_map(each, mesh=mesh, check_vma=mode == "checked", **specs))(x)
+def mapped(mode, fn):
+    return on_replicas(lambda _, g: fn(g), mode, jnp.ones((8, 3)), W)
 
 
 def update(tx, name):
@@ -51,13 +45,13 @@ def trained(mode, mesh, tx, name):
     """One call on each replica, with a state that is equal on all; JAX checks that it stays so."""
     fn = update(tx, name)
     if mode != "checked" or name not in ("window", "weighted"):
-        return mapped(mode, mesh, fn)
+        return mapped(mode, fn)
     specs = {"in_specs": (PartitionSpec("data"), PartitionSpec()), "out_specs": PartitionSpec()}
     run = lambda g, state: tx.update(g[0], state, W, **weighted(name))[1]  # noqa: E731
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(jnp.ones((8, 3)), tx.init(W))
 
 
-@pytest.mark.parametrize("mode", ["checked", "unchecked", "pmap", "vmap"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", GATES)
 def test_a_gate_without_the_axis_of_what_it_holds_is_refused(mesh, name, inside, mode):
@@ -69,7 +63,7 @@ def test_a_gate_without_the_axis_of_what_it_holds_is_refused(mesh, name, inside,
     with pytest.raises(ValueError, match=said):
         trained(mode, mesh, tx, name)
     right = GATES[name](optax.chain(INSIDE[inside], SGD), axis_name="data")
-    found = mapped(mode, mesh, update(right, name))
+    found = mapped(mode, update(right, name))
     assert np.isfinite(found).all()
 
 
@@ -81,15 +75,15 @@ def test_a_gate_needs_no_axis_where_nothing_is_sent():
         tx = make(SGD)
         for mode in ("pmap", "vmap"):
             run = lambda g: update(tx, name)(lax.pmean(g, "data"))  # noqa: B023, E731
-            assert np.isfinite(mapped(mode, None, run)).all()
+            assert np.isfinite(mapped(mode, run)).all()
 
 
 @pytest.mark.parametrize("mode", ["unchecked", "pmap", "vmap"])
 @pytest.mark.parametrize("name", GATES)
-def test_a_gate_of_local_gradients_that_nobody_reduces_is_refused(mesh, name, mode):
+def test_a_gate_of_local_gradients_that_nobody_reduces_is_refused(name, mode):
     """Its axis says that gradients are local; each replica trained by its own."""
     tx = GATES[name](SGD, axis_name="data")
     with pytest.raises(
         ValueError, match=r"axis_name must be left out where nothing inside reduces"
     ):
-        mapped(mode, mesh, update(tx, name))
+        mapped(mode, update(tx, name))

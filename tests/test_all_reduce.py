@@ -15,7 +15,7 @@ from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from reducing import mapped, mesh_of, sends, the_one, updating
+from reducing import correlated, mapped, mesh_of, sends, the_one, updating
 
 import boostax
 
@@ -37,11 +37,6 @@ def reduce(grads, **options):
     return jax.tree.map(the_one, jax.device_get(reducer(**options)(grads)))
 
 
-def gradients(seed=0, replicas=8):
-    rng = np.random.default_rng(seed)
-    return [np.float32(rng.normal(size=(replicas, *shape))) for shape in SHAPES]
-
-
 def normal(seed, replicas=8):
     return np.random.default_rng(seed).normal(size=(replicas, WIDTH))
 
@@ -58,7 +53,7 @@ def rounded(dtype, times, rows):
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100}, {"bucket_bytes": 2**20}])
 def test_mean_and_sum_equal_those_of_jax(mesh, options, check):
     """With and without buckets; a bucket changes no sum."""
-    leaves = gradients()
+    leaves = correlated(SHAPES)
     for op, own in (("mean", jax.lax.pmean), ("sum", jax.lax.psum)):
         update = updating(boostax.all_reduce("data", op=op, **options))
         both = lambda g, update=update, own=own: (update(g), own(g, "data"))  # noqa: E731
@@ -68,7 +63,7 @@ def test_mean_and_sum_equal_those_of_jax(mesh, options, check):
 
 
 def test_several_axes_are_reduced_together():
-    mesh, leaves = mesh_of(a=4, b=2), gradients()
+    mesh, leaves = mesh_of(a=4, b=2), correlated(SHAPES)
     for names in (("a", "b"), ("b", "a")):
         for options in ({}, {"dtype": "bfloat16"}):
             update = updating(boostax.all_reduce(names, **options))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from lanes import lanes
 from memory import temporary_bytes
 from reducing import mesh_of
+from training import walk
 
 import boostax
 from boostax._core import trees
@@ -27,16 +28,9 @@ PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "b": jnp.float
 KINDS = {"ema": {"decay": 0.9}, "window": {}, "lawa": {"size": 3}}
 
 
-def follow(tx, steps, params=PARAMS, state=None, grads=None):
+def follow(tx, steps, grads=None):
     """Params after every call, and the states."""
-    call = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
-    state = tx.init(params) if state is None else state
-    path = []
-    for index in range(steps):
-        given = example_grads(params, index) if grads is None else grads[index]
-        params, state = call(given, state, params)
-        path.append((params, state))
-    return path
+    return walk(tx, PARAMS, grads or [example_grads(PARAMS, i) for i in range(steps)])
 
 
 def reference(kind, path, decay=0.9, size=3, every=1, start=0):

@@ -1,6 +1,6 @@
 """The axis of the replicas is named once, by the step, or told to each part."""
 
-import re
+import functools
 
 import chex
 import cloudpickle
@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from contract_cases import CASES
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from training import follow, own_step
 
 import boostax
-from boostax import model, precision, reduce
+from boostax import model, precision
 
 P = PartitionSpec
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
@@ -31,36 +33,19 @@ def rule(grads, own, params):
 
 
 def step_of(tx, mesh, **options):
-    return boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", **options)
+    return boostax.make_train_step(loss, tx, mesh=mesh, **{"axis_name": "data"} | options)
 
 
-def trained(tx, mesh, **options):
-    step = step_of(tx, mesh, **options)
-    state = step.init(PARAMS)
-    for _ in range(4):
-        state, _ = step(state, BATCH)
-    return step, state
+def trained(tx, mesh):
+    step = step_of(tx, mesh)
+    return step, follow(step, step.init(PARAMS), [BATCH] * 4)[0]
 
 
 # Each part with an axis that it is told, or with ``None``.
 CHAINS = {
-    "all_reduce": lambda a: adam(boostax.all_reduce(a)),
-    "half": lambda a: adam(boostax.all_reduce(a, dtype="bfloat16")),
-    "adasum": lambda a: adam(boostax.adasum(a)),
-    "int8": lambda a: adam(boostax.int8_reduce(a)),
-    "top_k": lambda a: adam(boostax.top_k_reduce(a, density=0.1)),
-    "threshold": lambda a: adam(reduce.threshold_reduce(a, threshold=1e-3)),
-    "power_sgd": lambda a: adam(reduce.power_sgd_reduce(a, rank=2)),
-    "adasum_delta": lambda a: reduce.adasum_delta(optax.adam(1e-2), a),
-    "partial_average": lambda a: reduce.partial_average(optax.adam(1e-2), a, 2),
-    "local_updates": lambda a: boostax.dynamic_loss_scale(
-        reduce.local_updates(optax.adam(1e-2), a, 2), axis_name=a
-    ),
+    **{case.name: functools.partial(case.make, optax.adam(1e-2)) for case in CASES if case.reduces},
     "scaler(window)": lambda a: boostax.dynamic_loss_scale(
         boostax.accumulate(adam(boostax.all_reduce(a)), 2, axis_name=a), axis_name=a
-    ),
-    "window(scaler)": lambda a: boostax.accumulate(
-        boostax.static_loss_scale(adam(boostax.all_reduce(a)), 8.0, axis_name=a), 2, axis_name=a
     ),
     "told inside": lambda a: boostax.dynamic_loss_scale(
         boostax.accumulate(adam(boostax.int8_reduce("data")), 2, axis_name=a), axis_name=a
@@ -93,15 +78,24 @@ CHAINS = {
 }
 
 
+def require_same(make, mesh, depth=None, **options):
+    """Of the axis that is told and of the one that is not: first states, and the programs."""
+    steps = [step_of(make(axis), mesh, **options) for axis in ("data", None)]
+    states = [step.init(PARAMS) for step in steps]
+    chex.assert_trees_all_equal(*states)
+    lowered = zip(steps, states, strict=True)
+    told, unsaid = (step.lower(state, BATCH, depth=depth).as_text() for step, state in lowered)
+    assert unsaid == told
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_that_names_no_axis_is_the_one_that_names_it_everywhere(name, mesh):
-    told, unsaid = (trained(CHAINS[name](axis), mesh)[1] for axis in ("data", None))
-    chex.assert_trees_all_equal(unsaid, told)
+    require_same(CHAINS[name], mesh)
 
 
 PLACED = {
     "ZeRO-1": {"shard_optimizer": True},
-    "host": {"freeze_driver": "host"},
+    "host": {"freeze_driver": "host", "depth": 1},
     "FSDP": {"param_specs": {"w": P("data"), "b": P("data")}},
     "switch": {"freeze_driver": "switch"},
 }
@@ -109,13 +103,10 @@ PLACED = {
 
 @pytest.mark.parametrize("name", PLACED)
 def test_in_any_placement(name, mesh):
-    make = CHAINS["scaler(window)"]
+    make = inner = CHAINS["scaler(window)"]
     if name in ("host", "switch"):
-        make = lambda a: boostax.scheduled_freeze(  # noqa: E731
-            CHAINS["scaler(window)"](a), {"w": 0, "b": 1}, [0, 1, 0, 1]
-        )
-    told, unsaid = (trained(make(axis), mesh, **PLACED[name])[1] for axis in ("data", None))
-    chex.assert_trees_all_equal(unsaid, told)
+        make = lambda a: boostax.scheduled_freeze(inner(a), {"w": 0, "b": 1}, [0, 1, 0, 1])  # noqa: E731
+    require_same(make, mesh, **PLACED[name])
 
 
 def test_the_only_axis_of_a_mesh_need_not_be_named(mesh):
@@ -126,26 +117,17 @@ def test_the_only_axis_of_a_mesh_need_not_be_named(mesh):
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
     placed, gradient = boostax.on_mesh(tx, params), boostax.value_and_grad(loss, mesh=mesh)
 
-    @jax.jit
-    def own(params, opt_state):
-        grads = gradient(params, opt_state, BATCH)[1]
-        return boostax.apply_gradients(placed, grads, opt_state, params)
-
-    carry = params, placed.init(params)
+    own, carry = own_step(placed, gradient), (params, placed.init(params))
     for _ in range(4):
-        found, carry = step(found, BATCH)[0], own(*carry)
+        found, (*carry, _) = step(found, BATCH)[0], own(*carry, BATCH)
     chex.assert_trees_all_equal(found, state)
-    chex.assert_trees_all_close(carry, (state.params, state.opt_state), rtol=1e-6)
+    chex.assert_trees_all_close(tuple(carry), (state.params, state.opt_state), rtol=1e-6)
 
 
 def test_two_axes_one_of_which_a_reduction_averages_within():
     mesh = jax.make_mesh((4, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
-    states = []
-    for axis in ("dcn", None):
-        tx = boostax.accumulate(adam(boostax.adasum(axis, within="ici")), 2)
-        step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name=("dcn", "ici"))
-        states.append(step(step.init(PARAMS), BATCH)[0])
-    chex.assert_trees_all_equal(*states)
+    make = lambda a: boostax.accumulate(adam(boostax.adasum(a and "dcn", within="ici")), 2)  # noqa: E731
+    require_same(make, mesh, axis_name=("dcn", "ici"))
 
 
 def test_a_gate_behind_the_reduction_stays_without(mesh):
@@ -176,45 +158,6 @@ def test_a_chain_that_a_step_will_bind_is_migrated_explained_and_pickled(mesh):
     found = boostax.explain(step, state, BATCH)
     assert not found.findings and [x.collectives for x in found.parts].count("") < len(found.parts)
     assert not boostax.explain(short, PARAMS).findings
-    again = cloudpickle.loads(cloudpickle.dumps(CHAINS["told inside"](None)))
-    chex.assert_trees_all_equal(
-        trained(again, mesh)[1], trained(CHAINS["told inside"]("data"), mesh)[1]
-    )
-
-
-def of_replica(g):
-    tx = boostax.accumulate(adam(boostax.all_reduce("data")), 2)
-    return tx.update(g, tx.init(g), g)[0]
-
-
-FORGOTTEN = {
-    "another axis, on_mesh": (
-        lambda m: boostax.on_mesh(
-            adam(boostax.all_reduce("date")),
-            jax.device_put(PARAMS, NamedSharding(m, P())),
-            axis_name="data",
-        ).init(jax.device_put(PARAMS, NamedSharding(m, P()))),
-        "all_reduce: axis_name must be among the axes of the step around it, ('data',), got ('date",
-    ),
-    "no on_mesh": (
-        lambda m: adam(boostax.all_reduce()).init(PARAMS),
-        "or leave it to make_train_step or on_mesh around it",
-    ),
-    "a map of one's own": (
-        lambda m: jax.vmap(
-            lambda g: boostax.all_reduce().update(g, optax.EmptyState()), axis_name="data"
-        )(jnp.ones(8)),
-        "all_reduce: axis_name must be a mesh axis, got None",
-    ),
-    "a gate in a map of one's own": (
-        lambda m: jax.vmap(of_replica, axis_name="data")(jnp.ones(8)),
-        "accumulate: axis_name must name all axes over which what is inside communicates",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_an_axis_that_is_forgotten_is_refused_in_words(name, mesh):
-    call, words = FORGOTTEN[name]
-    with pytest.raises(ValueError, match=re.escape(words)):
-        call(mesh)
+    inside = CHAINS["told inside"]
+    again = cloudpickle.loads(cloudpickle.dumps(inside(None)))
+    require_same(lambda axis: inside(axis) if axis else again, mesh)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import follow, own_step, walk
 
 import boostax
 
@@ -44,10 +45,7 @@ def loss(params, batch):
 def trained(odd, tx, steps=4, **options):
     """Params after some steps, with a leaf that is seldom met."""
     step = boostax.make_train_step(loss, tx, **options)
-    state = step.init({"w": jnp.eye(8), "odd": odd})
-    for _ in range(steps):
-        state, _ = step(state, BATCH)
-    return state.params
+    return follow(step, step.init({"w": jnp.eye(8), "odd": odd}), [BATCH] * steps)[0].params
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -98,15 +96,11 @@ def test_params_keep_their_sharding_beside_a_state_that_users_shard(kind, wrappe
     step = boostax.make_train_step(loss, tx)
     if loop == "step":
         carry = step.init(params)._replace(opt_state=state)
-        for _ in range(2):
-            carry, _ = step(carry, batch)
-        params, state = carry.params, carry.opt_state
+        _, params, state, *_ = follow(step, carry, [batch] * 2)[0]
     else:
-        oracle = boostax.value_and_grad(loss)
         with jax.set_mesh(mesh):
-            params, state = jax.jit(
-                lambda p, s, b: boostax.apply_gradients(tx, oracle(p, s, b)[1], s, p)
-            )(params, state, batch)
+            own = own_step(tx, boostax.value_and_grad(loss))
+            params, state, _ = own(params, state, batch)
     assert params["w"].is_fully_replicated
     moments = [x for x in jax.tree.leaves(state) if x.shape == (8, 8)]
     assert moments and all(x.sharding.shard_shape(x.shape) == (2, 8) for x in moments)
@@ -132,13 +126,8 @@ def test_lookahead_in_a_window_is_lookahead_of_means():
     grads = [{"w": jnp.arange(4.0) * i + i} for i in range(8)]
     means = [jax.tree.map(lambda a, b: (a + b) / 2, *grads[i : i + 2]) for i in range(0, 8, 2)]
 
-    def followed(tx, grads):
-        params, state = start, tx.init(start)
-        for g in grads:
-            params, state = boostax.apply_gradients(tx, g, state, params)
-        return params
-
-    found, wanted = followed(boostax.accumulate(ahead(), 2), grads), followed(ahead(), means)
+    found, _ = walk(boostax.accumulate(ahead(), 2), start, grads)[-1]
+    wanted, _ = walk(ahead(), start, means)[-1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
 
 
@@ -153,10 +142,7 @@ def test_a_base_of_integers_that_no_schedule_trains_passes_every_driver(base):
     ends = []
     for driver in ("host", "switch"):
         step = boostax.make_train_step(run, tx, freeze_driver=driver)
-        state = step.init(params)
-        for _ in range(8):
-            state, _ = step(state, jnp.ones((4, 3)))
-        ends.append(state.params)
+        ends.append(follow(step, step.init(params), [jnp.ones((4, 3))] * 8)[0].params)
     state, x = tx.init(params), jnp.ones((4, 3))
     chosen = boostax.value_and_grad(run)(params, state, x, active=tx.choice(params, state))[1]
     wanted = jax.grad(lambda lora: run(params | {"lora": lora}, x))(params["lora"])
@@ -167,71 +153,51 @@ def test_a_base_of_integers_that_no_schedule_trains_passes_every_driver(base):
 
 def test_an_average_inside_a_freeze_at_one_depth_has_one_answer():
     """In a step, in ``auto`` and in a loop of one's own."""
-    params, batch = {"w": jnp.ones(3), "base": jnp.ones(3)}, jnp.ones((4, 3))
+    params, rows = {"w": jnp.ones(3), "base": jnp.ones(3)}, [jnp.ones((4, 3))] * 3
     run = lambda p, x: jnp.mean((x * (p["w"] + p["base"])) ** 2)  # noqa: E731
-    average = lambda: boostax.model.average_params(optax.sgd(0.1), decay=0.5)  # noqa: E731
-    by_hand = boostax.scheduled_freeze(average(), ["base"], 1)
-    read = {
-        "freeze": {"groups": ["base"], "level": 1, "kind": [1]},
-        "average_params": {"decay": 0.5},
-    }
-    ends = []
-    for tx in (by_hand, boostax.auto(read).optimizer(optax.sgd(0.1))):
+    average, sgd = boostax.model.average_params, optax.sgd(0.1)
+    by_hand = boostax.scheduled_freeze(average(sgd, decay=0.5), ["base"], 1)
+    read = {"groups": ["base"], "level": 1, "kind": [1]}
+    read = boostax.auto({"freeze": read, "average_params": {"decay": 0.5}}).optimizer(sgd)
+    ends, own, state = [], params, by_hand.init(params)
+    for x in rows:
+        own, state = boostax.apply_gradients(by_hand, jax.grad(run)(own, x), state, own)
+    for tx in (by_hand, read):
         step = boostax.make_train_step(run, tx)
-        state = step.init(params)
-        for _ in range(3):
-            state, _ = step(state, batch)
-        ends.append(boostax.model.averaged_params(state.opt_state, state.params))
-    own, state = params, by_hand.init(params)
-    for _ in range(3):
-        grads = jax.grad(run)(own, batch)
-        own, state = boostax.apply_gradients(by_hand, grads, state, own)
-    ends.append(boostax.model.averaged_params(state, own))
-    for found in ends:
-        np.testing.assert_allclose(found["w"], ends[0]["w"], rtol=1e-6)
+        ends.append(follow(step, step.init(params), rows)[0])
+    wanted = boostax.model.averaged_params(state, own)
+    for end in ends:
+        found = boostax.model.averaged_params(end.opt_state, end.params)
+        np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-6)
         np.testing.assert_array_equal(found["base"], params["base"])
+    np.testing.assert_array_equal(wanted["base"], params["base"])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("make", [boostax.reduce.partial_average, boostax.reduce.local_updates])
 def test_params_that_differ_per_replica_in_a_map_of_ones_own(mesh, make, check_vma):
-    tx, states, params = (
-        make(optax.sgd(0.1), "data", 2),
-        boostax.states,
-        {"w": jnp.eye(8), "v": jnp.ones(8)},
-    )
-    specs, oracle = (
-        states.state_specs(tx, params, "data"),
-        boostax.value_and_grad(
-            lambda p, x: jnp.mean((x @ p["w"] * p["v"] - 1) ** 2), axis_name="data"
-        ),
-    )
+    states, params = boostax.states, {"w": jnp.eye(8), "v": jnp.ones(8)}
+    tx, own_loss = make(optax.sgd(0.1), "data", 2), lambda p, x: loss(p | {"odd": p["v"]}, x)
+    oracle, where = boostax.value_and_grad(own_loss, axis_name="data"), P("data")
+    specs = where, states.state_specs(tx, params, "data")
+    start = states.stack_replicas((states.PerReplica(params), tx.init(params)), 8)
+    enter = lambda own, state: (states.enter_replica(own).local, states.enter_replica(state))  # noqa: E731
 
-    def step(forgot, own, state, x):
-        own, state = (
-            (own, state)
-            if forgot
-            else (states.enter_replica(own).local, states.enter_replica(state))
-        )
-        own, state = boostax.apply_gradients(tx, oracle(own, state, x)[1], state, own)
-        return states.leave_replica(states.PerReplica(own)), states.leave_replica(state)
+    def mapped(enter):
+        def step(own, state, x):
+            own, state = enter(own, state)
+            own, state = boostax.apply_gradients(tx, oracle(own, state, x)[1], state, own)
+            return states.leave_replica((states.PerReplica(own), state))
 
-    def mapped(forgot):
-        inside, how = (P("data"), specs, P("data")), {"mesh": mesh, "check_vma": check_vma}
-        return jax.jit(
-            jax.shard_map(lambda *a: step(forgot, *a), in_specs=inside, out_specs=inside[:2], **how)
-        )
+        how = {"in_specs": (*specs, where), "out_specs": specs, "check_vma": check_vma}
+        return jax.jit(jax.shard_map(step, mesh=mesh, **how))(*start, BATCH)
 
-    own = states.stack_replicas(states.PerReplica(params), 8)
-    given = own, states.stack_replicas(tx.init(params), 8), BATCH["x"]
-    by_step = boostax.make_train_step(
-        oracle.loss_fn, make(optax.sgd(0.1), "data", 2), mesh=mesh, axis_name="data"
-    )
-    wanted, _ = by_step(by_step.init(params), BATCH["x"])
-    found, _ = mapped(False)(*given)
+    by_step = boostax.make_train_step(own_loss, tx, mesh=mesh, axis_name="data")
+    wanted, _ = by_step(by_step.init(params), BATCH)
+    found, _ = mapped(enter)
     np.testing.assert_allclose(found.local["w"], wanted.params.local["w"], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"enter_replica\(params\).local is"):
-        mapped(True)(*given)
+        mapped(lambda *given: given)
 
 
 def test_a_basis_that_is_not_finite_is_not_loaded(tmp_path):

@@ -15,6 +15,7 @@ from reducing import mesh_of
 from training import follow
 
 import boostax
+from boostax.testing._mapped import MODES, on_replicas
 
 OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
 ROWS, FEATURES = 32, 8
@@ -39,6 +40,9 @@ START = NET.init(jax.random.key(0), X[0])
 
 def loss_fn(variables, batch):
     return jnp.mean((NET.apply(variables, batch["x"]) - batch["y"]) ** 2)
+
+
+PLAIN_GRADS = jax.jit(jax.grad(loss_fn))
 
 
 def chain(axis, optimizer):
@@ -79,12 +83,11 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
     step = boostax.make_train_step(loss_fn, tx, microbatches=microbatches, **where, **options)
     state = step.init(START)
     low = options.get("policy")
-    grad = jax.grad(low.compute(loss_fn) if low else loss_fn)
-    whole = jax.jit(lambda variables, batch: grad(variables, batch)[OWG])
+    whole = jax.jit(jax.grad(low.compute(loss_fn))) if low else PLAIN_GRADS
     for batch in BATCHES[:3]:
         state, metrics, before, after = opened(step, state, batch)
         assert bool(metrics["applied"])
-        chex.assert_trees_all_equal(after[OWG], whole(before, batch))
+        chex.assert_trees_all_equal(after[OWG], whole(before, batch)[OWG])
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after["params"], START["params"])
     assert min(jax.tree.leaves(moved)) > 0
     amax = after[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
@@ -95,8 +98,9 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
 def test_gradients_beside_carried_leaves_are_those_of_one_batch(microbatches):
     """Adam, which the other tests train by, is blind to a factor."""
     state = boostax.carry(optax.sgd(1.0)).init(START)
-    _, grads = boostax.value_and_grad(loss_fn, microbatches=microbatches)(START, state, BATCHES[0])
-    expected = jax.grad(loss_fn)(START, BATCHES[0])["params"]
+    oracle = boostax.value_and_grad(loss_fn, microbatches=microbatches)
+    _, grads = jax.jit(oracle)(START, state, BATCHES[0])
+    expected = PLAIN_GRADS(START, BATCHES[0])["params"]
     chex.assert_trees_all_close(grads["params"], expected, rtol=1e-5, atol=1e-4)
 
 
@@ -264,25 +268,19 @@ def test_carried_leaves_of_frozen_layers_rest(driver):
     assert_of(state.params["b"], expected([2 * DATA[0]]))
 
 
-@pytest.mark.parametrize("checked", [True, False, "pmap"])
-def test_a_loop_of_ones_own(checked):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_of_ones_own(mode):
     """Plain ``jax.grad``, micro-batches by ``microbatch``, replicas by any mapping."""
     tx = boostax.carry(chain("data", optax.sgd(0.1)), RULES, axis_name="data")
     oracle = boostax.train.microbatch(jax.value_and_grad(watched), 2, rules=RULES)
 
-    def call(params, state, x):
+    def call(params, x):
         _, grads = oracle(boostax.train.local_params(params, "data"), x)
-        return boostax.apply_gradients(tx, grads, state, params)
+        return boostax.apply_gradients(tx, grads, tx.init(params), params)[0]
 
-    if checked == "pmap":
-        how = {"in_axes": (None, None, 0), "out_axes": None, "devices": jax.devices()[:2]}
-        mapped = jax.pmap(call, axis_name="data", **how)
-        params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0].reshape(2, 4, 2))
-    else:
-        how = {"mesh": mesh_of(data=2), "in_specs": (P(), P(), P("data")), "out_specs": P()}
-        mapped = jax.jit(jax.shard_map(call, check_vma=checked, **how))
-        params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0])
-    assert_of(params, expected([DATA[0]]))
+    found = on_replicas(call, mode, DATA[:2].reshape(8, 2, 2), PLAIN)
+    assert_of(jax.tree.map(lambda x: x[0], found), expected(list(DATA[:2])))
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[i], found) for i in (0, 7)))  # noqa: B023
 
 
 def test_params_of_each_replicas_own_have_the_same_carried_leaves():
@@ -330,7 +328,7 @@ CLIP = boostax.model.clip_by_global_norm(1.0)
 
 @pytest.mark.parametrize("tx", [scaler(SGD, None), window(SGD, None), CLIP])
 def test_a_loop_that_forgot_carry_is_refused(tx):
-    grads = jax.jit(jax.grad(loss_fn))(START, BATCHES[0])
+    grads = PLAIN_GRADS(START, BATCHES[0])
     with pytest.raises(ValueError, match=r"got the new value of a leaf at '_over.*boostax\.carry"):
         boostax.apply_gradients(tx, grads, tx.init(START), START)
 
@@ -380,7 +378,7 @@ def test_a_window_has_the_histories_of_its_rows():
     )
     state, _ = follow(step, step.init(START), BATCHES[:2])
     both = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2])
-    wanted = jax.jit(jax.grad(loss_fn))(START, both)[OWG]
+    wanted = PLAIN_GRADS(START, both)[OWG]
     for (path, found), big in zip(
         jax.tree.leaves_with_path(state.params[OWG]), jax.tree.leaves(wanted), strict=True
     ):

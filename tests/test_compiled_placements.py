@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_compilers import CPU, V5E, everywhere, on
 
 import boostax
 
@@ -26,13 +27,7 @@ PLACEMENTS = {
     "tensor parallel": {"up": P(None, "model"), "down": P("model")},
     "tensor parallel, FSDP": {"up": P("data", "model"), "down": P("model", "data")},
 }
-targets = pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(None, id="cpu", marks=pytest.mark.xdist_group("cpu")),
-        pytest.param("v5e:2x4", id="v5e", marks=pytest.mark.xdist_group("v5e")),
-    ],
-)
+targets = on(CPU, V5E)
 
 
 def loss_fn(params, x):
@@ -41,22 +36,22 @@ def loss_fn(params, x):
     return jnp.mean(x**2)
 
 
+def typed(mesh, shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def layer_of(mesh, specs, width=512, dtype=jnp.float32):
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+    return {name: typed(mesh, shapes[name], specs[name], dtype) for name in shapes}
+
+
 def audited(
     mesh, specs, tx, axis, *, width=512, depth=4, target=None, dtype=jnp.float32, **options
 ):
     """The audit of a train step, from shapes alone."""
-
-    def typed(shape, spec, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis, **options)
-    layer = {
-        "up": typed((width, 4 * width), specs["up"]),
-        "down": typed((4 * width, width), specs["down"]),
-    }
-    state = step.init([layer] * depth)
-    kind = {} if target is None else {"target": target}
-    return boostax.audit(step, state, typed((ROWS, width), P(axis), jnp.float32), **kind)
+    state = step.init([layer_of(mesh, specs, width, dtype)] * depth)
+    return boostax.audit(step, state, typed(mesh, (ROWS, width), P(axis)), target=target)
 
 
 def over(found, axis, does, least=False):
@@ -94,23 +89,13 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
     assert gathered <= (1.01 if share or "FSDP" in placement else 0)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(target, id=name, marks=pytest.mark.xdist_group(name))
-        for name, target in {"cpu": None, "v5e": "v5e:2x4", "h100": "h100:1x1x8"}.items()
-    ],
-)
+@everywhere
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
 def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target):
     """As ``lax.scan`` takes it; rows are not moved between devices to be scanned."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    typed = lambda shape, spec: jax.ShapeDtypeStruct(  # noqa: E731
-        shape, jnp.float32, sharding=NamedSharding(mesh, spec)
-    )
-    shapes = {"up": (512, 2048), "down": (2048, 512)}
-    layer = {name: typed(shapes[name], PLACEMENTS[placement][name]) for name in shapes}
-    params, batch = [layer] * 4, typed((WINDOW, ROWS, 512), P(None, "data"))
+    params = [layer_of(mesh, PLACEMENTS[placement])] * 4
+    batch = typed(mesh, (WINDOW, ROWS, 512), P(None, "data"))
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
     tx = boostax.on_mesh(tx, params, axis_name="data")
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches="stacked")
@@ -120,33 +105,11 @@ def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target
         loss, grads = oracle(params, state, batch)
         return *boostax.apply_gradients(tx, grads, state, params), loss
 
-    kind = {} if target is None else {"target": target}
-    found = boostax.audit(step, params, tx.init(params), batch, params=params, **kind)
+    found = boostax.audit(step, params, tx.init(params), batch, params=params, target=target)
     print(f"{placement}: {found.reductions:.3f} N reduced, {found.gathers:.3f} N gathered")
     assert found.reductions == pytest.approx(1.0, abs=0.01)
     assert found.gathers <= (1.01 if placement == "FSDP" else 0)
     assert not any(c.does == "all-to-all" and c.elements > 1000 for c in found.collectives)
-
-
-@pytest.mark.xdist_group("v5e")
-def test_a_sharded_state_is_reduced_by_a_reduce_scatter():
-    """On v5e; gathered params included, the bytes are those of a mean."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
-    whole, shared = (
-        audited(mesh, PLACEMENTS["replicated"], tx, "data", target="v5e:2x4", shard_optimizer=x)
-        for x in (False, True)
-    )
-    share = shared.wire_bytes.most / whole.wire_bytes.most
-    print(
-        f"wire {share:.3f} of a mean's; arguments {shared.argument_bytes / 2**20:.1f} MiB of "
-        f"{whole.argument_bytes / 2**20:.1f}"
-    )
-    assert share <= 1.02
-    assert over(shared, "data", ("reduce-scatter",)) >= 0.99
-    # Params whole, moments an eighth.
-    params = 4 * shared.params
-    assert shared.argument_bytes - params <= 1.02 * (whole.argument_bytes - params) / 8 + 2**20
 
 
 @pytest.mark.xdist_group("v5e")

@@ -9,7 +9,7 @@ import pytest
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from reducing import at_once, repeated
+from reducing import at_once, correlated, repeated
 
 import boostax
 
@@ -36,10 +36,7 @@ SHARP = at_once(boostax.top_k_reduce("data", 0.05))
 
 
 def normal(seed, replicas, magnitude=1.0):
-    """Gradients ``(replicas, *shape)`` with a part in common."""
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: rng.normal(size=shape) + rng.normal(size=(replicas, *shape))  # noqa: E731
-    return {name: np.float32(magnitude * draw(shape)) for name, shape in SHAPES.items()}
+    return correlated(SHAPES, replicas, seed, magnitude)
 
 
 @functools.cache
@@ -290,8 +287,9 @@ def test_momentum_correction_stops_where_an_entry_has_been_sent():
     grads = np.random.default_rng(0).normal(size=(6, 3, 40)).astype(np.float32)
     state = jax.vmap(tx.init, axis_name="data")(grads[0])
     velocity = rest = np.zeros((3, 40))
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     for rows in grads:
-        means, state = jax.vmap(tx.update, axis_name="data")(rows, state)
+        means, state = update(rows, state)
         velocity = 0.9 * velocity + rows
         rest = rest + velocity
         chosen = abs(rest) >= np.sort(abs(rest), 1)[:, [-4]]

@@ -73,15 +73,19 @@ def follow(run, name):
     tx = dim_reduce(
         split(run["pca"], name), residual=optax.sgd(float(alpha), float(gamma)), rule=rule
     )
-    params = split(run["w"][0], name)
+    params, worst = split(run["w"][0], name), 0.0
     state = tx.init(params)
-    worst = 0.0
-    for t in range(len(run["rho"])):
-        loss = loss_of(name, run["batch_x"][t], run["batch_y"][t], c)
+
+    @jax.jit
+    def step(params, state, *batch):
+        loss = loss_of(name, *batch, c)
         value, grad = jax.value_and_grad(loss)(params)
         scaled = jax.tree.map(lambda g: g * float(sens), grad)
         updates, state = tx.update(scaled, state, params, value=value, grad=grad, value_fn=loss)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for t in range(len(run["rho"])):
+        params, state = step(params, state, run["batch_x"][t], run["batch_y"][t])
         flat = np.concatenate([np.ravel(p) for p in params])
         worst = max(worst, float(np.abs(flat - run["w"][t + 1]).max()))
         assert float(state.length) == pytest.approx(float(run["rho"][t])), t

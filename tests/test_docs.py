@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
 
 import harness
@@ -19,6 +20,9 @@ import pytest
 from lanes import lanes
 
 import boostax
+from boostax import testing
+from boostax.__main__ import main
+from boostax.config import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -191,3 +195,69 @@ def test_every_card_is_judged():
     pages = "".join((ROOT / "docs" / page).read_text() for page in ("sceptic.md", "parity.md"))
     cards = {path.name for path in (ROOT / "docs" / "cards").glob("*.md")}
     assert {card for card in cards if f"](cards/{card}" not in pages} == set()
+
+
+# What a newcomer looks for: a formula, a law, the place for a codec, a command.
+
+CONTRACT = (ROOT / "docs" / "contract.md").read_text()
+PROMISES = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^## )", CONTRACT, re.M | re.S)
+
+
+def located(name):
+    """A file of the checkout; of the package, where it is installed."""
+    package = pathlib.Path(boostax.__file__).parent
+    return package.parent / name if name.startswith("boostax/") else ROOT / name
+
+
+def defined(path, name):
+    """Whether a file defines a function, a class or a value of a name, at any depth."""
+    return re.search(rf"^ *((def|class) {name}\b|{name}(: .*)? = )", path.read_text(), re.M)
+
+
+def test_a_promise_names_what_holds_it():
+    """Laws of the testing package, or tests."""
+    assert [int(number) for number, _ in PROMISES] == list(range(1, 16))
+    sources = [*located("boostax/testing").glob("*.py"), *ROOT.glob("tests/**/*.py")]
+    for number, promise in PROMISES:
+        told = re.split(r"\*(?:Laws?|Tests):\*", promise)
+        assert len(told) == 2, f"promise {number} names neither a law nor a test"
+        names = re.findall(r"`([\w/.]+)`", told[1])
+        assert names
+        for name in names:
+            known = located(name).is_file() if "/" in name else name in testing.LAWS
+            assert known or any(defined(path, f"(test_)?{name}") for path in sources), name
+
+
+def test_a_law_is_beside_its_promise():
+    for name, law in testing.LAWS.items():
+        assert f"`{name}`" in CONTRACT, name
+        said = re.match(r"Promise (\d+):", law.__doc__)
+        assert said and f"`{name}`" in dict(PROMISES)[said[1]], name
+
+
+def test_the_place_of_a_codec_is_named():
+    """The entry that ``CONTRIBUTING.md`` names is the one that a configuration chooses from."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (key,) = re.findall(
+        r"\| a reduction \| `(\w+)` of `\[order\]` in `boostax/config/order.toml` \|", text
+    )
+    assert keys.PARTS[key]["int8"] is boostax.int8_reduce
+
+
+SENTENCES = tomllib.loads((ROOT / "boostax" / "names.toml").read_text("utf8"))
+EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "launch", "explain"])
+def test_a_command_that_is_gone_says_what_stands_in_its_place(command, capsys):
+    assert main([command, "text"]) == 2
+    assert capsys.readouterr().err == f"boostax: {SENTENCES[f'boostax {command}']}\n"
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *EXAMPLES], ids=relative)
+def test_documents_show_commands_and_examples_that_exist(path):
+    if path.name != "CHANGELOG.md":
+        text = path.read_text()
+        assert not re.search(r"\bboostax (train|compare|launch|explain)\b", text)
+        for example in re.findall(r"(?<![\w/])examples/[\w/]+\.(?:py|sh)", text):
+            assert (ROOT / example).exists() or (ROOT / "docs" / example).exists(), example

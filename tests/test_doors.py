@@ -56,10 +56,9 @@ def both(path, width):
 def test_a_loop_reduces_once_and_trains_as_before(path):
     (before, old), (after, new) = both(path, width=32)
     np.testing.assert_allclose(after, before, rtol=1e-5)
-    assert (old.reductions, new.reductions) == (
-        pytest.approx(8, abs=0.02),
-        pytest.approx(1, abs=0.02),
-    )
+    assert [old.reductions, new.reductions] == pytest.approx([8, 1], abs=0.02)
+    said = "Each of the 8 calls of an opt" if old.calls > 1 else "Gradients are reduced 8.00 times"
+    assert said in str(old) and not any("educe" in waste.what for waste in new.findings)
     assert new.temporary_bytes <= old.temporary_bytes
 
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training import follow
+from training import follow, walk
 
 import boostax
-from boostax.testing import drawn
 
 ADAM = optax.adamw(0.1, weight_decay=0.5)
 assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
@@ -19,10 +18,8 @@ safe = functools.partial(boostax.static_loss_scale, scale=1.0)
 
 def run(tx, calls, params, flush=False):
     """Params and state after ``(grads, extra)`` of each call."""
-    state = tx.init(params)
-    step = jax.jit(lambda p, s, g, extra: boostax.apply_gradients(drawn(tx), g, s, p, **extra))
-    for grads, extra in calls:
-        params, state = step(params, state, grads, extra)
+    each = {name: [extra[name] for _, extra in calls] for name in calls[0][1]}
+    params, state = walk(tx, params, [grads for grads, _ in calls], **each)[-1]
     return boostax.flush(tx, state, params) if flush else (params, state)
 
 
@@ -42,9 +39,8 @@ GOOD = [(ONE, {}), (2 * ONE, {})]
 @pytest.mark.parametrize("flush", [False, True])
 def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
     """Each gradient fits f16, their sum does not; neither Adam nor its decay may see it."""
-    weigh = lambda calls: [  # noqa: E731
-        (g, {"weight": 1.0} if normalize == "weight" else {}) for g, _ in calls
-    ]
+    extra = {"weight": 1.0} if normalize == "weight" else {}
+    weigh = lambda calls: [(g, extra) for g, _ in calls]  # noqa: E731
     options = {"normalize": normalize, "accumulator_dtype": "float16"}
     tx = safe(boostax.accumulate(ADAM, 3 if flush else 2, **options))
     window = [(ONE, {}), (ONE, {})] + ([(ONE, {})] if flush else [])

@@ -11,6 +11,8 @@ from contract_cases import half
 from extensions.drop_spikes import drop_spikes
 from extensions.signs import Signs, sign_reduce
 from extensions.thaw import thaw
+from reducing import at_once
+from training import walk
 
 import boostax
 import boostax.testing
@@ -71,7 +73,7 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
 def test_a_majority_is_the_sign_of_most(replicas):
     grads = np.float32(np.random.default_rng(0).normal(size=(replicas, 4, 5)))
     tx = sign_reduce("data", majority=True)
-    found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    found, _ = at_once(tx)(grads)
     expected = np.broadcast_to(np.sign(np.sign(grads).sum(0)), grads.shape)
     np.testing.assert_array_equal(found, expected)
 
@@ -137,10 +139,7 @@ def test_a_role_that_there_is_not_is_refused():
 def test_a_saved_state_of_theirs_moves_to_another_chain():
     """What they keep goes along, by class, as that of ours does."""
     old = drop_spikes(optax.adam(1e-2))
-    params = {"w": jnp.ones(3)}
-    state = old.init(params)
-    for size in (1.0, 2.0):
-        params, state = boostax.apply_gradients(old, {"w": jnp.full(3, size)}, state, params)
+    params, state = walk(old, {"w": jnp.ones(3)}, [{"w": jnp.full(3, x)} for x in (1.0, 2.0)])[-1]
     new = boostax.dynamic_loss_scale(drop_spikes(optax.adam(1e-2)))
     moved, report = boostax.migrate_state(state, new, params)
     jax.tree.map(np.testing.assert_array_equal, moved.inner_state, state)

@@ -1,7 +1,5 @@
 """Sharded params sent in fewer bits: what the loss sees, what the owner keeps, what is refused."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,11 +82,8 @@ def test_owners_keep_their_params_exact(name, dtype):
     mesh, whole, where = placed(name)
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-4))
     specs = SPECS[name][1]
-    make = functools.partial(
-        boostax.make_train_step, mesh=mesh, axis_name="data", param_specs=specs
-    )
     x = np.random.default_rng(1).normal(size=(16, 512)).astype(np.float32)
-    step = make(loss_fn, tx, gather=dtype)
+    step, _ = fsdp_step(tx, gather=dtype, mesh=mesh, param_specs=specs)
     state, told = step(step.init(whole), x)
     seen = {k: v if k == "b" else rounded(v, specs[k], mesh, dtype) for k, v in whole.items()}
     loss, grads = jax.value_and_grad(loss_fn)(seen, x)
@@ -107,22 +102,14 @@ def test_many_steps_smaller_than_a_unit_of_the_code_move_the_params():
     np.testing.assert_allclose(state.params["w"], whole["w"] - 20e-5, atol=1e-6)
 
 
-def test_what_is_not_finite_is_seen():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_what_is_not_finite_is_seen_and_a_zero_block_stays_zero(dtype):
     _, whole, where = placed("FSDP")
-    whole["w"][3, 4] = np.nan
+    whole["w"][3, 4], whole["v"][:] = np.nan, 0
     params = jax.device_put(whole, where)
-    for dtype in ("bfloat16", "int8"):
-        found = jax.jit(boostax.train.gather_params(params, dtype, axis_name="data"))(params)
-        assert np.isnan(found["w"][3, 4])
-        assert np.isfinite(found["w"][100]).all()
-
-
-def test_a_zero_block_stays_zero():
-    _, whole, where = placed("FSDP")
-    whole["w"][:] = 0
-    params = jax.device_put(whole, where)
-    found = jax.jit(boostax.train.gather_params(params, "int8", axis_name="data"))(params)
-    np.testing.assert_array_equal(found["w"], 0)
+    found = jax.jit(boostax.train.gather_params(params, dtype, axis_name="data"))(params)
+    assert np.isnan(found["w"][3, 4]) and np.isfinite(found["w"][100]).all()
+    np.testing.assert_array_equal(found["v"], 0)
 
 
 def test_with_a_window_a_scaler_and_a_sharded_state():
@@ -176,15 +163,16 @@ def test_what_is_carried_is_not_rounded():
 def test_refusals():
     mesh, whole, where = placed("FSDP")
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-2))
+    make = lambda dtype: boostax.make_train_step(loss_fn, tx, mesh=mesh, gather=dtype)  # noqa: E731
     with pytest.raises(ValueError, match="gather must be"):
-        boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int4")
-    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int8")
+        make("int4")
     with pytest.raises(ValueError, match="params must be sharded over data"):
-        step(step.init(whole), np.ones((8, 512), np.float32))
-    with pytest.raises(ValueError, match="params must be placed on one mesh"):
-        boostax.train.gather_params(whole, "int8", axis_name="data")
-    there = jax.device_put(whole, NamedSharding(mesh, P()))
-    with pytest.raises(ValueError, match="params must be sharded over data"):
-        boostax.train.gather_params(there, "int8", axis_name="data")
-    with pytest.raises(ValueError, match="dtype must be"):
-        boostax.train.gather_params(jax.device_put(whole, where), "float8", axis_name="data")
+        make("int8")(make("int8").init(whole), np.ones((8, 512), np.float32))
+    for place, dtype, said in (
+        (None, "int8", "params must be placed on one mesh"),
+        (NamedSharding(mesh, P()), "int8", "params must be sharded over data"),
+        (where, "float8", "dtype must be"),
+    ):
+        params = jax.device_put(whole, place) if place else whole
+        with pytest.raises(ValueError, match=said):
+            boostax.train.gather_params(params, dtype, axis_name="data")

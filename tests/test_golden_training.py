@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training import walk
 
 import boostax
 
@@ -140,11 +141,9 @@ def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):
     run = np.load(golden / "grad_accumulation.npz")
     name = f"{optimizer}_k{every}"
     tx = boostax.accumulate({"sgd": optax.sgd(0.1), "momentum": MOMENTUM}[optimizer], every)
-    step = jax.jit(lambda *args: boostax.apply_gradients(tx, *args))
-    params = {"w": jnp.asarray(run["w0"]), "b": jnp.asarray(run["b0"])}
-    state = tx.init(params)
-    for t in range(len(run["gw"])):
-        params, state = step({"w": run["gw"][t], "b": run["gb"][t]}, state, params)
+    start = {"w": jnp.asarray(run["w0"]), "b": jnp.asarray(run["b0"])}
+    grads = [{"w": w, "b": b} for w, b in zip(run["gw"], run["gb"], strict=True)]
+    for t, (params, state) in enumerate(walk(tx, start, grads)):
         assert int(state.micro_step) == run[f"{name}_step"][t]
         assert bool(boostax.train.has_updated(state)) == (run[f"{name}_step"][t] == 0)
         for leaf in "wb":
@@ -157,6 +156,7 @@ def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):
 FREEZE_OPTIMIZERS = {
     "freeze_sgd": (optax.sgd(0.1), "shared"),
     "freeze_momentum": (MOMENTUM, "per_group"),
+    "freeze_momentum, configured": (MOMENTUM, "per_group"),
     "freeze_none_strategy_momentum": (MOMENTUM, "per_group"),
     # MindSpore's list of rates is by step of the run, whatever is frozen.
     "freeze_dynlr_sgd": (optax.sgd(lambda step: 0.1 * (step + 1)), "shared"),
@@ -169,15 +169,19 @@ def test_freezing_equals_mindspore(golden, train, name):
     """Group i of ``FreezeOpt`` trains params i and later; without a strategy they take turns."""
     run, params, batches = load(golden / "freeze_training_graph.npz")
     optimizer, moments = FREEZE_OPTIMIZERS[name]
+    name, _, configured = name.partition(", ")
     depths = {"freeze_none_strategy_momentum": [0, 1, 2], "plain_momentum": [0]}.get(
         name, run["strategy"]
     )
 
     def make_tx(reduced, axis):
         del axis
-        return boostax.scheduled_freeze(
-            reduced(optimizer), [0, 1, 2], depths, moments=moments, repeat=True
-        )
+        freeze = {"groups": {"0": 0, "1": 1, "2": 2}, "moments": moments}
+        if configured:
+            config = json.dumps({"freeze": freeze | {"kind": run["strategy"].tolist()}})
+            return boostax.auto(json.loads(config)).optimizer(reduced(optimizer), params)
+        how = {"moments": moments, "repeat": True}
+        return boostax.scheduled_freeze(reduced(optimizer), [0, 1, 2], depths, **how)
 
     expected = run[f"{name}_w"]
     states = list(train(make_tx, params, batches[: len(expected)]))
@@ -192,19 +196,3 @@ def test_freezing_equals_mindspore(golden, train, name):
         # Ours counts in how many steps each group was trained; theirs are those of each depth.
         trained = states[-1][0].opt_state.trained_steps
         assert trained.tolist() == np.cumsum(run[f"{name}_opt_global_step"]).tolist()
-
-
-def test_a_configuration_freezes_equal_to_mindspore(golden, train):
-    """``FreezeOpt`` with its strategy, from a file: names, depths, moments per group."""
-    run, params, batches = load(golden / "freeze_training_graph.npz")
-    freeze = {"groups": {"0": 0, "1": 1, "2": 2}, "moments": "per_group"}
-    config = json.loads(json.dumps({"freeze": freeze | {"kind": run["strategy"].tolist()}}))
-
-    def make_tx(reduced, axis):
-        del axis
-        return boostax.auto(config).optimizer(reduced(MOMENTUM), params)
-
-    states = [state for state, _ in train(make_tx, params, batches)]
-    assert len(states) == len(run["freeze_momentum_w"])
-    for state, expected in zip(states, run["freeze_momentum_w"], strict=True):
-        np.testing.assert_allclose(flat(state.params), expected, rtol=0, atol=CLOSE["atol"])

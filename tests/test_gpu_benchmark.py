@@ -8,11 +8,8 @@ import pytest
 
 @pytest.fixture
 def small(monkeypatch):
-    for module, names in (
-        (problems, ("WIDTH", "LAYERS")),
-        (gpu, ("LEAF", "TEXT", "STEPS", "SEEDS")),
-    ):
-        for name in names:
+    for module in (problems, gpu):
+        for name in filter(str.isupper, vars(module)):
             monkeypatch.setattr(module, name, getattr(module, name))
     gpu.smaller()
 

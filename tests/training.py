@@ -1,8 +1,11 @@
 """Calls of a train step, and of a loop of one's own, one after the other."""
 
+import functools
+
 import jax
 
 import boostax
+from boostax.testing import drawn
 
 
 def follow(step, state, batches):
@@ -17,6 +20,17 @@ def follow(step, state, batches):
 def losses_of(told):
     """Return the losses among what the calls reported."""
     return [float(metrics["loss"]) for metrics in told]
+
+
+def walk(tx, params, grads, state=None, **each):
+    """Return params and state after each gradient, with extra arguments listed by name."""
+    step = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
+    state, path = tx.init(params) if state is None else state, []
+    for index, grad in enumerate(grads):
+        extra = {name: values[index] for name, values in each.items()}
+        params, state = step(grad, state, params, **extra)
+        path.append((params, state))
+    return path
 
 
 def own_step(tx, oracle):

@@ -335,7 +335,7 @@ def _first(
         if rule is None or x.size < least:
             return x
         made = formats.FORMATS[rules[rule]]
-        codes, found = made.encode(x, jnp.zeros((), jnp.uint32))
+        codes, found = jax.jit(made.encode)(x, jnp.zeros((), jnp.uint32))
         if made.scaled:
             scales[field, path[start:]] = found
         return codes

@@ -104,7 +104,7 @@ def adasum(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> tx = boostax.adasum("data")
-      >>> combine = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> combine = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> combine(jnp.array([[1.0, 0.0], [0.0, 1.0]]))[0].tolist()  # orthogonal: the sum
       [1.0, 1.0]
       >>> combine(jnp.array([[1.0, 0.0], [3.0, 0.0]]))[0].tolist()  # parallel: the mean
@@ -351,7 +351,7 @@ def adasum_delta(
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
       >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data")
-      >>> combine = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> combine = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> combine(jnp.array([[1.0, 0.0], [0.0, 1.0]]))[0].tolist()
       [-0.5, -0.5]
       >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data", within=2)  # two servers of two

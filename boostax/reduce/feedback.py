@@ -107,7 +107,7 @@ def compress(
       ...     means = [jax.lax.pmean(x / 2, names) for x in leaves]
       ...     return boostax.reduce.Message(means, [x / 2 for x in leaves], state)
       >>> tx = boostax.reduce.compress(Half(), "data")
-      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> step(jnp.array([[4.0], [8.0]]))[0].tolist()
       [3.0]
 

@@ -188,7 +188,7 @@ def power_sgd_reduce(
       >>> def two_steps(g):
       ...   _, state = tx.update(g, tx.init(g))
       ...   return tx.update(g, state._replace(residual=tx.init(g).residual))[0]
-      >>> mean = jax.vmap(two_steps, axis_name="data")(grads)
+      >>> mean = jax.jit(jax.vmap(two_steps, axis_name="data"))(grads)
       >>> bool(jnp.allclose(mean, grads, rtol=1e-5))
       True
 

@@ -83,7 +83,7 @@ def all_reduce(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> tx = boostax.all_reduce("data", dtype="float16")
-      >>> mean = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> mean = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> mean(jnp.array([2.0**20, 2.0**22])).tolist()  # both beyond the range of f16
       [2621440.0, 2621440.0]
 

@@ -194,7 +194,7 @@ def int8_reduce(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> tx = boostax.int8_reduce("data")
-      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> step(jnp.array([[127.0, 3.0], [127.0, -1.0]]))[0].tolist()
       [127.0, 1.0]
 

@@ -388,7 +388,7 @@ def top_k_reduce(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> tx = boostax.top_k_reduce("data", density=0.25)
-      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+      >>> step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
       >>> mean, state = step(jnp.array([[4.0, 1.0, 0.0, 0.0], [0.0, 1.0, -2.0, 0.0]]))
       >>> mean[0].tolist(), state.residual.local.tolist()
       ([2.0, 0.0, -1.0, 0.0], [[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
@@ -463,7 +463,7 @@ def threshold_reduce(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.25)
-      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+      >>> step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
       >>> mean, state = step(jnp.array([[1.0, 0.4, 0.0, 0.0]]))
       >>> mean.tolist(), state.metrics()["capacity"].item()
       ([[1.0, 0.0, 0.0, 0.0]], 0.25)
