@@ -27,6 +27,7 @@ SETTINGS = {
 # Gradients of each example for itself, with a dimension more than the params; and old names.
 LEFT_OUT = {"dpsgd", "_deprecated_dpsgd", "optimistic_adam"}
 SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": (1,)}
+GROUPS = {"kernel": 0, "bias": 1, "scale": 1}
 
 
 def optimizers():
@@ -48,11 +49,6 @@ def made(name):
     return OPTIMIZERS[name](**{"learning_rate": 1e-2} | SETTINGS.get(name, {}))
 
 
-def labelled(inner):
-    groups = {"kernel": 0, "bias": 1, "scale": 1}
-    return boostax.scheduled_freeze(inner, groups, [0])
-
-
 WRAPPERS = {
     "dynamic_loss_scale": lambda tx: boostax.dynamic_loss_scale(tx, init_scale=1.0),
     "static_loss_scale": lambda tx: boostax.static_loss_scale(tx, 1.0, skip_nonfinite=False),
@@ -60,7 +56,7 @@ WRAPPERS = {
         tx, dict.fromkeys(SHAPES, 0), init_scale=1.0
     ),
     "accumulate": lambda tx: boostax.accumulate(tx, 1),
-    "scheduled_freeze": labelled,
+    "scheduled_freeze": lambda tx: boostax.scheduled_freeze(tx, GROUPS, [0]),
 }
 
 

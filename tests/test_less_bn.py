@@ -36,13 +36,6 @@ def basic_shortcut_first(x, conv, norm):
     return nn.relu(x + norm(conv(y, "conv_2"), "norm_2"))
 
 
-def basic_downsample(x, conv, norm):
-    y = nn.relu(norm(conv(x, "conv_1", 16, stride=2), "norm_1"))
-    y = norm(conv(y, "conv_2", 16), "norm_2")
-    x = nn.avg_pool(x, (2, 2), (2, 2))
-    return nn.relu(norm(conv(x, "conv_d", 16, 1), "norm_d") + y)
-
-
 def bottleneck_downsample(x, conv, norm):
     y = nn.relu(norm(conv(x, "conv_1", 4, 1), "norm_1"))
     y = nn.relu(norm(conv(y, "conv_2", 4, stride=2), "norm_2"))
@@ -108,7 +101,6 @@ KINDS = {
     basic: ("norm_1",),
     functools.partial(basic, act=functools.partial(nn.gelu, approximate=True)): ("norm_1",),
     basic_shortcut_first: ("norm_1",),
-    basic_downsample: ("norm_1", "norm_d"),
     bottleneck_downsample: ("norm_1", "norm_2", "norm_d"),
     preactivation: ("norm_3",),
     inverted_residual: ("norm_1", "norm_2"),

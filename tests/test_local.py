@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from reducing import at_once, mapped, mesh_of
 
 import boostax
-from boostax._core import costs, interpret
 from boostax.reduce.local import _even_runs
 from boostax.testing import drawn
 
@@ -234,51 +233,6 @@ def test_flush_lets_the_replicas_meet(kind):
     else:
         chex.assert_trees_all_equal(met, state.inner_state.anchor)
         assert np.asarray(state.inner_state.since_sync).tolist() == [0] * replicas
-
-
-# What travels.
-
-
-def sent_by_branch(tx, params):
-    """For every cond with a collective in it: bytes sent in each branch; and those outside."""
-    specs = boostax.states.state_specs(tx, params, "data")
-
-    def step(own, opt_state, grads):
-        own, opt_state, grads = boostax.states.enter_replica((own, opt_state, grads))
-        local, opt_state = boostax.apply_gradients(tx, grads.local, opt_state, own.local)
-        return boostax.states.leave_replica((boostax.PerReplica(local), opt_state))
-
-    own = P("data")
-    places = {"in_specs": (own, specs, own), "out_specs": (own, specs)}
-    each = boostax.states.stack_replicas(boostax.PerReplica(params), 8)
-    on_all = jax.shard_map(step, mesh=mesh_of(data=8), **places)
-    jaxpr = jax.make_jaxpr(on_all)(each, boostax.states.stack_replicas(tx.init(params), 8), each)
-    found = costs.collectives(jaxpr)
-    branches = [
-        tuple(sum(c.bytes for c in costs.collectives(b)) for b in eqn.params["branches"])
-        for eqn, _ in interpret.equations(jaxpr.jaxpr)
-        if eqn.primitive.name == "cond"
-    ]
-    always = sum(c.wire_bytes for c in found if not c.conditional)
-    return [b for b in branches if any(b)], always
-
-
-SIZES = (100, 300, 200, 200)
-SENT = {
-    "one partition of two": ("partition", 2, jnp.float32, [400, 400]),
-    "one partition of four, from bf16": ("partition", [0, 1, 2, 3], jnp.bfloat16, SIZES),
-    "all, if they meet": ("local", 4, jnp.float32, [sum(SIZES)]),
-}
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_a_step_sends_one_partition_or_all_if_they_meet(name):
-    """The False branch of each holds and sends nothing, and exactly one partition's is True."""
-    kind, argument, dtype, sizes = SENT[name]
-    make = {"partition": boostax.reduce.partial_average, "local": boostax.reduce.local_updates}
-    tx = make[kind](optax.adam(0.1), "data", argument)
-    branches, always = sent_by_branch(tx, [jnp.zeros(n, dtype) for n in SIZES])
-    assert branches == [(0, 4 * size) for size in sizes] and always == 0
 
 
 @pytest.mark.parametrize("kind", WRAPPED)

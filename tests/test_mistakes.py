@@ -125,15 +125,9 @@ MISTAKES = {
     "on_mesh(mesh=)": (lambda: on_mesh(MEAN, ON_ALL, mesh=MESH), r"on_mesh\(optax.*, params\)"),
     "on_mesh, jax.grad": (lambda: compiled(PLACED, w=ON_ALL), r"value_and_grad\(loss, mesh=mesh\)"),
     "specs of another tree": (lambda: sharded(P("data"), None), r"Use PartitionSpec\(\)"),
-    "specs that do not divide": (
-        lambda: sharded(P("data"), P()),
-        "leave it whole by",
-    ),
+    "specs that do not divide": (lambda: sharded(P("data"), P()), "leave it whole by"),
     "specs of another mesh": (lambda: sharded(P("model"), P()), "leave it whole by"),
-    "specs of other ranks": (
-        lambda: sharded(P(), P(None, "data")),
-        "leave it whole by",
-    ),
+    "specs of other ranks": (lambda: sharded(P(), P(None, "data")), "leave it whole by"),
     "ZeRO on one device": (lambda: step(shard_optimizer=True), "leave it out on one device"),
     "jax.grad in shard_map": (mapped, r"boostax\.train\.local_params\(params, axis\)"),
     # Order

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
-from train_loops import AXIS, PLAIN, REPLICAS, SCALE, NnxNet, Put, mse
+from train_loops import AXIS, PLAIN, REPLICAS, NnxNet, Put, mse
 
 import boostax
 from boostax.nnx import Optimizer
@@ -87,9 +87,7 @@ def in_nobodys_loop(put):
 
     @nnx.jit
     def step(model, optimizer, batch):
-        forgotten = put.forgotten == SCALE
-        oracle = nnx.value_and_grad(loss) if forgotten else optimizer.value_and_grad(loss)
-        optimizer.update(model, oracle(model, batch)[1])
+        optimizer.update(model, optimizer.value_and_grad(loss)(model, batch)[1])
 
     for batch in put.batches:
         step(model, optimizer, batch)
@@ -105,11 +103,6 @@ SHARED = [name for name, case in TECHNIQUES.items() if not case.own_params]
 @pytest.mark.parametrize("name", lanes(SHARED, QUICK))
 def test_a_technique_trains_as_in_nobodys_loop(name):
     assert in_nobodys_loop(Put(TECHNIQUES[name])) <= TOLERANCE
-
-
-def test_a_loss_that_nobody_scaled_is_refused():
-    with pytest.raises(ValueError, match=r"boostax\.value_and_grad"):
-        in_nobodys_loop(Put(TECHNIQUES["dynamic_loss_scale"], forgotten=SCALE))
 
 
 OWN = "tx must be one with the same params on all replicas"

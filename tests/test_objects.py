@@ -259,19 +259,6 @@ def test_a_module_with_functions_is_refused_by_a_step():
         step.init(MLP)
 
 
-def test_what_nnx_says_of_shardings_reaches_every_leaf_like_a_param():
-    mesh = mesh_of(a=1, b=1)
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), sharding=("a", "b"))
-    with jax.set_mesh(mesh):
-        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=init, use_bias=False)
-        windows = boostax.accumulate(optax.chain(boostax.top_k_reduce("a", 0.5), optax.adam(1)), 2)
-        optimizer = nnx.Optimizer(model, boostax.dynamic_loss_scale(windows), wrt=nnx.Param)
-    leaves = nnx.to_flat_state(nnx.state(optimizer, nnx.OptState))
-    told = {path: leaf.out_sharding for path, leaf in leaves if path[-1] == "kernel"}
-    assert {path[-2] for path in told} == {"grads", "local", "mu", "nu"}
-    assert set(told.values()) == {("a", "b")}, told
-
-
 class Network(nnx.Module):
     """Layers in a list, in the order of the forward pass."""
 

@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -69,20 +68,11 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     assert legs == sorted(legs, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("params", "reshard", "message"),
-    [
-        (example.init_params(), False, "number of replicas differs, reshard=True"),
-        ({"w": jnp.zeros((16, 16)), "b": jnp.zeros(16)}, True, "was float32"),
-    ],
-)
-def test_another_number_without_leave_or_another_model_is_refused(
-    tmp_path, params, reshard, message
-):
+def test_another_number_without_leave_is_refused(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, made("residual", 8).init(example.init_params()))
-        with pytest.raises(ValueError, match=message):
-            checkpointer.restore(made("residual", 4).init(params), reshard=reshard)
+        with pytest.raises(ValueError, match="number of replicas differs, reshard=True"):
+            checkpointer.restore(made("residual", 4).init(example.init_params()))
 
 
 def test_a_window_of_a_mesh_is_moved_to_a_step_without_one(tmp_path):

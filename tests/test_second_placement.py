@@ -7,13 +7,14 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
-from boostax.checkpoint import Checkpointer
 
 # An empty leaf has no elements to be cut.
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8), "e": jnp.zeros((0, 4))}
 BATCH = jnp.sin(jnp.arange(16.0 * 16)).reshape(16, 16)
+FOUR = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[4:])
 SPECS = {
     "whole": {"w": P(), "b": P(), "e": P()},
     "FSDP": {"w": P("data"), "b": P("data"), "e": P()},
@@ -24,11 +25,6 @@ SPECS = {
 
 def loss(p, x):
     return jnp.mean((jnp.tanh(x @ p["w"]) + p["b"] - 1.0) ** 2)
-
-
-def mesh_of(data, model, devices=None):
-    kinds = (AxisType.Auto,) * 2
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=kinds, devices=devices)
 
 
 def make(mesh, **options):
@@ -55,7 +51,7 @@ def shards(tree):
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["whole", "ZeRO-1"])
 def test_a_later_placement_is_what_a_step_of_its_own_makes(options):
     """Params and moments came back whole on every device, and nothing was raised."""
-    mesh = mesh_of(4, 2)
+    mesh = mesh_of(data=4, model=2)
     shared = make(mesh, **options)
     expected = {name: run(make(mesh, **options), placed(mesh, name)) for name in SPECS}
     for name in (*SPECS, "FSDP", "whole"):
@@ -68,24 +64,9 @@ def test_a_later_placement_is_what_a_step_of_its_own_makes(options):
         assert mu.sharding.shard_shape(mu.shape) <= where.shard_shape(mu.shape)
 
 
-def test_a_restored_placement(tmp_path):
-    """Saved in one placement, restored in another by the same step object."""
-    mesh = mesh_of(4, 2)
-    step = make(mesh)
-    state = run(step, placed(mesh, "whole"), 1)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state)
-        target = step.init(placed(mesh, "FSDP"))
-        restored, _ = checkpointer.restore(target)
-    assert shards(restored) == shards(target)
-    found = run(step, restored)
-    assert shards(found) == shards(target)
-    chex.assert_trees_all_close(found.params, run(step, state).params, rtol=1e-6)
-
-
 def test_params_of_another_mesh():
     """With the same axes they keep their shards on its devices; without, they are refused."""
-    eight, four = mesh_of(4, 2), mesh_of(2, 2, jax.devices()[4:])
+    eight, four = mesh_of(data=4, model=2), FOUR
     step = make(eight)
     state = run(step, placed(four, "HSDP"))
     assert state.params["w"].sharding.is_equivalent_to(NamedSharding(eight, SPECS["HSDP"]["w"]), 2)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from test_import import named
 
 import boostax
 
@@ -22,18 +23,11 @@ def test_the_site_builds(tmp_path):
     reference = out / "docs" / "api.html"
     html = reference.read_text()
     places = set(re.findall(r'id="([^"]+)"', html))
-    assert not [name for name in public() if f"boostax.{name}" not in places], "not in docs/api.md"
+    assert not [name for name in named(boostax) if f"boostax.{name}" not in places], (
+        "not in docs/api.md"
+    )
     # Formulas are drawn without a network: all that a page loads is beside it.
     loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"?#]+)[^>]*>', html)
     files = [each for each in loaded if not each.endswith(".html")]
     assert any("mathjax" in each for each in files)
     assert [each for each in files if not (reference.parent / each).exists()] == []
-
-
-def public():
-    return [
-        name
-        for name in dir(boostax)
-        if not name.startswith("_")
-        and (getattr(getattr(boostax, name), "__module__", None) or "").startswith("boostax.")
-    ]

@@ -2,16 +2,14 @@
 
 import functools
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from memory import temporary_bytes
 from reducing import mesh_of
 from training import follow, losses_of
@@ -19,8 +17,6 @@ from training import follow, losses_of
 import boostax
 from boostax.precision import formats, masters, store
 from boostax.testing import drawn
-
-FINITE = {"allow_nan": False, "allow_infinity": False, "width": 32}
 
 
 def applied(tx):
@@ -33,14 +29,6 @@ def low(params):
 
 def some(seed, shape=(128, 64)):
     return {"w": jax.random.normal(jax.random.key(seed), shape), "b": jnp.ones(3)}
-
-
-@hypothesis.given(arrays.arrays(np.float32, 64, elements=st.floats(**FINITE)))
-def test_the_halves_of_a_number_are_the_number(x):
-    # What is nearest to the largest bf16 from above is infinite there.
-    x = np.clip(x, -3.38e38, 3.38e38)
-    high = formats.nearest(jnp.asarray(x))
-    assert (np.asarray(formats.joined(high, formats.rest(jnp.asarray(x), high))) == x).all()
 
 
 @jax.jit
@@ -101,15 +89,20 @@ def test_what_is_drawn_is_right_on_average(name):
     assert (found == np.asarray(x)).mean() < 0.5
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def rounded(name, x):
+    made = formats.FORMATS[name]
+    return made.decode(*made.encode(x, formats.fold(0, 0)))
+
+
 @pytest.mark.parametrize("name, most", [("bfloat16", 2**-7), ("log8", 0.13)])
 def test_second_moments_keep_their_size_over_forty_octaves(name, most):
     v = 2.0 ** jax.random.uniform(jax.random.key(1), (256, 64), minval=-40.0, maxval=0.0)
-    v, made = v.at[0].set(1.0), formats.FORMATS[name]
-    found = made.decode(*made.encode(v, formats.fold(0, 0)))
-    assert float(jnp.abs(found / v - 1).max()) <= most
+    v = v.at[0].set(1.0)
+    assert float(jnp.abs(rounded(name, v) / v - 1).max()) <= most
     tiny = v.at[1].set(1e-30)
     # One divides by them.
-    assert float(made.decode(*made.encode(tiny, formats.fold(0, 0))).min()) > 0
+    assert float(rounded(name, tiny).min()) > 0
 
 
 def test_codes_of_log8_are_levels_below_the_largest():
@@ -121,8 +114,8 @@ def test_codes_of_log8_are_levels_below_the_largest():
     found = np.asarray(made.decode(jnp.asarray(codes), jnp.full((1, 2), 4.0)))
     wanted = 4 * 2.0 ** ((codes % 128 - 127.0) / 6) * np.where(codes < 128, 1, -1)
     np.testing.assert_allclose(found[codes % 128 > 0], wanted[codes % 128 > 0], rtol=1e-6)
-    negative = made.encode(jnp.full((128, 64), -1e-30).at[0].set(1.0), formats.fold(0, 0))
-    assert not np.asarray(negative[0])[1:].any()
+    encode = jax.jit(lambda x: made.encode(x, formats.fold(0, 0))[0])
+    assert not np.asarray(encode(jnp.full((128, 64), -1e-30).at[0].set(1.0)))[1:].any()
 
 
 @pytest.mark.parametrize("signs", [1, -1])
@@ -131,8 +124,7 @@ def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
     """Also where the inverse of the largest is no normal number."""
     x = most * 2.0 ** jax.random.uniform(jax.random.key(2), (256, 64), minval=-20.0, maxval=0.0)
     x = x.at[::128].set(most).at[1::2].multiply(signs)
-    made = formats.FORMATS["log8"]
-    found = made.decode(*made.encode(x, formats.fold(0, 0)))
+    found = rounded("log8", x)
     assert float(jnp.abs(found / x - 1).max()) <= 0.13
     assert bool(jnp.isfinite(found).all())
 
@@ -140,8 +132,7 @@ def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
 @pytest.mark.parametrize("name", ["int8", "log8"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_seen(name, bad):
-    made, x = formats.FORMATS[name], some(0)["w"].at[5, 5].set(bad)
-    assert not bool(jnp.isfinite(made.decode(*made.encode(x, formats.fold(0, 0)))).all())
+    assert not bool(jnp.isfinite(rounded(name, some(0)["w"].at[5, 5].set(bad))).all())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +179,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# What an optimizer is made of does not matter to its masters.
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "clipped"])
 def test_remainders_are_f32_masters_bit_for_bit(name):
     """As the optimizer on f32 params, operation by operation: compilers contract differently."""
     inner, start = OPTIMIZERS[name], low(some(0, (8, 16)))
@@ -258,11 +250,7 @@ def bare_sizes(name):
     return sizes(boostax.accumulate(EVERY[name], 16), jnp.float32)
 
 
-LATE = ("adam", "momentum", "clipped", "adafactor", "muon")
-LATE = [pytest.param(x, marks=pytest.mark.long) for x in LATE]
-
-
-@pytest.mark.parametrize("name", ["adamw", "lion", *LATE])
+@pytest.mark.parametrize("name", lanes(EVERY, ["adamw", "lion"]))
 @pytest.mark.parametrize("moments", ["int8", "log8"])
 def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     tx = store(EVERY[name], params="stochastic", moments=moments)
@@ -404,8 +392,6 @@ def test_refusals_name_the_line_that_mends_them():
     hidden = boostax.accumulate(inner, 2)
     with pytest.raises(ValueError, match="put store around all that it runs"):
         hidden.init(low(some(0)))
-    with pytest.raises(ValueError, match=r"\['0/mu', '0/nu'\], got 'mu'"):
-        store(optax.adam(1.0), moments={"mu": "int8"}).init(some(0))
 
 
 @pytest.mark.parametrize("reduce", ["int8_reduce", "power_sgd_reduce", "top_k_reduce"])

@@ -61,6 +61,9 @@ def skew(p):
     return np.abs(p @ p.T - np.eye(len(p))).max()
 
 
+jitted = jax.jit(pca_basis, static_argnums=1, static_argnames="dtype")
+
+
 def mlp(x):
     """MindSpore's flat weights of a 5-8-1 network as a tree."""
     return {
@@ -126,12 +129,12 @@ def test_trees_are_read_from_lists_and_iterators():
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_saved_basis_comes_back_to_the_bit(tmp_path, dtype):
     stacked, path = draw(7), tmp_path / "basis.npz"
-    basis = pca_basis(stacked, 3, dtype=dtype)
+    basis = jitted(stacked, 3, dtype=dtype)
     basis.save(path)
     got = Basis.load(str(path), jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], stacked)))
     chex.assert_trees_all_equal(got, basis, strict=True)
     # What is there is replaced as a whole.
-    pca_basis(stacked, 2).save(path)
+    jitted(stacked, 2).save(path)
     assert Basis.load(path, basis.mean).explained.shape == (2,)
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
 
@@ -175,12 +178,12 @@ def test_complex_leaves_count_as_pairs_of_reals():
 def test_storage_in_bfloat16():
     # Of components, and of snapshots: then it is those that are decomposed.
     snapshots = draw(10)
-    got = pca_basis(snapshots, 4, dtype="bfloat16")
+    got = jitted(snapshots, 4, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(got.components)} == {jnp.dtype("bfloat16")}
     assert {x.dtype for x in jax.tree.leaves(got.mean)} == {jnp.dtype("float32")}
     assert skew(flat(got.components, 4)) < 4e-3
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), snapshots)
-    rows = flat(pca_basis(low, 4).components, 4)
+    rows = flat(jitted(low, 4).components, 4)
     assert gap(rows, reference(low, 10)[1][:4]) < 1e-5
     point = jax.tree.map(lambda x: x[0], snapshots)
     assert project(got.components, point).dtype == jnp.float32
@@ -313,7 +316,7 @@ def test_recorded_basis_is_that_of_the_snapshots(count):
     jax.tree.map(
         lambda x, y: np.testing.assert_array_equal(x, y[max(count - 8, 0) : count]), window, path
     )
-    got, batch = trajectory_basis(state, 4), pca_basis(window, 4)
+    got, batch = trajectory_basis(state, 4), jitted(window, 4)
     assert gap(flat(got.components, 4), flat(batch.components, 4)) < 1e-5
     if count >= 8:
         inside = jax.jit(lambda s: trajectory_basis(s, 4))(state)

@@ -69,7 +69,15 @@ FORMULAS = {
         lambda n: 2 * ring(n) * P / 16,
         0.01,
     ),
+    # One of the branches is taken in each step, and what is averaged travels in f32.
+    "partial average of bf16 params": (
+        lambda: boostax.reduce.partial_average(optax.sgd(1.0), AXIS, 3),
+        lambda n: 2 * ring(n) * P / 3,
+        1e-6,
+    ),
 }
+LOW = jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), PARAMS)
+SHARES = {"PowerSGD": 1 / 2, "partial average of bf16 params": 1 / 3}
 
 
 @pytest.mark.parametrize("replicas", [2, 8])
@@ -77,8 +85,9 @@ FORMULAS = {
 def test_a_device_sends_what_the_formula_says(name, replicas):
     make, formula, rtol = FORMULAS[name]
     # The share of the steps in which each branch that sends is taken.
-    share = 1 / 2 if name == "PowerSGD" else 1 / 16
-    found = wire_bytes(make(), PARAMS, share=share, replicas=replicas)
+    share = SHARES.get(name, 1 / 16)
+    params = LOW if "bf16 params" in name else PARAMS
+    found = wire_bytes(make(), params, share=share, replicas=replicas)
     assert found == pytest.approx(formula(replicas), rel=rtol)
 
 

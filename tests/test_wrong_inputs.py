@@ -118,9 +118,8 @@ def test_a_loss_without_scales_is_refused_by_name():
     labels = {"w": 0, "v": 1}
     tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels)
     step = boostax.make_train_step(plain, tx)
-    with pytest.raises(
-        TypeError, match=r"loss_fn must be a function that takes scales=, .*scale_b"
-    ):
+    told = r"loss_fn must be a function that takes scales=, .*scale_b"
+    with pytest.raises(TypeError, match=told):
         step(step.init(params), X)
 
     def crossing(p, x, *, scales):
@@ -174,9 +173,8 @@ def test_a_scale_is_a_scalar(scale):
         (lambda: boostax.static_loss_scale(sgd, scale), "scale"),
         (lambda: boostax.dynamic_loss_scale(sgd, init_scale=scale), "init_scale"),
     ):
-        with pytest.raises(
-            ValueError, match=rf"{argument} must be shaped \(\), got \(1,\)\. .*resh"
-        ):
+        told = rf"{argument} must be shaped \(\), got \(1,\)\. .*resh"
+        with pytest.raises(ValueError, match=told):
             build()
     traced = optax.inject_hyperparams(boostax.static_loss_scale)(sgd, scale=scale)
     with pytest.raises(ValueError, match=r"scale must be shaped \(\), got \(1,\)"):

@@ -131,24 +131,16 @@ class Case:
 
     def script(self, found: str) -> str:
         """A program that runs it."""
-        plain = Case()
-        given = [
-            f"    {field.name}={getattr(self, field.name)!r},"
-            for field in dataclasses.fields(Case)
-            if getattr(self, field.name) != getattr(plain, field.name)
-        ]
+        plain = vars(Case())
+        given = [f"    {name}={x!r}," for name, x in vars(self).items() if x != plain[name]]
         head = [
             "# PYTHONPATH=.:tests python this.py",
             *(f"# {line}" for line in found.splitlines()),
-            "from math import inf, nan",
-            "",
-            "import jax",
-            "",
-            'jax.config.update("jax_num_cpu_devices", 8)',
-            "",
+            "from math import inf, nan\n",
+            "import jax\n",
+            'jax.config.update("jax_num_cpu_devices", 8)\n',
             "from fuzzing.cases import Case",
-            "from fuzzing.compare import check",
-            "",
+            "from fuzzing.compare import check\n",
             "case = Case(",
         ]
         return "\n".join([*head, *given, ")", "check(case)", 'print("no difference")', ""])
