@@ -18,15 +18,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 574,
-    "boostax/_core": 2509,
+    "boostax/_core": 2508,
     "boostax/accumulate": 557,
     "boostax/chain": 302,
     "boostax/config": 998,
     "boostax/freeze": 483,
-    "boostax/inspect": 1358,
+    "boostax/inspect": 1359,
     "boostax/model": 559,
     "boostax/precision": 1261,
-    "boostax/reduce": 1703,
+    "boostax/reduce": 1704,
     "boostax/subspace": 688,
     "boostax/testing": 827,
     "boostax/train": 1195,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13014
+LIBRARY = 13015
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -174,12 +174,13 @@ def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
 def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> Any:
     """Make the first state of an optimizer that ``who`` wraps; refuse one with a gate inside."""
     state = trees.first_state(tx, trees.at_least_float32(params))
-    refuse_gates(who, [type(node).__name__ for node in _gates(state)])
+    refuse_gates(who, gates_in(state))
     return state
 
 
-def refuse_gates(who: str, got: Sequence[str]) -> None:
-    """Refuse gates of these names, or of states of these names, inside ``who``."""
+def refuse_gates(who: str, gates: Sequence[Any]) -> None:
+    """Refuse gates, or the states of gates, inside ``who``."""
+    got = [type(gate).__name__ for gate in gates if gate is not None]
     hint = f"They hold steps back: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
     checks.require(who, "inner", got, "an optimizer without gates", not got, hint)
 
@@ -381,13 +382,13 @@ def passed(state: PyTree) -> jax.Array:
     The flag of an inner gate is stale if an outer gate skipped the call; the outer flag is then
     False, so the conjunction is right.
     """
-    flags = [node.passed() for node in _gates(state)]
+    flags = [node.passed() for node in gates_in(state)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
 def outermost_passed(state: PyTree) -> jax.Array:
     """Return whether the outermost gate used the last gradient, in a window or in a step."""
-    gates = _gates(state)
+    gates = gates_in(state)
     return gates[0].taken() if gates else jnp.asarray(True)
 
 
@@ -397,12 +398,8 @@ def held_open(state: PyTree) -> jax.Array:
     return functools.reduce(jnp.logical_or, flags, jnp.asarray(False))
 
 
-def has_gate(state: PyTree) -> bool:
-    """Return whether a state holds the state of a gate."""
-    return bool(_gates(state))
-
-
-def _gates(state: PyTree) -> list[Any]:
+def gates_in(state: PyTree) -> list[Any]:
+    """Return the states of gates, outer before inner."""
     return trees.telling(state, "passed", "taken")
 
 

@@ -305,7 +305,7 @@ class _Windows(NamedTuple):
         # In an accumulator with the range of f16, a sum of gradients that a scaler has passed can
         # overflow. A gate inside must decide about such a sum itself: a scaler needs overflows to
         # lower the scale.
-        judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.has_gate(inner_state)
+        judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.gates_in(inner_state)
         ok = all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:

@@ -216,7 +216,7 @@ def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) 
     refusals = {
         "be an optimizer without a loss scaler or a window for moments='per_group', got one: it "
         "would be kept once for each depth. "
-        "Use moments='shared'.": moments == "per_group" and gate.has_gate(states),
+        "Use moments='shared'.": moments == "per_group" and gate.gates_in(states),
         f"keep params equal on all replicas {_CHANGES} local_updates or partial_average: frozen "
         "leaves would stay different on each replica. "
         "A schedule of a single depth allows them.": changes and replicas.owns_params(states),

@@ -329,7 +329,7 @@ class HostDepth:
         """
         unknown = state.steps is not self._last
         if unknown or self._most >= self._until:
-            if unknown or gate.has_gate(state.inner_state):
+            if unknown or gate.gates_in(state.inner_state):
                 self._most = int(state.steps)
             self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
             # From now on this state is followed, and the earlier one is forgotten.

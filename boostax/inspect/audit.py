@@ -7,19 +7,20 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from boostax._core import checks
-from boostax._core.replicas import PyTree, is_per_replica
+from boostax._core.replicas import is_per_replica
 from boostax.accumulate.window import AccumulateState
 from boostax.inspect import collectives, hlo, tables, targets, traffic, waste
 from boostax.inspect.collectives import CompiledCollective
 from boostax.inspect.hlo import Ways
 
+PyTree: TypeAlias = Any
 WHO = "audit"
 
 

@@ -148,7 +148,7 @@ def centralize_gradients(
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
         # A pattern may match only params that are masked here.
-        masked = trees.find(params, trees.is_masked)
+        masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
             fits = any(matches(name, pattern) for name in names)
             hint = f"It matches none; there are {few(names)}."

@@ -380,8 +380,8 @@ def adasum_delta(
         return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        inner_state = axes.to_varying(gate.init_optimizer(who, tx, params), replicas)
-        return AdasumDeltaState(PerReplica(inner_state), wanted.init(params))
+        own = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
+        return AdasumDeltaState(PerReplica(own), wanted.init(params))
 
     @describe("adasum", "adasum", names)
     def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
@@ -394,6 +394,8 @@ def adasum_delta(
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
         kept, server = state.inner_state.local, levels().inside
+        # Replicas would take the steps of a gate at different times.
+        gate.refuse_gates(who, gate.gates_in(kept))
         # With one copy of the inner state per server, updates are typed as equal inside the server.
         varies = frozenset[str]().union(*axes.types(kept))
         over = (*replicas, *(name for name in inside if name in varies))

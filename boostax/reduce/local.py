@@ -42,7 +42,7 @@ class _Own(NamedTuple):
     def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
         """Check the arguments that both factories share."""
         tx = checks.transformation(who, "inner", inner)
-        gate.refuse_gates(who, ["a gate"] if gate.gate_of(inner) else [])
+        gate.refuse_gates(who, [gate.gate_of(inner)])
         return cls(who, axes.canonical(who, axis_name), tx)
 
     def init(self, params: PyTree) -> replicas.PerReplica:

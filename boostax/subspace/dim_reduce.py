@@ -263,7 +263,7 @@ def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array |
         # optax.tree.map_params asks for the structure of the state of no params.
         return params, _opened(None if callable(basis) else basis)[1], None
     rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
-    if trees.find(params, trees.is_masked):
+    if any(map(trees.is_masked, trees.nodes(params))):
         cut = lambda p, x: p if trees.is_masked(p) else x  # noqa: E731
         rows = jax.tree.map(cut, params, rows, is_leaf=trees.is_masked)
         mean = mean and jax.tree.map(cut, params, mean, is_leaf=trees.is_masked)
