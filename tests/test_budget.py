@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 574,
-    "boostax/_core": 2508,
-    "boostax/accumulate": 557,
+    "boostax/_core": 2557,
+    "boostax/accumulate": 612,
     "boostax/chain": 302,
     "boostax/config": 998,
     "boostax/freeze": 483,
     "boostax/inspect": 1359,
     "boostax/model": 559,
-    "boostax/precision": 1261,
+    "boostax/precision": 1259,
     "boostax/reduce": 1704,
-    "boostax/subspace": 688,
+    "boostax/subspace": 689,
     "boostax/testing": 827,
-    "boostax/train": 1195,
+    "boostax/train": 1130,
     "examples": 1500,
-    "tests": 19646,
+    "tests": 19137,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13015
+LIBRARY = 13053
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -125,6 +125,17 @@ def test_a_window_moves_to_other_replicas_and_back(kind):
     assert_close(run(kind, COUNTS, by_hand), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_replicas_that_do_not_divide_share_a_weighed_window():
+    state = weighed(reduced()).init(initial())
+    local = jax.tree.map(lambda x: jnp.arange(8.0).reshape(8, *[1] * x.ndim) + x, state.window)
+    state = state._replace(window=local)
+    for count in (3, 5, 1):
+        moved = boostax.reshard_state(state, count).window
+        totals = jax.tree.map(lambda x: x.sum(0), moved)
+        assert_close(totals, jax.tree.map(lambda x: x.sum(0), local), rtol=1e-6)
+        assert {x.shape[0] for x in jax.tree.leaves(moved)} == {count}
+
+
 MESSAGE = r"state .* of {} .* got \[\(.* \({},.*boostax\.reshard_state\(state, n\)"
 
 

@@ -56,20 +56,16 @@ def test_in_double_precision():
         x = np.random.default_rng(0).normal(size=(64, 20))
         x[3, 4] = x[40, 2] * (1 + 1e-12)
         _, mask = jax.jit(selection.largest, static_argnums=1)(jnp.asarray(x), 100)
-        np.testing.assert_array_equal(
-            np.sort(np.abs(x[np.asarray(mask)])), np.sort(np.abs(x), None)[-100:]
-        )
+        found = np.sort(np.abs(x[np.asarray(mask)]))
+        np.testing.assert_array_equal(found, np.sort(np.abs(x), None)[-100:])
 
 
 def test_places_and_shape_belong_together():
     x = jnp.arange(64.0 * 6).reshape(64, 6)
     places, mask = jax.jit(selection.largest, static_argnums=1)(x, 50)
     word, column, bit = selection.at(places, 6)
-    cells = (
-        jnp.zeros(selection.shape(x.shape))
-        .at[word, column, bit]
-        .set(x[word * selection.BITS + bit, column])
-    )
+    chosen = x[word * selection.BITS + bit, column]
+    cells = jnp.zeros(selection.shape(x.shape)).at[word, column, bit].set(chosen)
     np.testing.assert_array_equal(selection.rows(cells), jnp.where(mask, x, 0))
 
 

@@ -14,18 +14,13 @@ SHAPE = (8, 2)
 # 3 twice, 8 and 9 out of range.
 IDS = np.array([3, 2, 8, 3, 7, 9])
 SGD = optax.sgd(0.5, momentum=0.5)
+MEAN, AXIS = optax.chain(boostax.all_reduce("data"), SGD), {"axis_name": "data"}
 PARTS = {
-    "all_reduce": lambda: optax.chain(boostax.all_reduce("data"), SGD),
-    "int8_reduce": lambda: optax.chain(boostax.int8_reduce("data"), SGD),
-    "a scaler": lambda: boostax.dynamic_loss_scale(
-        optax.chain(boostax.all_reduce("data"), SGD), init_scale=4.0, axis_name="data"
-    ),
-    "a window": lambda: boostax.accumulate(
-        optax.chain(boostax.adasum("data"), SGD), 2, axis_name="data"
-    ),
-    "a carry": lambda: boostax.carry(
-        optax.chain(boostax.all_reduce("data"), SGD), {"bias": "last"}, axis_name="data"
-    ),
+    "all_reduce": MEAN,
+    "int8_reduce": optax.chain(boostax.int8_reduce("data"), SGD),
+    "a scaler": boostax.dynamic_loss_scale(MEAN, init_scale=4.0, **AXIS),
+    "a window": boostax.accumulate(optax.chain(boostax.adasum("data"), SGD), 2, **AXIS),
+    "a carry": boostax.carry(MEAN, {"bias": "last"}, **AXIS),
 }
 
 
@@ -37,7 +32,7 @@ def test_rows_are_their_dense_array(name):
     for row, index in enumerate(IDS):
         if index < SHAPE[0]:
             dense[:, :, index] += data[:, :, row]
-    tx, params = PARTS[name](), {"embed": jnp.ones(SHAPE), "bias": jnp.ones(3)}
+    tx, params = PARTS[name], {"embed": jnp.ones(SHAPE), "bias": jnp.ones(3)}
 
     def trained(every, form):
         w, state = params, tx.init(params)
