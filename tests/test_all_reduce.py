@@ -234,8 +234,9 @@ def test_the_way_of_a_gradient_is_short(how, monkeypatch):
     require_short(ways, 12, 4)
 
 
-def test_the_way_through_a_step_is_short(mesh):
+def test_the_way_through_a_step_is_short(mesh, monkeypatch):
     """Scaler, window, reduction and AdamW in a step of a new object, traced once more."""
+    monkeypatch.delitem(sys.modules, "jax.experimental.sparse", raising=False)
     tx = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-3))
     tx = boostax.accumulate(tx, 4, axis_name="data")
     tx = boostax.dynamic_loss_scale(tx, axis_name="data")
