@@ -227,7 +227,7 @@ class Optimizer(nnx.Optimizer[_M]):
             of replicas.
         """
         own = nnx.as_pure(self.opt_state)
-        state = mismatch.require_like(_WHO, "state", trees.arrays(state), own)
+        state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), own)
         # An array that is placed nowhere goes along with the others.
         stays = lambda y: isinstance(y, Tracer) or not y.committed  # noqa: E731
         place = lambda x, y: x if stays(y) else jax.device_put(x, y.sharding)  # noqa: E731

@@ -65,13 +65,13 @@ def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *gr
     checks.require(who, "tx", type(tx).__name__, allowed, fits, f"The call is {call}.", TypeError)
     require_order(who, call, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
-    require_like(who, "opt_state", opt_state, wanted)
+    require_as_made(who, "opt_state", opt_state, wanted)
     odd = {*trees.names([getattr(x, "local", x) for x in grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
     checks.require(who, "grads", sorted(odd)[:4], "at the paths of the params", not odd, hint)
 
 
-def require_like(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTree:
+def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTree:
     """Return a state in the containers of ``wanted``; refuse other parts, leaves or shapes."""
     mine, theirs = (", ".join(parts(x)[:8]) for x in (state, wanted))
     got, allowed = f"that of {mine or type(state).__name__}", f"that of {theirs}"

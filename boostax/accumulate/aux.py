@@ -187,7 +187,7 @@ class UncountedError(Exception):
     """Ends the first trace of a loss of terms; other losses are traced once."""
 
 
-def shared(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
+def of_slice(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
     """Return the loss of a slice, whose mean over slices is the whole loss; its terms; the aux.
 
     ``apart`` are the terms of the window in the state; ``None`` without a window. A window divides

@@ -244,7 +244,7 @@ def apply_if_finite(
 
     ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients`` a skipped step writes no
     params; with ``axis_name`` replicas agree. After ``max_consecutive_errors`` bad gradients are
-    applied, as Optax documents; ``static_loss_scale(inner, 1.0)`` never applies them. Differs from
+    applied, as Optax documents; ``skip_bad_steps(inner)`` never applies them. Differs from
     Optax: ``inner`` computes in f32 or wider, updates are in the dtypes of the params, and
     gradients of integers are refused.
 

@@ -243,8 +243,8 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
             compiled = compiled.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             allowed = f"one that compiles for {', '.join({d.device_kind for d in devices})}"
-            hint = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
-            hint *= "CustomSPMDPartitioning" in str(error)
+            alone = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
+            hint = alone if "CustomSPMDPartitioning" in str(error) else ""
             words = checks.message(_AUDIT, "program", allowed, str(error).splitlines()[0], hint)
             raise RuntimeError(words) from error
         seconds = time.perf_counter() - begun

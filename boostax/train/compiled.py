@@ -362,7 +362,7 @@ class Programs:
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         given = given | {"key": key, "model_state": state.model_state}
         seen = self._gathering(params, opt_state)
-        (loss, aux), grads = step.oracle.told(seen(params), opt_state, batch, active, given)
+        (loss, aux), grads = step.oracle.with_aux(seen(params), opt_state, batch, active, given)
         aux = as_aux(aux)
         # This is for line searches; without one it is not called and not compiled.
         loss_at, wanted = step.oracle.loss_at(batch, **given), asked(step.tx)

@@ -178,10 +178,10 @@ class Oracle:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         given_all = {"params": params, "opt_state": opt_state, "batch": batch}
         with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **given_all):
-            value, grads = self.told(params, opt_state, batch, active, given)
+            value, grads = self.with_aux(params, opt_state, batch, active, given)
             return (value if self.has_aux else value[0]), grads
 
-    def told(
+    def with_aux(
         self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         """Return ``((loss, aux), grads)``, also if the loss has no aux: its terms have counts."""
@@ -266,7 +266,7 @@ class Oracle:
 
             def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
                 result = self._loss_and_aux(trained, params, rows, given, scale)
-                loss, by_term, aux = auxiliary.shared(
+                loss, by_term, aux = auxiliary.of_slice(
                     result, counts, apart, replicas / self._slices(batch)
                 )
                 # In a typed map a loss that is averaged inside has the type of a value that is
@@ -358,7 +358,7 @@ class Oracle:
 
         def forward(params: PyTree, batch: PyTree, counts: Any, /, **kwargs: Any) -> Any:
             result = self._loss_and_aux(params, params, batch, kwargs)
-            loss, _, aux = auxiliary.shared(result, counts)
+            loss, _, aux = auxiliary.of_slice(result, counts)
             weight = as_aux(aux).weight
             if weight is not None:
                 loss = drop_empty(loss, jnp.asarray(weight))
