@@ -25,6 +25,7 @@ PACKAGES = (
     "boostax.compat",
     "boostax.subspace",
     "boostax.config",
+    "boostax.config.mindspore",
     "boostax.inspect",
     "boostax.states",
     "boostax.nnx",
@@ -41,8 +42,9 @@ HEAD = """\
 One order is right, outermost first: freeze, carry, loss scale, accumulate, skip spikes, average,
 store, then a chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...)
 stand outermost and are applied by `boostax.apply_gradients` or `boostax.make_train_step`. Arguments
-after the first one or two are by keyword. Documents: [how to choose](choose.md),
-[the contract](contract.md), [where params live](placements.md), [the cards](cards/).
+after the first one or two are by keyword. Documents: [the five in one step](the_five.md),
+[how to choose](choose.md), [the contract](contract.md), [where params live](placements.md),
+[the cards](cards/).
 """
 REFERENCE = """\
 # Reference

@@ -21,21 +21,21 @@ CEILINGS = {
     "boostax/_core": 2557,
     "boostax/accumulate": 612,
     "boostax/chain": 302,
-    "boostax/config": 998,
+    "boostax/config": 1005,
     "boostax/freeze": 483,
     "boostax/inspect": 1359,
     "boostax/model": 559,
     "boostax/precision": 1259,
     "boostax/reduce": 1704,
     "boostax/subspace": 689,
-    "boostax/testing": 827,
+    "boostax/testing": 826,
     "boostax/train": 1130,
     "examples": 1500,
-    "tests": 19138,
+    "tests": 19620,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13053
+LIBRARY = 13059
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

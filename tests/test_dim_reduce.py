@@ -145,3 +145,18 @@ def test_first_step_goes_to_the_mean_if_that_is_downhill():
     half = basis._replace(explained=basis.explained / 2)
     other = boostax.subspace.replace_basis(tx.init(w), half)
     assert not other.to_mean.any() and other.explained == half.explained.sum()
+
+
+def test_a_loss_scale_has_no_effect():
+    """MindSpore's cell divides what the search goes by twice: 16 ends elsewhere than 1."""
+    basis = boostax.subspace.Basis(jnp.eye(2, 3), jnp.zeros(3), jnp.ones(2) / 2)
+    finish = dim_reduce(basis, residual=optax.sgd(0.1, 0.9), rule="mindspore")
+    loss_fn = lambda w, a: jnp.sum(a * w**2) / 2  # noqa: E731
+    ends = []
+    for scale in (1.0, 16.0):
+        step = boostax.make_train_step(loss_fn, boostax.static_loss_scale(finish, scale))
+        state = step.init(jnp.ones(3))
+        for _ in range(3):
+            state, _ = step(state, jnp.array([0.5, 1.5, 1.0]))
+        ends.append(state.params)
+    np.testing.assert_array_equal(*ends)

@@ -51,6 +51,10 @@ def scaled(*parts, **options):
     return boostax.dynamic_loss_scale(chain(*parts), **options)
 
 
+def ends(*residual):
+    return boostax.dim_reduce(basis, residual=chain(*residual), axis_name="data")
+
+
 def window(*parts, **options):
     return boostax.accumulate(chain(*parts), 4, **options)
 
@@ -155,6 +159,7 @@ WRONG = {
     "Put {0} around {1}": [
         ("scaler inside delta", deltas(scaled(adam)), boostax.dynamic_loss_scale(delta, **AXIS)),
         ("scaler inside inject_hyperparams", scalers, scaled(injected)),
+        ("scaler inside dim_reduce", ends(scaled(adam)), scaled(ends(adam), **AXIS)),
         ("accumulate inside inject_hyperparams", windows, window(injected)),
         ("scaler inside schedule_free", free(scaled(sgd)), scaled(free(sgd))),
         ("scaler inside mechanize", mechanize(scaled(sgd)), scaled(mechanize(sgd))),
@@ -176,7 +181,10 @@ WRONG = {
     "Put it before the optimizer": [
         ("clip after the learning rate", chain(adam, clip), chain(clip, adam))
     ],
-    "give it to residual=": [("dim_reduce after clip", chain(clip, finish), finish)],
+    "give it to residual=": [
+        ("dim_reduce after clip", chain(clip, finish), finish),
+        ("dim_reduce after adasum", chain(adasum, finish), ends(adasum, sgd)),
+    ],
     "Use boostax.accumulate": [
         ("mean inside MultiSteps", multi(mean, adam), window(mean, adam, **AXIS))
     ],

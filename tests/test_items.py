@@ -8,7 +8,7 @@ import types
 
 import items
 
-from boostax.config.mindspore import GROUPS, SWITCHES
+from boostax.config.dictionary import GROUPS, SWITCHES
 
 ITEMS = items.every_item()
 NAMES = [item.name for item in ITEMS]

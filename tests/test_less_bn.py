@@ -532,6 +532,8 @@ def test_head_computes_low_from_f32_params(bias):
     variables = head.init(KEY, x)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(f32)}
     assert variables["params"]["multiplier"] == 1
+    lecun = jnp.std(variables["params"]["kernel"]) * len(variables["params"]["kernel"]) ** 0.5
+    assert 0.7 < lecun < 1.3
     jaxpr = jax.make_jaxpr(head.apply)(variables, x)
     dtypes = {e.primitive.name: e.outvars[0].aval.dtype for e in jaxpr.eqns}
     assert dtypes["dot_general"] == f16 and dtypes["rsqrt"] == f32

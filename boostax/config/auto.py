@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ import optax
 import boostax
 from boostax._core import axes, checks, trees
 from boostax.chain.parts import read, role
-from boostax.config import keys, mindspore, singa
+from boostax.config import dictionary, keys
+from boostax.config.refusals import require
 from boostax.model.less_bn import LessBNReport, changed
 
 PyTree = Any
+Tx: TypeAlias = optax.GradientTransformation
+Axes: TypeAlias = axes.AxisName | None
+Report: TypeAlias = LessBNReport | None
 # A user's factories by name, each with the key that it replaces or stands behind.
 Own: TypeAlias = Mapping[str, tuple[keys.Factory, str]]
 _WHO = "auto"
@@ -31,11 +35,12 @@ class Boost:
 
     Attributes:
       config: plain data, the given arguments of each key; ``boostax.auto(config)`` reads it.
-      notes: the settings of a foreign dictionary that have no effect, or a different effect, and
-        why.
+      notes: the settings of a foreign dictionary that have no effect, and what may train other
+        weights; without notes a dictionary of MindSpore's trains its weights.
       own: the user's factories by name, each with the key that it replaces or stands behind.
-      strict: whether the chain and the step must contain every part that is on; MindSpore itself
-        leaves out a reduction without replicas, and LessBN if there is nothing to change.
+      strict: whether the chain and the step must contain every part that is on. A dictionary of
+        MindSpore's leaves out a reduction without replicas, and LessBN if there is nothing to
+        change, unless its reading is strict.
     """
 
     config: dict[str, Any]
@@ -46,18 +51,13 @@ class Boost:
     def __post_init__(self) -> None:
         """Refuse parts that exclude one another."""
         config, (kind, _) = self.config, _reduction(self.config, self.own)
-        asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
-        fits = kind == asked["kind"] or asked == _MEAN
-        checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)
+        asked = config.get("reduce", _MEAN)
+        require(asked == _MEAN or kind == asked["kind"], "replaced", asked["kind"], kind=kind)
         half = self.policy is not None and self.policy.compute_dtype == jnp.float16
-        hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
-        allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
-        checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
+        require("loss_scale" in config or not half, "half", None)
         finish = config.get("dim_reduce", {"every": None})
         every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
-        every = every if kind in ("partial", "local") else None
-        hint = "Its snapshots would differ by replica."
-        checks.absent(_WHO, "dim_reduce.every", every, f"None with reduce {kind!r}", hint)
+        require(every is None or kind not in ("partial", "local"), "snapshots", every, kind=kind)
 
     @property
     def policy(self) -> boostax.precision.Policy | None:
@@ -65,12 +65,7 @@ class Boost:
         return boostax.policy(**self.config["policy"]) if "policy" in self.config else None
 
     def optimizer(
-        self,
-        inner: optax.GradientTransformation,
-        params: PyTree = None,
-        *,
-        axis_name: axes.AxisName | None = None,
-        less_bn: LessBNReport | None = None,
+        self, inner: Tx, params: PyTree = None, *, axis_name: Axes = None, less_bn: Report = None
     ) -> optax.GradientTransformationExtraArgs:
         """Build the whole chain around an optimizer, in the one order.
 
@@ -99,21 +94,17 @@ class Boost:
             layers than groups; a reduction other than the mean without an axis; parts that a
             ``dim_reduce`` from files leaves no place for.
         """
-        who, finish = "Boost.optimizer", self.config.get("dim_reduce", {})
-        place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
-        checks.transformation(who, "inner", inner)
+        finish = self.config.get("dim_reduce", {})
+        checks.transformation("Boost.optimizer", "inner", inner)
         kind, asked = _reduction(self.config, self.own)
-        fits = axis_name is not None or asked == _MEAN or not self.strict
-        hint = "It is an axis of the mesh; on one device take the reduction out."
-        checks.require(who, "axis_name", None, f"given with the reduction {kind!r}", fits, hint)
+        fits = asked == _MEAN or not self.strict
+        require(fits or axis_name is not None, "axis", None, kind=kind)
         if finish.keys() & {*keys.FILES}:
-            allowed = "left out with dim_reduce from the first step on"
-            hint = "It takes whole, raw gradients. strict=False drops MindSpore's other parts."
             for name, value in self.config.items():
-                if name not in _WITH_FILES and (name, value) != ("reduce", _MEAN):
-                    checks.absent(who, f"config.{name}", value, allowed, hint)
+                fits = name in _WITH_FILES or (name, value) == ("reduce", _MEAN)
+                require(fits, "whole", value, name=name)
             residual = None if "residual_rate" in finish else inner
-            return self._finish(place | {"source": keys.FILES, "residual": residual})
+            return self.finish(keys.FILES, params, residual=residual, axis_name=axis_name)
         order = list(keys.ORDER)
         drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
         hint = "'window' puts the scaler inside."
@@ -122,6 +113,7 @@ class Boost:
             # If the scaler is inside the window, an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
+        place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
         return self._stacked(order, inner, place)
 
     def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
@@ -146,13 +138,7 @@ class Boost:
         return changed(module, (args, kwargs), **options, strict=self.strict)
 
     def make_train_step(
-        self,
-        loss_fn: Callable[..., Any],
-        inner: optax.GradientTransformation,
-        params: PyTree = None,
-        *,
-        less_bn: LessBNReport | None = None,
-        **options: Any,
+        self, loss_fn: Any, inner: Tx, params: Any = None, *, less_bn: Report = None, **options: Any
     ) -> boostax.train.TrainStep:
         """Call ``boostax.make_train_step`` with this chain, policy and number of micro-batches.
 
@@ -178,12 +164,7 @@ class Boost:
         return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 
     def finish(
-        self,
-        source: PyTree,
-        params: PyTree,
-        *,
-        residual: optax.GradientTransformation | None = None,
-        axis_name: axes.AxisName | None = None,
+        self, source: PyTree, params: PyTree, *, residual: Tx | None = None, axis_name: Axes = None
     ) -> optax.GradientTransformationExtraArgs:
         """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
 
@@ -204,35 +185,25 @@ class Boost:
           ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
             nothing, or too little; as ``boostax.dim_reduce``.
         """
-        there, hint = "dim_reduce" in self.config, '"dim_reduce": True records every tenth step.'
-        checks.require("Boost.finish", "config.dim_reduce", None, "given", there, hint)
+        require("dim_reduce" in self.config, "finish", None)
         place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
-        return self._finish(place)
-
-    def _finish(self, place: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
-        """Put ``dim_reduce`` with a basis inside the loss scaler."""
         (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
         return self._stacked(["loss_scale"], tx, place)
 
     def _require_less_bn(self, report: Any, params: PyTree) -> None:
         """Refuse a loss unless ``less_bn`` reports that its model was changed."""
-        who, hint = "Boost.make_train_step", "model, report = boost.model(model, x) changes it."
         if "less_bn" not in self.config:
-            checks.absent(who, "less_bn", report, "left out where it is off", hint)
+            require(report is None, "less_bn_off", report)
             return
-        fits, allowed = isinstance(report, LessBNReport), "the report of the changed model"
-        more = ' Without a Flax model, {"less_bn": False} switches it off.'
-        checks.require(who, "less_bn", report, allowed, fits, hint + more)
+        require(isinstance(report, LessBNReport), "less_bn", report)
         paths = " ".join(f"/{name}/" for name in trees.names(params))
         there = [x for x in report.removed if f"/{x}/" in paths]
         if paths and report.head and f"/{report.head}/multiplier/" not in paths:
             there.append(report.head)
         got = f"params of the model as it was at {', '.join(there)}"
-        checks.require(who, "params", got, "of the changed model", not there, hint)
+        require(not there, "unchanged", got)
 
-    def _stacked(
-        self, order: Sequence[str], inner: optax.GradientTransformation, place: dict[str, Any]
-    ) -> optax.GradientTransformationExtraArgs:
+    def _stacked(self, order: Sequence[str], inner: Tx, place: Any) -> Any:
         """Put each part, in the one order, in front of the chain so far or around it."""
         parts, config = [inner], {"reduce": _MEAN} | self.config
         replicas = axes.canonical("Boost.optimizer", place["axis_name"])
@@ -257,11 +228,7 @@ def _reduction(config: Mapping[str, Any], own: Own) -> tuple[str, Any]:
 
 @checks.arguments
 def auto(
-    spec: Any,
-    *,
-    level: str | None = None,
-    strict: bool | None = None,
-    factories: Sequence[keys.Factory] = (),
+    spec: Any, *, level: str | None = None, strict: bool | None = None, factories: Any = ()
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 
@@ -273,29 +240,30 @@ def auto(
     off. ``groups`` replaces a tree of labels, and the arguments of ``freeze_schedule`` replace a
     schedule.
 
+    A dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``,
+    ``"loss_scale_manager"`` ...), and a level, is read as MindSpore reads it. ``notes`` list what
+    has no effect there, and what may train other weights here:
+
     ===== ====================================================================================
     level switches on
     ===== ====================================================================================
     O0    nothing
-    O1    LessBN with a normalised head, gradient centralization
-    O2    the same, and AdaSum of the optimizers' updates
+    O1    LessBN with a normalised head, gradient centralization, freezing at random
+    O2    the same, and AdaSum, which MindSpore never reaches beside freezing
     ===== ====================================================================================
 
-    These are levels of ``mindspore.boost``, not of precision, without its freezing at random, which
-    lost more than training fewer steps; settings of ``grad_freeze`` or ``strict=False`` add it. In
-    MindSpore's dictionary, settings that MindSpore would ignore are errors. With ``strict=False``
-    the dictionary has the same effect as in MindSpore, and ``notes`` list the settings without
-    effect. ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Keys of
-    boostax, ``level`` and ``strict`` may stand beside both, so that one file describes a whole job.
-    Beside a part of MindSpore's dictionary they add settings that it has no word for:
-    ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
+    These are levels of ``mindspore.boost``, not of precision. ``{"singa": {"dist_option":
+    "sparseTopK"}}`` names a mode of Apache SINGA. Keys of boostax, ``level`` and ``strict`` may
+    stand beside both, so that one file describes a whole job. Beside a part of MindSpore's
+    dictionary they add settings that it has no word for:
+    ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``. ``"sens"`` multiplies the gradients.
 
     Args:
       spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary of boostax, such as ``Boost.config``, or of
         MindSpore, or one with ``"singa"``; or the path of a JSON file with such a dictionary.
       level: the level that a dictionary or a file starts from; ``None`` is ``"O0"``.
-      strict: how a dictionary or level of MindSpore is read: by default as written, with ``False``
-        as MindSpore does.
+      strict: whether settings that MindSpore ignores are errors, and every part that is on must be
+        in the chain and the step; ``None`` is True for dictionaries of boostax's keys alone.
       factories: functions of your own that make transformations, whose names become keys. Describe
         them (``boostax.describe``): the role says where each stands. Your own reduction replaces
         the mean.
@@ -324,36 +292,37 @@ def auto(
     """
     is_file = isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
     given: Any = _loaded(spec) if is_file else spec
-    if isinstance(given, str) and given in mindspore.LEVELS and level is None:
+    if isinstance(given, str) and given in dictionary.LEVELS and level is None:
         given, level = {}, given
-    allowed, fits = "a level, a dictionary, or the path of a .json file", isinstance(given, Mapping)
-    checks.require(_WHO, "spec", given, allowed, fits, checks.nearest(given, mindspore.LEVELS))
-    data = dict(cast("Mapping[str, Any]", given))
+    require(
+        isinstance(given, Mapping), "spec", given, near=checks.nearest(given, dictionary.LEVELS)
+    )
+    data = dict(cast("keys.Data", given))
     level, strict = _once("level", level, data), _once("strict", strict, data)
-    keys.flag(_WHO, "strict", strict is None or strict)
-    own = _owned(data, factories)
-    return _read(data, level or "O0", strict is not False, own)
+    keys.flag(_WHO, "strict", bool(strict) if strict is None else strict)
+    return _read(data, level or "O0", strict, _owned(data, factories))
 
 
-def _read(data: dict[str, Any], level: str, strict: bool, own: Own) -> Boost:
+def _read(data: dict[str, Any], level: str, strict: bool | None, own: Own) -> Boost:
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
-    theirs = {*mindspore.KEYS} if mindspore.is_mindspore(data) else set[str]()
-    if not strict:  # MindSpore ignores unknown keys.
-        theirs |= data.keys() - {*keys.KEYS, *own, "singa"}
+    foreign = dictionary.is_mindspore(data)
+    asked, strict = strict, not foreign if strict is None else strict
+    theirs = {*dictionary.KEYS} if foreign else set[str]()
+    if foreign and not data.keys() - theirs & {*keys.KEYS, *own, "singa"}:
+        theirs |= data.keys()  # Where all keys are MindSpore's, it ignores those that are unknown.
     taken = {key: data.pop(key) for key in tuple(data) if key in theirs}
-    config, notes = mindspore.from_mindspore(taken, level, strict=strict)
+    config, notes = dictionary.from_mindspore(taken, level, strict=strict)
     said = {key: (options, "MindSpore's dictionary") for key, options in config.items() if taken}
     if "singa" in data:
-        config["reduce"], said["reduce"] = singa.singa(data.pop("singa")), ({}, "singa")
+        config["reduce"], said["reduce"] = dictionary.from_singa(data.pop("singa")), ({}, "singa")
     keys.known(data, (*keys.KEYS, *own), "keys")
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
         options, whose = said.get(key, ({}, ""))
         # Beside MindSpore's dictionary stand settings that it has no word for, such as an order.
         more = name == key and isinstance(value, Mapping) and not value.keys() & options.keys()
-        hint = "A chain has one of them." if whose[:1] == "a" else f"{whose} names one already."
         fits = not whose or (more and whose[0] == "M")
-        checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
+        require(fits, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
         said[key] = ({}, f"another {key}")
         if name == "microbatches":
             config[key] = checks.positive_int(_WHO, name, value, "1 takes each batch whole.")
@@ -361,7 +330,7 @@ def _read(data: dict[str, Any], level: str, strict: bool, own: Own) -> Boost:
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
-    return Boost(config, notes, own, strict)
+    return Boost(config, notes, own, strict and (asked is True or level == "O0"))
 
 
 def _owned(data: dict[str, Any], factories: Sequence[keys.Factory]) -> Own:
@@ -369,17 +338,14 @@ def _owned(data: dict[str, Any], factories: Sequence[keys.Factory]) -> Own:
     found: dict[str, tuple[keys.Factory, str]] = {}
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))
-        allowed, fits = "functions of your own", callable(factory) and name not in keys.NAMED
-        hint = "The factories of boostax have keys already."
-        checks.require(_WHO, "factories", factory, allowed, fits, hint)
+        require(callable(factory) and name not in keys.NAMED, "factory", factory)
         if (value := data.get(name)) is None or value is False:
             data.pop(name, None)
             continue
         options = keys.part(name, value, user=factory)
         made, *_ = keys.layer(factory, options, [optax.identity()], axis_name="axis")
-        kind, allowed = role(read(made)), "described with a role that has a place in a chain"
-        hint = f"@boostax.describe({name!r}, 'clip') says one; momentum goes into the optimizer."
-        checks.require(_WHO, name, kind, allowed, kind in keys.PLACES, hint)
+        kind = role(read(made))
+        require(kind in keys.PLACES, "role", kind, name=name)
         found[name] = (factory, keys.PLACES[kind])
     return found
 
@@ -387,8 +353,7 @@ def _owned(data: dict[str, Any], factories: Sequence[keys.Factory]) -> Own:
 def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
     """Take a setting from the dictionary or from the argument; refuse a contradiction."""
     there = data.pop(name, None)
-    same, hint = given is None or there in (None, given), "The dictionary sets it too."
-    checks.require(_WHO, name, given, f"{there!r} or left out", same, hint)
+    require(given is None or there in (None, given), "twice", given, name=name, there=there)
     return there if given is None else given
 
 

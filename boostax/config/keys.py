@@ -11,11 +11,10 @@ import dataclasses
 import functools
 import glob
 import inspect
-import operator
-import tomllib
+import itertools
+import pkgutil
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
-from importlib.resources import files
 from typing import Any, TypeAlias
 
 import optax
@@ -23,25 +22,23 @@ import optax
 import boostax
 from boostax import subspace
 from boostax._core import axes, checks
-from boostax.chain.parts import opened, read, role
+from boostax.chain.parts import CLIPS, opened, read, rows
+from boostax.config.refusals import require
 from boostax.subspace.basis import saved_basis
 from boostax.subspace.dim_reduce import RULES
 
 Factory: TypeAlias = Callable[..., Any]
-Chain: TypeAlias = list[optax.GradientTransformation]
+Tx: TypeAlias = optax.GradientTransformation
+Chain: TypeAlias = list[Tx]
+Data: TypeAlias = dict[str, Any]
 
 
-def table(name: str) -> dict[str, Any]:
-    """Return the data of a TOML file of this package."""
-    return tomllib.loads(files("boostax.config").joinpath(f"{name}.toml").read_text("utf8"))
-
-
-_DATA = table("order")
+_DATA = checks.table("boostax.config", "order")
 # Keys of a chain, from the optimizer outwards.
 ORDER = tuple(_DATA["order"])
 # The factories of each key by kind; a key with a single factory has the kind "".
 PARTS: dict[str, dict[str, Factory]] = {
-    key: {kind: operator.attrgetter(name)(boostax) for kind, name in kinds.items()}
+    key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
     for key, kinds in (_DATA["order"] | _DATA["beside"]).items()
 }
 # The key that a user's part of this role replaces, or stands behind.
@@ -86,14 +83,12 @@ def _groups(options: types.SimpleNamespace) -> Any:
         return groups
     hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
     checks.positive_int("", "groups", groups, hint)
-    allowed = f"given where groups is a number, {groups}"
-    checks.require("", "params", tree, allowed, tree is not None, "Or name them by patterns.")
+    require(tree is not None, "groups", tree, groups=groups)
     if tree is _LATER:
         return {"any": 0}
     if cut == "layers":
         return boostax.freeze.prefix_groups(tree, groups, order=options.order, level=options.level)
-    hint = "MindSpore's buckets consist of single params."
-    checks.absent("", "level", options.level, "left out with cut 'mindspore'", hint)
+    require(options.level is None, "level", options.level)
     removed = options.less_bn.removed if options.less_bn else ()
     return boostax.freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
 
@@ -104,7 +99,7 @@ def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
     groups = _groups(options)
     if isinstance(kind, tuple):
         for name, value in steps.items():
-            checks.absent("", name, value, "left out with depths", "They start anew at their end.")
+            require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
     # The other two freeze for good and need an end; 65536 is the default of MindSpore.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
@@ -135,8 +130,7 @@ def _basis(options: types.SimpleNamespace) -> Any:
     source, count, tree = options.source, options.n_components, options.tree
     folder, matrix = options.weight_load_dir, options.pca_mat_path
     checks.positive_int("", "n_components", count, "It counts directions.")
-    fits, hint = folder is None or matrix is None, "The one or the other makes the basis."
-    checks.require("", FILES[0], folder, "left out with pca_mat_path", fits, hint)
+    require(folder is None or matrix is None, "two_files", folder)
     given = folder is not None or matrix is not None
     if source is None:
         if given or options.every is None:
@@ -145,10 +139,8 @@ def _basis(options: types.SimpleNamespace) -> Any:
     if source is not FILES:
         found = isinstance(source, subspace.Basis)
         return source if found else subspace.trajectory_basis(source, count, params=tree)
-    allowed, hint = "given if no run has recorded before", "boost.finish(basis, params) takes any."
-    checks.require("", " or ".join(FILES), None, allowed, given, hint)
-    allowed, hint = "given where files are read", "They tell which arrays the files must hold."
-    checks.require("", "params", tree, allowed, tree is not None, hint)
+    require(given, "no_files", None)
+    require(tree is not None, "files", tree)
     if matrix is not None:
         return saved_basis(matrix, tree, count)
     return subspace.pca_basis(subspace.checkpoint_snapshots(options.weight_load_dir, tree), count)
@@ -193,8 +185,7 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     if isinstance(within := options.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
         options["axis_name"] = tuple(name for name in names if name != within)
-        allowed, fits = f"one of several axes, {names}", 0 < len(options["axis_name"]) < len(names)
-        checks.require(who, "within", within, allowed, fits, "It is the axis with the fast links.")
+        require(0 < len(options["axis_name"]) < len(names), "within", within, who=who, names=names)
     if who in _MADE:
         make, _, instead = _MADE[who]
         options = instead | options
@@ -210,31 +201,22 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
 
 
-def chained(parts: Chain) -> optax.GradientTransformation:
+def chained(parts: Chain) -> Tx:
     """Return one transformation."""
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 
-def _after_decay(
-    centralize: optax.GradientTransformation, inner: optax.GradientTransformation
-) -> optax.GradientTransformation:
+def _after_decay(centralize: Tx, inner: Tx) -> Tx:
     """Put centralization behind the weight decay that the moments include, as MindSpore does."""
-    parts, position = opened(inner), 0
-    for i, tx in enumerate(parts):
-        found = read(tx)
-        while found.name == "masked":  # The mask excludes norms from the decay.
-            ((_, found),) = found.inner
-        kind = role(found)
-        if kind == "decay":
-            position = i + 1
-        elif kind not in ("clip", "norm clip"):
-            break
+    parts = opened(inner)
+    # A mask, which has no row of its own, excludes norms from the decay.
+    kinds = ({row.role for row in rows(read(tx))} for tx in parts)
+    before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]
+    position = max((i + 1 for i, kind in enumerate(before) if "decay" in kind), default=0)
     return optax.chain(*parts[:position], centralize, *parts[position:])
 
 
-def part(
-    name: str, value: object, before: Any = None, user: Factory | None = None, build: bool = False
-) -> dict[str, Any]:
+def part(name: str, value: Any, before: Any = None, user: Any = None, build: bool = False) -> Data:
     """Read a value of a configuration as the plain arguments of a factory.
 
     Args:
@@ -253,8 +235,7 @@ def part(
     first = "kind" if choose else next(iter(takes(kinds[kind])), None)
     given: Any = {} if value is True else value
     given = {first: value} if first and not isinstance(given, Mapping) else given
-    hint, fits = "It takes no arguments: true or false.", isinstance(given, Mapping)
-    checks.require("auto", name, value, "a dictionary", fits, hint, TypeError)
+    require(isinstance(given, Mapping), "dictionary", value, TypeError, what=name)
     given = {x: sequences(y, list) for x, y in given.items()}
     if choose:
         kind = given.pop("kind", before.get("kind", next(iter(kinds))))
@@ -266,7 +247,7 @@ def part(
         given = {x: y for x, y in before.items() if x not in chosen} | given
     for x, default in takes(factory).items():
         there = x in given or default is not inspect.Parameter.empty
-        checks.require(who, x, None, "given", there, "It has no default.")
+        require(there, "given", None, who=who, what=x)
         if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
     if build and key != "less_bn":  # LessBN needs a model.
@@ -278,17 +259,15 @@ def part(
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
     """Refuse anything but a dictionary, and unknown keys with the nearest known one."""
-    fits, hint = isinstance(data, Mapping), "It is a dictionary."
-    checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
-    words = "among " + ", ".join(map(repr, allowed))
+    require(isinstance(data, Mapping), "keys", data, TypeError, who=who, what=what)
+    words = {"who": who, "what": what, "allowed": ", ".join(map(repr, allowed))}
     for key in data:
-        checks.require(who, what, key, words, key in allowed, checks.nearest(key, allowed))
+        require(key in allowed, "key", key, near=checks.nearest(key, allowed), **words)
 
 
 def flag(who: str, name: str, value: object) -> None:
     """Refuse anything but a bool."""
-    fits, hint = isinstance(value, bool), "JSON: true or false."
-    checks.require(who, name, value, "True or False", fits, hint, TypeError)
+    require(isinstance(value, bool), "flag", value, TypeError, who=who, what=name)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry a saved optimizer state over to a chain that has changed since.
 
-States are matched by class, arrays by their paths within the state. Arrays that belong together (an
-open window, the moments of a param) are carried together or not at all.
+An optimizer state is a tree of NamedTuples, each the state of a part, and every array belongs to
+the innermost one around it. States are matched by class, arrays by their paths within the state.
+Arrays that belong together (an open window, the moments of a param) are carried together or not at
+all.
 
 A scaler divides gradients for what is inside it. A state around it, or before it in a chain, sees
 gradients times its scale. The sums of such a state have this scale as their unit.
@@ -10,8 +12,10 @@ gradients times its scale. The sums of such a state have this scale as their uni
 
 import dataclasses
 import itertools
+import pkgutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +25,37 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax import states
 from boostax._core import axes, checks, mismatch, norms, trees
-from boostax._core.describe import variants_of
+from boostax._core.describe import Holds, variants_of
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
-from boostax.accumulate.window import AccumulateState
-from boostax.config.leaves import WHO, Leaf, Path, Sources, States, named, read, spot, translated
-from boostax.precision.store import narrowed, widened
+from boostax.accumulate.window import AccumulateState, Window
+from boostax.config.refusals import require
+from boostax.precision.store import StoreState, narrowed, widened
 from boostax.train.state import TrainState
 
 PyTree: TypeAlias = Any
-_FLUSH = "boostax.flush(old_tx, state, params)"
+Tx: TypeAlias = optax.GradientTransformation
 # Scales by the path of their scaler; "" for the product of those that apply to every gradient.
 Unit: TypeAlias = dict[str, Any]
 Notes: TypeAlias = list[str]
+Path: TypeAlias = tuple[Any, ...]
+_WHO = "migrate_state"
+# The meaning of the fields of Optax's states, and of arrays outside of any state.
+_HOLDS: Mapping[type, Holds] = {
+    optax.MultiStepsState: Holds(("mini_step", "acc_grads"), "mini_step", ("acc_grads",)),
+    optax.TraceState: Holds(sums=("trace",)),
+    optax.contrib.ScheduleFreeState: Holds(params=True),
+    type(None): Holds(params=True),
+}
+# The state of boostax or Optax that each state of another library becomes, and their names of its
+# fields. Flax's and jmp's are found by name, so neither is imported.
+_FOREIGN: dict[str, tuple[Any, dict[str, str]]] = {
+    name: (pkgutil.resolve_name(cls), fields)
+    for cls, theirs in checks.table("boostax.config", "foreign").items()
+    for name, fields in theirs.items()
+}
+# Those of Flax and jmp may be numbers of Python, in f16, or in one dimension.
+_NUMBERS = {"scale": "float32", "clean_steps": "int32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +82,7 @@ class MigrationReport:
 
 @checks.arguments
 def migrate_state(
-    old_state: PyTree,
-    new_tx: optax.GradientTransformation,
-    params: PyTree,
-    *,
-    replicas: int | None = None,
+    old_state: PyTree, new_tx: Tx, params: PyTree, *, replicas: int | None = None
 ) -> tuple[PyTree, MigrationReport]:
     """Carry an optimizer state over to a chain in which something was added, removed or moved.
 
@@ -126,14 +144,12 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
       dropped:
         nothing
     """
-    checks.transformation(WHO, "new_tx", new_tx)
-    hint = "Pass state.opt_state and state.params, and put the result back with _replace."
-    got, fits = type(old_state).__name__, not isinstance(old_state, TrainState)
-    checks.require(WHO, "old_state", got, "an optimizer state", fits, hint, TypeError)
+    checks.transformation(_WHO, "new_tx", new_tx)
+    require(not isinstance(old_state, TrainState), "train_state", "TrainState", TypeError)
     old_state, params = trees.arrays(old_state), trees.arrays(params)
-    mismatch.require_order(WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
+    mismatch.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
     if replicas is not None:
-        checks.positive_int(WHO, "replicas", replicas, "It is the size of the replica axis.")
+        checks.positive_int(_WHO, "replicas", replicas, "It is the size of the replica axis.")
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
@@ -144,24 +160,22 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     if jax.tree.structure(saved) != jax.tree.structure(old_state):
         notes.append("old_state has no classes: they are found by the names of its fields.")
     fresh, old_state = widened(first), widened(old_state)
-    news = read(fresh, params)
+    news = _read(fresh, params)
     wanted = dict.fromkeys(type(y.state) for y in news)
-    olds = read(translated(old_state, {*wanted}, notes), params)
+    olds = _read(_translated(old_state, {*wanted}, notes), params)
     # The state of on_mesh leads with the replicas already.
-    stacked = _count_replicas(news, None)
-    count = _count_replicas(olds, stacked or replicas)
-    olds = [x if x.replicas is None else x._replace(replicas=count) for x in olds]
-    news = [x if x.replicas is None else x._replace(replicas=stacked) for x in news]
+    news, stacked = _stacked(news, None)
+    olds, count = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news)
     found = Sources()
     for cls in wanted:
         found |= _matched(_of_class(olds, cls), _of_class(news, cls), notes)
-    before, after, opened = _units(olds, {}), _units(news, found), _windows(news, found)
+    before, after = _units(olds, {}), _units(news, found)
     _settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
     for y in (y for y in news if y.path in found):
-        unit, stale = before[found[y.path].at], opened.get(y.at) == 0
-        found[y.path] = _converted(y, found[y.path], unit, after[y.at], stale, notes)
-    values = {y.path: _placed(y, found.get(y.path), count, opened) for y in news}
+        old = found[y.path]
+        found[y.path] = _converted(y, old, before[old.at], after[y.at], notes)
+    values = {y.path: _placed(y, found.get(y.path), count) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
     return state, _report(olds, news, found, notes)
@@ -187,6 +201,160 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
     return visit(tree)
 
 
+def holds(cls: type) -> Holds:
+    """Return the meaning of a state class's fields: its ``holds``, or a known one for Optax's."""
+    return getattr(cls, "holds", _HOLDS.get(cls, Holds()))
+
+
+class Leaf(NamedTuple):
+    """An array of a state.
+
+    Attributes:
+      path: its path in the tree.
+      rel: its path in its state.
+      value: the array.
+      at: the path of its state.
+      state: the innermost state around it; ``None`` if it is in no NamedTuple.
+      field: the field of the state that contains it.
+      holds: the meaning of that state's fields.
+      bound: whether it has a meaning only together with other arrays of its state.
+      owner: the path of the param that it belongs to, if any.
+      like: the shape of that param.
+      replicas: ``None`` if the array is the same on all replicas; else the size of its leading
+        dimension of replicas, 0 if it has none.
+    """
+
+    path: Path
+    rel: Path
+    value: jax.Array
+    at: Path
+    state: Any
+    field: str
+    holds: Holds
+    bound: bool
+    owner: Path | None
+    like: tuple[int, ...] | None
+    replicas: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape on one replica."""
+        return self.value.shape[1 if self.replicas else 0 :]
+
+    @property
+    def micro_steps(self) -> int:
+        """The micro-steps in the window of its state; 0 if it is closed, or has none."""
+        return int(getattr(self.state, self.holds.opened, 0))
+
+
+# The arrays of each state by their paths in it; old arrays by the paths of the new ones that they
+# become.
+States: TypeAlias = dict[Path, dict[Path, Leaf]]
+Sources: TypeAlias = dict[Path, Leaf]
+
+
+def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
+    """Return the arrays of all states, the outermost first. Containers of params are not states."""
+    containers = set(map(type, trees.find(params, lambda _: True)))
+    owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    found: dict[Path, list[Leaf]] = {(): []}
+
+    def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
+        _require_known(x)
+        if jax.tree_util.all_leaves([x]):
+            value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
+            owner, known = _owner(rel, value.shape, owners), holds(type(state))
+            like = None if owner is None else (*_terms(state), *owners[owner])
+            about = (field, known, field in (known.bound or ()), owner, like, replicas)
+            found[at].append(Leaf(path, rel, value, at, state, *about))
+            return
+        if _is_state(x) and type(x) not in containers:
+            rel, at, state, found[path] = (), path, x, []
+        inside = isinstance(x, PerReplica)
+        replicas = 0 if inside else replicas
+        for (key,), child in jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]:
+            visit(child, (*path, key), rel if inside else (*rel, key), at, state, replicas)
+
+    visit(tree, (), (), (), None, None)
+    return [leaf for leaves in found.values() for leaf in leaves]
+
+
+def _terms(state: Any) -> tuple[int, ...]:
+    """Return the dimension that the sums of a window have for the terms of a loss."""
+    window = getattr(state, "window", None)
+    weight = getattr(getattr(window, "local", window), "weight", None)
+    return (len(weight),) if isinstance(weight, dict) else ()
+
+
+def _is_state(x: object) -> bool:
+    """Return whether ``x`` is a state, and not one of the nodes that make up a state."""
+    name, ours = type(x).__name__, type(x).__module__.startswith("boostax.")
+    node = not name.endswith("State") if ours else name in ("MaskedNode", "WrappedScheduleState")
+    return hasattr(x, "_fields") and not node
+
+
+def _require_known(x: object) -> None:
+    """Refuse the state of a transformation that boostax no longer has."""
+    cls, name = type(x), f"{type(x).__module__}.{type(x).__name__}"
+    known = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    low = jax.tree.leaves(x.low) if isinstance(x, StoreState) else []
+    kahan = any(y.dtype == jnp.bfloat16 for y in low)
+    fits = not name.startswith("boostax.") or (known and not kahan)
+    require(fits, "gone", name + " of params='kahan'" * kahan)
+
+
+def _owner(path: Path, shape: tuple[int, ...], owners: Mapping[Path, Any]) -> Path | None:
+    """Return the path of the param to which an array belongs: the longest one that ends its own.
+
+    If the params are a single array, its path is empty and matches the end of every path; then the
+    shape decides.
+    """
+    found = next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
+    return None if found == () and owners[()] not in (shape, shape[1:]) else found
+
+
+def _named(leaf: Leaf) -> str:
+    """Return the name of the state of an array."""
+    return "no state" if leaf.state is None else type(leaf.state).__name__
+
+
+def _spot(path: Path) -> str:
+    """Return a path in a state as people write it."""
+    return trees.path_name(path) or "the root"
+
+
+def _window(x: Any) -> dict[str, Any]:
+    """Return the window of the other class: MultiSteps keeps a mean, accumulate a sum."""
+    if hasattr(x, "acc_grads"):
+        sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
+        return {"window": Window(sums, None), "applied": (x.gradient_step > 0) & (x.mini_step == 0)}
+    # A window with weights, or of each replica, has no place.
+    fits = isinstance(x.window, Window) and x.window.weight is None
+    sums = trees.at_least_float32(x.window.grads if fits else None)
+    return {"acc_grads": jax.tree.map(lambda g: g / jnp.maximum(x.micro_step, 1), sums)}
+
+
+def _translated(tree: PyTree, wanted: set[type], notes: list[str]) -> PyTree:
+    """Replace states of other libraries by the equivalent states in ``wanted``."""
+
+    def foreign(x: object) -> bool:
+        return type(x) not in wanted and _FOREIGN.get(type(x).__name__, "?")[0] in wanted
+
+    def translate(x: Any) -> Any:
+        if not foreign(x):
+            return x
+        cls, names = _FOREIGN[type(x).__name__]
+        given = {ours: getattr(x, theirs) for ours, theirs in names.items()}
+        for name in _NUMBERS.keys() & names:
+            given[name] = jnp.asarray(given[name], _NUMBERS[name]).reshape(())
+        given |= _window(x) if {"window", "acc_grads"} & {*cls._fields} else {}
+        if hasattr(x, "acc_grads"):
+            notes.append("acc_grads of MultiStepsState is taken as a mean (use_grad_mean=True).")
+        return _translated(cls(**dict.fromkeys(cls._fields) | given), wanted, notes)
+
+    return jax.tree.map(translate, tree, is_leaf=foreign)
+
+
 def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
     """Refuse a state that was made for params of other shapes."""
     before = {(type(x.state), x.rel): x for x in olds}
@@ -195,23 +363,20 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
         old = before.get((type(leaf.state), leaf.rel), leaf)
         # An optimizer keeps an array of one element as a placeholder for a state that it does not
         # need.
-        odd = leaf.shape == leaf.like and old.shape not in (leaf.shape, (1,))
-        got = f"{trees.path_name(leaf.owner or ()) or 'a leaf'} of {leaf.shape}"
-        allowed = f"as old_state has them, {old.shape} at {spot(old.path)!r}"
-        hint = "A changed layer needs a new state: mask it out, or use new_tx.init(params)."
-        fit = not odd or (leaf.owner, leaf.shape) in kept
-        checks.require(WHO, "params", got, allowed, fit, hint)
+        same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in kept
+        got, fits = trees.path_name(leaf.owner or ()) or "a leaf", same or leaf.shape != leaf.like
+        require(fits, "shapes", f"{got} of {leaf.shape}", shape=old.shape, path=_spot(old.path))
 
 
-def _count_replicas(olds: list[Leaf], asked: int | None) -> int:
-    """Return the size of the dimension of replicas of the old state; 0 if it has none."""
-    known = [(x.value.shape, x.like) for x in olds if x.replicas is not None]
-    known = [(got, like) for got, like in known if like in (got, got[1:])]
-    counts: set[Any] = {0 if got == like else got[0] for got, like in known} | {asked} - {None}
+def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
+    """Return the arrays with the size of their dimension of replicas, and that size, 0 for none."""
+    shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
+    counts = {0 if got == like else got[0] for got, like in shapes if like in (got, got[1:])}
+    counts |= set[int]() if asked is None else {asked}
     got = " and ".join(sorted(str(count or "no") for count in counts))
-    hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
-    checks.require(WHO, "replicas", got, "the same everywhere", len(counts) <= 1, hint)
-    return max(counts, default=0)
+    require(len(counts) <= 1, "replicas", got)
+    count = max(counts, default=0)
+    return [x if x.replicas is None else x._replace(replicas=count) for x in leaves], count
 
 
 def _of_class(leaves: list[Leaf], cls: type) -> States:
@@ -222,11 +387,11 @@ def _of_class(leaves: list[Leaf], cls: type) -> States:
 
 def _fits(old: Leaf, new: Leaf) -> bool:
     """Return whether an old array can replace a new one; in a window, in another precision too."""
-    kinds, dtypes = (jnp.floating, jnp.complexfloating), (old.value.dtype, new.value.dtype)
-    alike = any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
-    if dtypes[0] != dtypes[1] and not (new.holds.opened and alike):
-        return False
-    return old.shape == new.shape and (new.replicas is not None or (old.replicas or 1) == 1)
+    x, y = old.value, new.value
+    sums = all(map(trees.is_inexact, (x.dtype, y.dtype))) and new.holds.opened != ""
+    alike = x.dtype == y.dtype or (sums and jnp.iscomplexobj(x) == jnp.iscomplexobj(y))
+    shared = new.replicas is None and (old.replicas or 1) > 1
+    return alike and old.shape == new.shape and not shared
 
 
 def _matched(olds: States, news: States, notes: Notes) -> Sources:
@@ -258,14 +423,14 @@ def _matched(olds: States, news: States, notes: Notes) -> Sources:
         free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
         if any(x.owner is not None for x in free.values()):
             if primary.setdefault(new, old) != old:
-                also = f"also takes moments from {spot(old)}, not counts."
-                notes.append(f"{named(first)} at {spot(new)} {also}")
+                also = f"also takes moments from {_spot(old)}, not counts."
+                notes.append(f"{_named(first)} at {_spot(new)} {also}")
         found |= free if new in primary else {}
     chosen = [(primary[new], new) for new in news if new in primary]
     if len(pairs) > 1 and chosen != [*itertools.zip_longest(olds, news)]:
-        words = ", ".join(f"{spot(old)} -> {spot(new)}" for old, new in chosen) or "none fits"
+        words = ", ".join(f"{_spot(old)} -> {_spot(new)}" for old, new in chosen) or "none fits"
         counts = f"{len(olds)} in the old state, {len(news)} in the new one"
-        notes.append(f"{named(first)}: {counts}; {words}.")
+        notes.append(f"{_named(first)}: {counts}; {words}.")
     for at, new in news.items():
         for path in _incomplete(olds[primary[at]] if at in primary else new, new, found):
             found.pop(path, None)
@@ -352,73 +517,58 @@ def _measured(leaf: Leaf) -> str | None:
     return "moment" if moments else "unknown"
 
 
-def _windows(leaves: list[Leaf], found: Sources) -> dict[Path, int]:
-    """Return the micro-steps in the window of each state that has one; 0 if it is closed."""
-    counts = [x for x in leaves if x.holds.opened == x.field != ""]
-    return {x.at: int(found.get(x.path, x).value) for x in counts}
-
-
 def _settle_windows(
     olds: list[Leaf], found: Sources, before: dict[Path, Unit], scaled: set[Path], notes: Notes
 ) -> None:
     """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
-    for at, count in _windows(olds, {}).items():
-        sums = [x for x in olds if x.at == at and x.bound and count]
+    opened = [x for x in olds if x.bound and x.micro_steps]
+    for at in dict.fromkeys(x.at for x in opened):
+        sums = [x for x in opened if x.at == at]
         takers = [y for y, x in found.items() if x.at == at and x.bound]
-        if sums and not takers:
-            hint = f"Apply them before: {_FLUSH}."
-            if any(x.replicas is not None for x in sums):
-                hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
-            got = f"one of {count} micro-steps at {spot(at)}"
-            allowed = "have no open window that does not fit new_tx"
-            raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
+        got = f"one of {sums[0].micro_steps} micro-steps at {_spot(at)}"
+        apart = any(x.replicas is not None for x in sums)
+        require(takers, "lost apart" if apart else "lost", got)
         pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
         if before[at] and not scaled & {*takers} and not pending.usable():
             words = "cannot be used and is dropped, as its loss scaler would have done"
-            notes.append(f"The open window at {spot(at)} {words}.")
+            notes.append(f"The open window at {_spot(at)} {words}.")
             for y in takers:
                 del found[y]
 
 
-def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, stale: bool, notes: Notes) -> Leaf:
+def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, notes: Notes) -> Leaf:
     """Return an old array in the dtype and in the units of its new position."""
     kind, one, factor = _measured(new), {"": 1.0}, 1.0
-    if kind and not stale and one | before != one | after:
-        words = f"{named(new)} at {spot(old.at)} of gradients times {_words(before)}"
-        words += f", which at {spot(new.at)} come times {_words(after)}"
-        if kind == "moment" or before | one != after | one:
-            hint = "Put the loss scaler where it was, around the whole optimizer at best."
-            hint = f"Apply the window before: {_FLUSH}." if new.holds.opened else hint
-            allowed = "of gradients that the loss scale multiplies alike in new_tx"
-            raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
+    closed = new.holds.opened != "" and not old.micro_steps
+    if kind and not closed and one | before != one | after:
+        words = f"{_named(new)} at {_spot(old.at)} of gradients times {_words(before)}"
+        words += f", which at {_spot(new.at)} come times {_words(after)}"
+        fits = kind != "moment" and before | one == after | one
+        require(fits, "window unit" if new.holds.opened else "unit", words)
         notes.append(f"{words}: {'converted' if kind == 'sum' else 'kept unchanged'}.")
         factor = after.get("", 1.0) / before.get("", 1.0) if kind == "sum" else 1.0
     x, dtype = old.value, new.value.dtype
     if factor == 1 and dtype == x.dtype:
         return old
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
-    got, hint = f"{dtype} at {trees.path_name(new.path)}", "accumulator_dtype='float32' holds it."
-    allowed = f"able to hold the open window, times {factor:g}"
-    checks.require(WHO, "new_tx", got, allowed, stale or bool(norms.stays_finite(x, value)), hint)
+    got = f"{dtype} at {trees.path_name(new.path)}"
+    require(closed or norms.stays_finite(x, value), "range", got, factor=factor)
     return old._replace(value=value)
 
 
-def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, int]) -> jax.Array:
+def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
     """Return a new buffer for an array of the new state."""
     x, leads = (old or leaf).value, old and old.replicas
-    if leaf.replicas is not None and (leads is not None or (leaf.replicas and old is None)):
+    if leaf.replicas is None:
+        return _copy(x[0] if leads else x, leaf.value)
+    if leads is not None or (leaf.replicas and old is None):
         # Without a mesh the new state's array is not placed yet; only the old one is.
         return _copy(x, leaf.value if leaf.replicas else x)
-    value = _copy(x[0] if leads else x, x if leaf.replicas else leaf.value)
-    if leaf.replicas is None:
-        return value
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
-    lost = not replicas and summed and old is not None and opened[leaf.at]
-    hint = "Replicas add up their windows: each gets a part of the open one."
-    checks.require(WHO, "replicas", None, "given", not lost, hint)
+    require(replicas or not (summed and old and old.micro_steps), "shared_out", None)
     if not replicas:
-        return value
-    spread = spread_anew(PerReplica(value[None]), replicas, summed).local
+        return _copy(x, leaf.value)
+    spread = spread_anew(PerReplica(_copy(x, x)[None]), replicas, summed).local
     return _copy(spread, leaf.value) if leaf.replicas else spread
 
 
@@ -454,9 +604,9 @@ def _report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: Notes) ->
     lines: dict[str, list[str]] = {"kept": [], "anew": [], "dropped": []}
     for (what, old, new), some in groups.items():
         state = [x for x in (olds if what == "dropped" else news) if x.at == new]
-        path = spot(new) if old == new else f"{spot(old)} -> {spot(new)}"
+        path = _spot(new) if old == new else f"{_spot(old)} -> {_spot(new)}"
         fields = ", ".join(_fields(some, state))
-        lines[what].append(f"{named(some[0])} {fields}: {path}")
+        lines[what].append(f"{_named(some[0])} {fields}: {path}")
     notes += [note for y in news if y.path in found for note in _saved_wins(y, found[y.path].value)]
     return MigrationReport(*map(tuple, [*lines.values(), dict.fromkeys(notes)]))
 

@@ -1,207 +1,315 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the dictionary of ``mindspore.boost``: its levels, modes, switches and settings.
+"""MindSpore's loss-scale managers and optimizers, with its arguments by position.
 
-The strict reading refuses what MindSpore 2.10 ignores without a word: an unknown level or key, and
-a switch that contradicts the level in a mode that ignores switches. Every technique that is on must
-be used. Otherwise the dictionary is read as MindSpore reads it, and each setting without effect is
-noted. Nothing is global.
+A manager stands in a dictionary that ``boostax.auto`` reads. An optimizer is a chain of Optax that
+trains as that of ``mindspore.nn``.
+
+Unless params are given to MindSpore in groups, its weight decay spares those whose names have
+``beta`` or ``gamma``, the vectors of norms. Here these are all params of a layer with a norm's name
+(``boostax.precision.policy.NORMS``), and those that have one of the two words in their path.
+
+References:
+  MindSpore 2.10, ``mindspore/nn/optim``, ``mindspore/train/loss_scale_manager.py``.
 """
 
-import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
-from boostax._core import checks
-from boostax.config.keys import flag, known, part, speaking_of, table
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-_WHO = "mindspore"
-# The keys of MindSpore, their defaults and the notes.
-_DATA = table("mindspore")
-SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
-LEVELS: dict[str, list[str]] = _DATA["levels"]
-GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
-KEYS = ("boost", *GROUPS)
-_NOTES = _DATA["notes"]
-# The setting that each argument comes from.
-_NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
+from boostax._core import checks, trees
+from boostax._core.describe import describe
+from boostax.precision.policy import NORMS
 
-
-def is_mindspore(data: Mapping[str, Any]) -> bool:
-    """Return whether a dictionary is MindSpore's: it has a key that boostax does not have."""
-    shared = _DATA["shared"]
-    both = {name: data[name] for name in shared if isinstance(data.get(name), Mapping)}
-    inside = [x.keys() & GROUPS[name].keys() - {*shared[name]} for name, x in both.items()]
-    return bool(data.keys() & {*KEYS, *SWITCHES} - shared.keys()) or any(inside)
+PyTree: TypeAlias = Any
+Data: TypeAlias = dict[str, Any]
+# A number, a schedule, or the rate of each step.
+Rate: TypeAlias = Any
+_SPARED = "|".join((*NORMS, "beta", "gamma"))
 
 
-def from_mindspore(
-    data: Mapping[str, Any], level: str = "O0", *, strict: bool = True
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read MindSpore's dictionary and level.
-
-    The modes are those of MindSpore: ``"auto"`` takes the techniques of the level, ``"manual"`` the
-    same with changes by the switches, ``"enable_all"`` all and ``"disable_all"`` none. The strict
-    reading of a level leaves out ``grad_freeze`` unless the dictionary has settings of it, because
-    freezing at random lost more than training fewer steps. Settings of a technique that is off are
-    not read. DimReduce replaces the optimizer and trains from the first step on, from the files
-    that ``pca_mat_path`` or ``weight_load_dir`` names.
-
-    ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
-    switches that the mode does not look at, have no effect. A technique that is on can replace
-    others: ``dim_reduce`` replaces all, ``grad_freeze`` replaces AdaSum and accumulation. Freezing
-    goes by buckets of three params with moments for each depth, centralization stands behind weight
-    decay and skips dimensions that 16 does not divide, LessBN leaves a model without norms or head
-    unchanged, and ``loss_scale_group`` switches nothing on.
+def DynamicLossScaleManager(
+    init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
+) -> Data:
+    """Return the ``loss_scale_manager`` of a dictionary: a scale that adapts.
 
     Args:
-      data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``; ``{}`` for nothing.
-      level: ``"O0"``, ``"O1"`` or ``"O2"``.
-      strict: whether settings that MindSpore ignores are errors.
+      init_loss_scale: the first scale.
+      scale_factor: by which an overflow divides the scale, down to 1, and a window multiplies it.
+      scale_window: clean steps before the scale grows.
 
     Returns:
-      The configuration as plain data, and notes: which settings have no effect or another one, and
-      why. Cost: none.
-
-    Raises:
-      ValueError, TypeError: an unknown mode, or a value out of range; in the strict reading also an
-        unknown level or key, and a switch that the mode would ignore.
+      The arguments of ``boostax.dynamic_loss_scale`` as data. Cost: none.
 
     Example:
-      >>> from boostax.config.mindspore import from_mindspore
-      >>> data = {"boost": {"mode": "manual", "grad_freeze": False, "adasum": True}}
-      >>> config, notes = from_mindspore(data, "O1")
-      >>> config["reduce"], config["less_bn"], "freeze" in config
-      ({'kind': 'adasum-delta', 'within': 8}, {'normalized_head': True}, False)
-      >>> notes[0].partition(":")[0]
-      'common.device_number = 8'
-      >>> from_mindspore({"boost": {"adasum": True}}, "O1", strict=False)[1][0]
-      "boost.adasum = True has no effect: mode 'auto' at level 'O1' decides."
+      >>> import boostax
+      >>> from boostax.config.mindspore import DynamicLossScaleManager
+      >>> data = {"loss_scale_manager": DynamicLossScaleManager(4, 3000)}
+      >>> boostax.auto(data).notes[-1].partition(":")[2][:24]
+      ' scale_factor is 3000: t'
+    """
+    factors = {"growth_factor": scale_factor, "backoff_factor": 1 / scale_factor}
+    found = {"init_scale": init_loss_scale, "growth_interval": scale_window, "max_scale": 3e38}
+    return {"kind": "dynamic"} | found | factors
+
+
+def FixedLossScaleManager(loss_scale: float = 128.0, drop_overflow_update: bool = True) -> Data:
+    """Return the ``loss_scale_manager`` of a dictionary: a constant scale.
+
+    Args:
+      loss_scale: the scale.
+      drop_overflow_update: whether an overflow skips the step. Without, MindSpore leaves it to the
+        optimizer's ``loss_scale`` to divide.
+
+    Returns:
+      The arguments of ``boostax.static_loss_scale`` as data. Cost: none.
+    """
+    return {"kind": "static", "scale": loss_scale, "skip_nonfinite": drop_overflow_update}
+
+
+def GroupLossScaleManager(init_loss_scale: Any, loss_scale_groups: Any) -> Data:
+    """Return the ``loss_scale_manager`` of a dictionary: a scale for each group of params.
+
+    Args:
+      init_loss_scale: the first scale, or one for each group.
+      loss_scale_groups: patterns, or a list of names, for each group, from the first in the forward
+        pass on; ``boostax.freeze.param_groups`` makes them of lists of params.
+
+    Returns:
+      The arguments of ``boostax.precision.group_loss_scale`` as data. The loss needs its
+      ``scale_boundary`` on each edge between groups. Cost: none.
+    """
+    limits = {"overflow": "each", "min_scale": 2.0**-60, "max_scale": 2.0**60}
+    return {"kind": "group", "groups": loss_scale_groups, "init_scale": init_loss_scale} | limits
+
+
+def momentum(
+    learning_rate: Rate, momentum: float, weight_decay: float = 0.0, loss_scale: float = 1.0,
+    use_nesterov: bool = False, *, grouped: bool = False,
+) -> optax.GradientTransformation:  # fmt: skip
+    r"""Return ``nn.Momentum``.
+
+    .. math::
+      v \leftarrow u v + g / c + \lambda w, \qquad w \leftarrow w - \eta v
+
+    With ``use_nesterov`` the step is :math:`\eta (g / c + \lambda w + u v)`; MindSpore's operator
+    for the CPU ignores it.
+
+    Args:
+      learning_rate: a number, a function of the step, or a list with the rate of each step, whose
+        last one stays.
+      momentum: :math:`u`, at least 0.
+      weight_decay: :math:`\lambda`, coupled.
+      loss_scale: :math:`c`, which divides the gradients, for a loss that is multiplied by it.
+      use_nesterov: see above.
+      grouped: whether decay takes the params of norms too, as in MindSpore for params in groups.
+
+    Returns:
+      A transformation. Cost: one copy of the params.
+
+    Raises:
+      ValueError, TypeError: ``loss_scale`` is not positive.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> from boostax.config import mindspore
+      >>> tx = mindspore.momentum(0.1, 0.9, weight_decay=0.5)
+      >>> params = {"fc": jnp.float32(2.0), "bn": {"gamma": jnp.float32(2.0)}}
+      >>> updates, _ = tx.update({"fc": 1.0, "bn": {"gamma": 1.0}}, tx.init(params), params)
+      >>> print(f"{updates['fc']:.2f} {updates['bn']['gamma']:.2f}")
+      -0.20 -0.10
+    """
+    parts = [optax.trace(momentum, use_nesterov), _rate(learning_rate)]
+    return _coupled("momentum", weight_decay, loss_scale, grouped, parts)
+
+
+def sgd(
+    learning_rate: Rate = 0.1, momentum: float = 0.0, dampening: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, loss_scale: float = 1.0, *,
+    grouped: bool = False,
+) -> optax.GradientTransformation:  # fmt: skip
+    r"""Return ``nn.SGD``, whose dampening :math:`d` starts at the second step.
+
+    .. math::
+      v \leftarrow u v + (1 - d) (g / c + \lambda w), \qquad w \leftarrow w - \eta v
+
+    Args:
+      learning_rate: see ``momentum``.
+      momentum: :math:`u`, at least 0.
+      dampening: :math:`d`, at least 0; without momentum it has no effect.
+      weight_decay: :math:`\lambda`, coupled.
+      nesterov: see ``momentum``; it excludes dampening.
+      loss_scale: see ``momentum``.
+      grouped: see ``momentum``.
+
+    Returns:
+      A transformation. Cost: with momentum, one copy of the params.
+
+    Raises:
+      ValueError, TypeError: ``loss_scale`` is not positive; ``nesterov`` without momentum or with
+        dampening.
+    """
+    fits, hint = not nesterov or (momentum > 0 and dampening == 0), "It needs momentum alone."
+    checks.require("sgd", "nesterov", nesterov, "False here", fits, hint)
+    after_first = lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening)  # noqa: E731
+    parts = [optax.scale_by_schedule(after_first)] if momentum and dampening else []
+    parts += [optax.trace(momentum, nesterov)] if momentum else []
+    parts += [_rate(learning_rate)]
+    return _coupled("sgd", weight_decay, loss_scale, grouped, parts)
+
+
+def adam(
+    learning_rate: Rate = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+    use_locking: bool = False, use_nesterov: bool = False, weight_decay: float = 0.0,
+    loss_scale: float = 1.0, *, grouped: bool = False,
+) -> optax.GradientTransformation:  # fmt: skip
+    r"""Return ``nn.Adam``, whose ``eps`` stands beside the root of the uncorrected moment.
+
+    .. math::
+      w \leftarrow w - \eta \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + \epsilon}
+
+    Args:
+      learning_rate: see ``momentum``.
+      beta1: in [0, 1), the decay of :math:`m`.
+      beta2: in [0, 1), the decay of :math:`v`.
+      eps: positive.
+      use_locking: has no meaning in JAX.
+      use_nesterov: takes :math:`\beta_1 m + (1 - \beta_1) g` for :math:`m`.
+      weight_decay: coupled: part of :math:`g`.
+      loss_scale: see ``momentum``.
+      grouped: see ``momentum``.
+
+    Returns:
+      A transformation with an ``optax.ScaleByAdamState``. Cost: two copies of the params.
+
+    Raises:
+      ValueError, TypeError: ``loss_scale`` is not positive.
+    """
+    del use_locking
+    parts = [_moments(beta1, beta2, eps, nesterov=use_nesterov), _rate(learning_rate)]
+    return _coupled("adam", weight_decay, loss_scale, grouped, parts)
+
+
+def adam_weight_decay(
+    learning_rate: Rate = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
+    weight_decay: float = 0.0, *, grouped: bool = False,
+) -> optax.GradientTransformation:  # fmt: skip
+    r"""Return ``nn.AdamWeightDecay``, which corrects no bias and decays apart from the moments.
+
+    .. math::
+      w \leftarrow w - \eta \left(\frac{m}{\sqrt{v} + \epsilon} + \lambda w\right)
+
+    Args:
+      learning_rate: see ``momentum``.
+      beta1: see ``adam``.
+      beta2: see ``adam``.
+      eps: positive.
+      weight_decay: :math:`\lambda`.
+      grouped: see ``momentum``.
+
+    Returns:
+      A transformation with an ``optax.ScaleByAdamState``. Cost: two copies of the params.
+
+    Raises:
+      ValueError, TypeError: ``loss_scale`` is not positive.
+    """
+    moments = _moments(beta1, beta2, eps, corrected=False)
+    decay = _decay(weight_decay, grouped)
+    return optax.chain(moments, decay, _rate(learning_rate))
+
+
+def lars(
+    weight_decay: float = 0.0, epsilon: float = 1e-5, coefficient: float = 0.001,
+    use_clip: bool = False, learning_rate: float = 1.0, loss_scale: float = 1.0, *,
+    lars_filter: Callable[[str], bool] = lambda name: re.search("LayerNorm|bias", name) is None,
+) -> optax.GradientTransformation:  # fmt: skip
+    r"""Return the part of ``nn.LARS`` that stands in front of the optimizer that it wraps.
+
+    .. math::
+      g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
+
+    MindSpore takes weight decay and loss scale out of that optimizer, so they are given here:
+    ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` is
+    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. Its operator exists on Ascend
+    alone; this is the formula of its documents.
+
+    Args:
+      weight_decay: :math:`\lambda`, none for the params of norms.
+      epsilon: :math:`\epsilon`.
+      coefficient: :math:`\theta`.
+      use_clip: whether the factor is divided by the rate and then at most 1.
+      learning_rate: the rate of the optimizer, for ``use_clip``.
+      loss_scale: see ``momentum``.
+      lars_filter: a function of a param's path that selects those that get the factor; others keep
+        their gradient, without decay.
+
+    Returns:
+      A transformation. Cost: one read of params and gradients.
+
+    Raises:
+      ValueError, TypeError: ``loss_scale`` is not positive.
 
     References:
-      MindSpore 2.10, ``mindspore/boost/boost.py``, ``boost_cell_wrapper.py``.
-    """
-    reader = _Reader(strict)
-    if level not in LEVELS:
-        words, hint = " or ".join(map(repr, LEVELS)), checks.nearest(level, LEVELS)
-        reader.ignored("level", level, words, hint, "MindSpore takes it for 'O0'.", "auto")
-        level = "O0"
-    groups = reader.known(data, KEYS, "keys")
-    switches = reader.switches(groups.get("boost", {}), level, "grad_freeze" in groups)
-    on = reader.together(switches, level)
-    settings = {x: reader.settings(x, groups.get(x, {}), on.get(x, True)) for x in GROUPS}
-    config = reader.config(on, settings)
-    with speaking_of(_WHO, _NAMES):
-        config = {key: part(key, x, build=True) for key, x in config.items() if x}
-    return config, tuple(reader.notes)
-
-
-@dataclasses.dataclass
-class _Reader:
-    """A reader of one dictionary, step by step.
-
-    Attributes:
-      strict: whether settings that MindSpore would ignore are errors; otherwise they are noted.
-      notes: the notes so far.
+      You et al., Large Batch Training of Convolutional Networks, https://arxiv.org/abs/1708.03888,
+      2017. MindSpore 2.10, ``mindspore/nn/optim/lars.py``.
     """
 
-    strict: bool
-    notes: list[str] = dataclasses.field(default_factory=list[str])
+    def of_leaf(path: Any, g: jax.Array, w: jax.Array) -> jax.Array:
+        name = trees.path_name(path)
+        if not lars_filter(name):
+            return g
+        decay = 0.0 if re.search(_SPARED, name) else weight_decay
+        size, slope = jnp.linalg.norm(w.ravel()), jnp.linalg.norm(g.ravel())
+        factor = coefficient * size / (slope + decay * size + epsilon)
+        return (jnp.minimum(factor / learning_rate, 1) if use_clip else factor) * (g + decay * w)
 
-    def ignored(
-        self, name: str, value: object, allowed: str, hint: str, why: str, who: str = _WHO
-    ) -> None:
-        """Refuse a setting that MindSpore ignores, or record a note that it has no effect."""
-        checks.require(who, name, value, allowed, not self.strict, hint)
-        self.notes.append(f"{name} = {value!r} has no effect: {why}")
+    scaled = optax.stateless(lambda g, w: jax.tree_util.tree_map_with_path(of_leaf, g, w))
+    return _coupled("lars", 0.0, loss_scale, False, [scaled])
 
-    def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
-        """Return a dictionary without its unknown keys."""
-        known(data, allowed if self.strict else data, what, _WHO)
-        for key in data.keys() - {*allowed}:
-            hint = checks.nearest(key, allowed)
-            self.notes.append(f"{what}: {key} = {data[key]!r} has no effect: {hint}")
-        return {key: value for key, value in data.items() if key in allowed}
 
-    def settings(self, group: str, data: Any, on: bool) -> dict[str, Any]:
-        """Read the settings of a group as arguments of its part."""
-        given = self.known(data, tuple(GROUPS[group]), f"keys of {group}")
-        found: dict[str, Any] = {}
-        for name, about in GROUPS[group].items():
-            key, value = f"{group}.{name}", given.get(name, about.get("default"))
-            if on and "allowed" in about:
-                fits = re.fullmatch(about["pattern"], repr(value)) is not None
-                checks.require(_WHO, key, value, about["allowed"], fits, about["hint"])
-            value = about["words"][value] if on and "words" in about else value
-            if "is" in about:
-                found[about["is"]] = value
-            elif on and value != about.get("default"):
-                self.notes.append(f"{key} = {value!r} has no effect: {about['why']}")
-        if on and not self.strict and found.get("pca_mat_path") and found["weight_load_dir"]:
-            why = "pca_mat_path takes its place."
-            self.ignored("dim_reduce.weight_load_dir", found.pop("weight_load_dir"), "", "", why)
-        return found
+def _moments(
+    b1: float, b2: float, eps: float, corrected: bool = True, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Scale by the moments of MindSpore's Adam."""
 
-    def switches(self, boost: Any, level: str, wanted: bool) -> dict[str, bool]:
-        """Set the six switches by mode and level; freezing only if the dictionary names it."""
-        asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
-        mode = asked.pop("mode", "auto")
-        modes = tuple(_DATA["modes"])
-        checks.choice(_WHO, "boost.mode", mode, modes, checks.nearest(mode, modes))
-        for name, value in asked.items():
-            flag(_WHO, f"boost.{name}", value)
-        on: dict[str, Any] = {name: name in LEVELS[level] for name in SWITCHES}
-        left = self.strict and mode in ("auto", "manual") and on["grad_freeze"]
-        if left and not wanted and "grad_freeze" not in asked:
-            on["grad_freeze"] = False
-            self.notes.append(_NOTES["level"].format(level))
-        if mode == "manual":
-            return on | asked
-        if mode != "auto":
-            on = dict.fromkeys(SWITCHES, mode == "enable_all")
-        whose = f"mode {mode!r} at level {level!r}" if mode == "auto" else f"mode {mode!r}"
-        hint = "MindSpore ignores the switch; mode 'manual' obeys it."
-        for name, value in asked.items():
-            if value != on[name]:
-                allowed = f"{on[name]} or left out with {whose}"
-                self.ignored(f"boost.{name}", value, allowed, hint, f"{whose} decides.")
-        return on
+    @describe("adam", "moments")
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None) -> Any:
+        del params
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+        ahead = optax.tree.update_moment(updates, mu, b1, 1) if nesterov else mu
+        factor = jnp.sqrt(1 - b2**count) / (1 - b1**count) if corrected else 1.0
+        updates = jax.tree.map(lambda m, v: factor * m / (jnp.sqrt(v) + eps), ahead, nu)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
 
-    def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
-        """Return the switches that take effect; in MindSpore one technique can replace others."""
-        taken = ((x, [y for y in others if on[y]]) for x, others in _DATA["instead"].items())
-        winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
-        if self.strict:
-            if losers:
-                self.notes.append(_NOTES["together"][winner].format(", ".join(losers)))
-            return on
-        if level == "O0" and any(on.values()):
-            self.notes.append(_NOTES["O0"])
-        special = _NOTES["special"].get(winner, {})
-        why = {name: special.get(name, f"{winner} takes its place.") for name in losers}
-        if on["loss_scale_group"]:
-            why["loss_scale_group"] = _NOTES["groups"]
-        self.notes += [f"boost.{name} = True has no effect: {x}" for name, x in why.items()]
-        return on | dict.fromkeys(why, False)
+    return optax.GradientTransformation(optax.scale_by_adam(b1, b2).init, update_fn)
 
-    def config(self, on: dict[str, bool], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Return the parts that are on, as a configuration of boostax."""
-        freeze, centralize = settings["grad_freeze"], settings["less_bn"].pop("centralize", False)
-        if not self.strict:
-            freeze |= {"cut": "mindspore", "moments": "per_group"}
-            centralize = centralize and {"multiple_of": 16, "after_decay": True}
-        named = on | {"gc_flag": on["less_bn"] and centralize}
-        for notes in (_NOTES["always"],) if self.strict else (_NOTES["always"], _NOTES["there"]):
-            texts = [note for name, texts in notes.items() if named[name] for note in texts]
-            self.notes += [note.format(**settings["common"]) for note in texts]
-        return {
-            # MindSpore sets the groups of its managers outside of the dictionary, by layers.
-            "loss_scale": on["loss_scale_group"] and {"kind": "group", "groups": freeze["groups"]},
-            "accumulate": on["grad_accumulation"] and settings["grad_accumulation"],
-            "freeze": on["grad_freeze"] and freeze,
-            # MindSpore combines the updates of each server's optimizer for its mean gradient.
-            "reduce": on["adasum"] and {"kind": "adasum-delta", **settings["common"]},
-            "centralize": named["gc_flag"],
-            "less_bn": on["less_bn"] and settings["less_bn"],
-            "dim_reduce": on["dim_reduce"] and settings["dim_reduce"] | {"rule": "mindspore"},
-        }
+
+def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: Any) -> Any:
+    """Put weight decay, then the division by the loss scale, in front of a chain."""
+    hint = "1.0 divides nothing."
+    checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, hint)
+    first = _decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale)
+    return optax.chain(*first, *parts)
+
+
+def _decay(rate: float, grouped: bool) -> optax.GradientTransformation:
+    """Add weight decay, of the params of norms only if ``grouped``."""
+
+    def mask(params: PyTree) -> PyTree:
+        decays = [grouped or not re.search(_SPARED, name) for name in trees.names(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), decays)
+
+    return optax.add_decayed_weights(rate, mask) if rate else optax.identity()
+
+
+def _rate(rate: Rate) -> optax.GradientTransformation:
+    """Multiply by the negative rate; a list has that of each step."""
+    table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
+    # An index beyond the end takes the last element.
+    return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

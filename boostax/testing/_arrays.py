@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import trees
-from boostax.config.leaves import holds
+from boostax.config.migrate import holds
 
 PyTree = Any
 

@@ -17,8 +17,7 @@ from boostax._core import norms, trees
 from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PyTree, is_per_replica, reshard_state
 from boostax.accumulate.window import accumulate
-from boostax.config.leaves import holds
-from boostax.config.migrate import migrate_state
+from boostax.config.migrate import holds, migrate_state
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.reduce.mean import all_reduce
 from boostax.testing import _arrays as arrays

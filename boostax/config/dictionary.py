@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the dictionary of ``mindspore.boost``, and the options of Apache SINGA's ``DistOpt``.
+
+MindSpore's levels, modes, switches, settings and managers are read as MindSpore 2.10 reads them:
+what it ignores has no effect. A ledger notes each setting without effect, and each rule by which
+boostax may train other weights. Each mode of SINGA's is a reduction here;
+``docs/coming_from/singa.md`` says how they differ. Nothing is global.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from boostax._core import checks
+from boostax.config import keys
+from boostax.config.refusals import require
+
+_WHO = "mindspore"
+# The keys of MindSpore, their defaults and the notes.
+_DATA = checks.table("boostax.config", "mindspore")
+SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
+LEVELS: dict[str, list[str]] = _DATA["levels"]
+GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
+KEYS = ("boost", *GROUPS, "loss_scale_manager")
+# The setting that each argument comes from.
+_NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
+# A factor of a loss scale from here on is a window in the wrong place.
+_SLIP = 100
+
+
+def is_mindspore(data: Mapping[str, Any]) -> bool:
+    """Return whether a dictionary is MindSpore's: it has a key that boostax does not have."""
+    shared = _DATA["shared"]
+    both = {name: data[name] for name in shared if isinstance(data.get(name), Mapping)}
+    inside = [x.keys() & GROUPS[name].keys() - {*shared[name]} for name, x in both.items()]
+    return bool(data.keys() & ({*KEYS, *SWITCHES} - {*keys.KEYS})) or any(inside)
+
+
+def from_mindspore(
+    data: Mapping[str, Any], level: str = "O0", *, strict: bool = False
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read MindSpore's dictionary and level as MindSpore reads them.
+
+    The modes are those of MindSpore: ``"auto"`` takes the techniques of the level, ``"manual"`` the
+    same with changes by the switches, ``"enable_all"`` all and ``"disable_all"`` none. An unknown
+    level is ``"O0"``; unknown keys, switches that the mode does not look at, and settings of a
+    technique that is off have no effect. A technique that is on can replace others: ``dim_reduce``
+    replaces all and the optimizer, ``grad_freeze`` AdaSum and accumulation. Freezing goes by
+    buckets of three params with moments for each depth, centralization stands behind weight decay
+    and skips dimensions that 16 does not divide, and LessBN leaves a model without norms or head
+    unchanged. ``loss_scale_manager`` is what ``DynamicLossScaleManager``, ``FixedLossScaleManager``
+    or ``GroupLossScaleManager`` returns; the switch ``loss_scale_group`` belongs to the last.
+
+    Args:
+      data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``; ``{}`` for nothing.
+      level: ``"O0"``, ``"O1"`` or ``"O2"``.
+      strict: whether settings that MindSpore ignores are errors.
+
+    Returns:
+      The configuration as plain data, and notes: which settings have no effect, and what may train
+      other weights than MindSpore's. Without a note the weights are MindSpore's. Cost: none.
+
+    Raises:
+      ValueError, TypeError: what MindSpore raises: an unknown mode, a value out of range, a manager
+        that does not fit the switch. With ``strict``, a setting without effect.
+
+    Example:
+      >>> from boostax.config.dictionary import from_mindspore
+      >>> data = {"boost": {"mode": "manual", "grad_freeze": False, "adasum": True}}
+      >>> config, notes = from_mindspore(data, "O1")
+      >>> config["reduce"], config["less_bn"], "freeze" in config
+      ({'kind': 'adasum-delta', 'within': 8}, {'normalized_head': True}, False)
+      >>> from_mindspore({"boost": {"adasum": True}}, "O1")[1][0]
+      "boost.adasum = True has no effect: mode 'auto' at level 'O1' decides."
+
+    References:
+      MindSpore 2.10, ``mindspore/boost/boost.py``, ``boost_cell_wrapper.py``.
+    """
+    ledger = _Ledger(strict)
+    if level not in LEVELS:
+        ledger.ignore("level", level, f"{_DATA['why']['level']} {checks.nearest(level, LEVELS)}")
+        level = "O0"
+    given = ledger.known("boost_config_dict", data, KEYS)
+    asked = given.get("loss_scale_manager")
+    manager: dict[str, Any] = keys.part("loss_scale", asked, build=True) if asked else {}
+    # Only where the manager looks for overflows MindSpore makes a loss-scale cell.
+    cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
+    on = _switches(ledger, given.get("boost", {}), level, cell)
+    settings = {x: _settings(ledger, x, given.get(x, {}), on.get(x, True)) for x in GROUPS}
+    config = _config(on, settings, manager)
+    ledger.notes += _differing(on, config, manager, level)
+    with keys.speaking_of(_WHO, _NAMES):
+        config = {key: keys.part(key, x, build=True) for key, x in config.items() if x}
+    return config, tuple(ledger.notes)
+
+
+@dataclasses.dataclass
+class _Ledger:
+    """The notes on a dictionary.
+
+    Attributes:
+      strict: whether settings that MindSpore would ignore are errors; otherwise they are noted.
+      notes: the notes so far.
+    """
+
+    strict: bool
+    notes: list[str] = dataclasses.field(default_factory=list[str])
+
+    def ignore(self, name: str, value: object, why: str, said: bool = True) -> None:
+        """Note that a setting has no effect; refuse it if it was said and the reading is strict."""
+        require(not (said and self.strict), "strict", value, name=name, why=why)
+        self.notes.append(f"{name} = {value!r} has no effect: {why}")
+
+    def known(self, group: str, data: Any, allowed: Iterable[str]) -> dict[str, Any]:
+        """Return the part of a dictionary that MindSpore looks at."""
+        keys.known(data, data, f"keys of {group}", _WHO)
+        for key in (key for key in data if key not in allowed):
+            self.ignore(f"{group}.{key}", data[key], checks.nearest(key, allowed))
+        return {key: value for key, value in data.items() if key in allowed}
+
+
+def _switches(ledger: _Ledger, boost: Any, level: str, cell: str) -> dict[str, bool]:
+    """Return the switches that take effect, by mode, level and kind of the loss-scale cell."""
+    asked = ledger.known("boost", boost, ("mode", *SWITCHES))
+    mode, modes = asked.pop("mode", "auto"), tuple(_DATA["modes"])
+    checks.choice(_WHO, "boost.mode", mode, modes, checks.nearest(mode, modes))
+    by_level, manual = mode in ("auto", "manual"), mode == "manual"
+    on = {x: x in LEVELS[level] if by_level else mode == "enable_all" for x in SWITCHES}
+    whose = f"mode {mode!r} at level {level!r}" if by_level else f"mode {mode!r}"
+    for name, value in asked.items():
+        keys.flag(_WHO, f"boost.{name}", value)
+        if not manual and value != on[name]:
+            ledger.ignore(f"boost.{name}", value, f"{whose} decides.")
+    on |= asked if manual else {}
+    group = on["loss_scale_group"]
+    require(not cell or group == (cell == "group"), "manager", cell, TypeError, group=group)
+    why = {"loss_scale_group": _DATA["why"]["cell"]} if group and not cell else {}
+    taken = ((x, [y for y in others if on[y]]) for x, others in _DATA["instead"].items())
+    winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
+    special = _DATA["why"].get(winner, {})
+    why |= {name: special.get(name, f"{winner} takes its place.") for name in losers}
+    for name, text in why.items():
+        ledger.ignore(f"boost.{name}", True, text, name in asked)
+    return on | dict.fromkeys(why, False)
+
+
+def _settings(ledger: _Ledger, group: str, data: Any, on: bool) -> dict[str, Any]:
+    """Return the settings of a group as arguments of its part."""
+    given, found = ledger.known(group, data, GROUPS[group]), dict[str, Any]()
+    for name, about in GROUPS[group].items() if on else ():
+        key, value = f"{group}.{name}", given.get(name, about.get("default"))
+        if "allowed" in about:
+            fits = re.fullmatch(about["pattern"], repr(value))
+            require(fits, "setting", value, name=key, **about)
+        value = about["words"][value] if "words" in about else value
+        if "is" in about:
+            found[about["is"]] = value
+        elif value != about.get("default"):
+            ledger.ignore(key, value, about["why"])
+    if found.get("pca_mat_path") and found["weight_load_dir"]:
+        path, why = found.pop("weight_load_dir"), "pca_mat_path takes its place."
+        ledger.ignore("dim_reduce.weight_load_dir", path, why)
+    return found
+
+
+def _config(on: dict[str, bool], settings: dict[str, keys.Data], manager: keys.Data) -> keys.Data:
+    """Return the parts that are on, as a configuration of boostax."""
+    gc_flag, finish = settings["less_bn"].pop("centralize", False), settings["dim_reduce"]
+    # Nobody divides here, but the optimizer by a loss_scale of its own.
+    fixed = not manager.get("skip_nonfinite", True)
+    sens = manager["scale"] if fixed else 1.0
+    if on["dim_reduce"]:
+        finish["residual_rate"] *= sens
+    mindspores = {"cut": "mindspore", "moments": "per_group"}
+    return {
+        # Each depth would keep a scaler, which without overflows to skip only protects f16.
+        "loss_scale": not (fixed and on["grad_freeze"]) and manager,
+        "sens": sens != 1 and not on["dim_reduce"] and {"step_size": sens},
+        "accumulate": on["grad_accumulation"] and settings["grad_accumulation"],
+        "freeze": on["grad_freeze"] and settings["grad_freeze"] | mindspores,
+        # MindSpore combines the updates of each server's optimizer for its mean gradient.
+        "reduce": on["adasum"] and {"kind": "adasum-delta", **settings["common"]},
+        "centralize": gc_flag and {"multiple_of": 16, "after_decay": True},
+        "less_bn": on["less_bn"] and settings["less_bn"],
+        "dim_reduce": on["dim_reduce"] and finish | {"rule": "mindspore"},
+    }
+
+
+def _differing(
+    on: Mapping[str, bool], config: Mapping[str, Any], manager: keys.Data, level: str
+) -> list[str]:
+    """Return the notes on what may train other weights than MindSpore's."""
+    frozen = on["grad_freeze"]
+    cell = manager.get("skip_nonfinite", bool(manager))
+    holds = {
+        **on,
+        "O0": level == "O0" and any(on.values()),
+        "anew": on["less_bn"] or frozen,
+        "gc_flag": bool(config["centralize"]),
+        "interval": frozen and config["freeze"]["kind"] == "interval",
+        "cell": cell,
+        "frozen_cell": cell and frozen,
+        "fixed": bool(manager) and not cell,
+        "frozen_fixed": bool(manager) and not cell and frozen,
+        "fixed_dim_reduce": bool(manager) and not cell and on["dim_reduce"],
+        "slip": manager.get("growth_factor", 0) >= _SLIP,
+    }
+    known = manager | (config["reduce"] or {})
+    return [text.format(**known) for key, text in _DATA["differs"].items() if holds.get(key)]
+
+
+def from_singa(options: Any) -> dict[str, Any]:
+    """Read ``dist_option`` and the other options of Apache SINGA's ``DistOpt`` as a reduction.
+
+    Args:
+      options: ``dist_option`` is ``"plain"``, ``"half"``, ``"partialUpdate"``, ``"sparseTopK"`` or
+        ``"sparseThreshold"``; the others have SINGA's names and defaults: ``threshold`` (in
+        elements), ``spars``, ``corr``, ``topK``, ``clipping``, ``clip_Value``. boostax adds
+        ``partitions``, which replaces ``threshold``, and ``capacity``.
+
+    Returns:
+      The ``"reduce"`` of a configuration. The sparse modes choose elements from buckets, as SINGA
+      does, and ``"sparseThreshold"`` sends everything that reaches ``spars``. Modes that sum all
+      elements leave fusion to XLA unless ``threshold`` is given.
+
+    Raises:
+      ValueError, TypeError: an option that the mode does not use, or a value out of range.
+    """
+    who, modes = "singa", checks.table("boostax.config", "singa")
+    keys.known(options, options, "options", who)
+    given: dict[str, Any] = dict(options)
+    mode = given.pop("dist_option", "plain")
+    checks.choice(who, "dist_option", mode, tuple(modes), checks.nearest(mode, modes))
+    used, top_k = modes[mode]["is"], mode == "sparseTopK"
+    for name, value in given.items():
+        hint = "XLA makes the buffers." if name == "buffSize" else checks.nearest(name, used)
+        words = {"mode": mode, "used": ", ".join(map(repr, used)), "hint": hint}
+        require(name in used, "option", value, name=name, **words)
+    require(given.get("topK", top_k) == top_k, "top_k", not top_k, top_k=top_k, mode=mode)
+    clips, clip = given.get("clipping", False), given.get("clip_Value")
+    keys.flag(who, "clipping", clips)
+    require(clips or clip is None, "clip", clip)
+    # A number of partitions replaces the size of a buffer.
+    standard = {} if "partitions" in given else modes[mode].get("given", {})
+    given = standard | ({"clip_Value": 100.0} if clips else {}) | given
+    if "threshold" in given:
+        hint = "So many elements are fused; SINGA's default is 2097152."
+        elements = checks.natural(who, "threshold", given["threshold"], hint)
+        require(elements < 2**29, "elements", elements)
+        # In bytes of f32; with buckets of one byte every leaf is alone.
+        given["threshold"] = max(4 * elements, 1)
+    asked = {used.get(name, name): value for name, value in given.items()}
+    asked = {"kind": modes[mode]["kind"]} | {x: y for x, y in asked.items() if x}
+    with keys.speaking_of(who, {argument: name for name, argument in used.items()}):
+        return keys.part("reduce", asked, build=True)
