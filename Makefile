@@ -17,10 +17,11 @@ QUIET := TF_CPP_MIN_LOG_LEVEL=3
 NEWEST_PYTHON ?= $(firstword $(foreach python,python3.13 python3.12, \
  $(shell $(python) -c "import sys; print(sys.executable)" 2>/dev/null)) \
  $(shell pyenv prefix 3.13.0 2>/dev/null | sed 's,$$,/bin/python3,'))
+PEER := $(if $(wildcard .peers/mindspore/bin/python), or mindspore)
 OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.executable)" 2>/dev/null) \
  $(PYTHON))
 
-.PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign bench bench-compilers bench-short docs release lint clean newest-python
+.PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign test-mindspore bench bench-compilers bench-short docs release lint clean newest-python
 
 demo: $(READY)
 	$(RUN) examples/train_text.py --output runs/demo
@@ -50,11 +51,15 @@ test-compilers: .venv-aot/.ready
 test-foreign: $(READY)
 	$(QUICK_CODE) $(RUN) tests/foreign/run.py --write
 
+# Programs drawn at random, in MindSpore 2.10 and in boostax; `make test-long` runs them where it is.
+test-mindspore: $(READY) .peers/mindspore/.ready
+	$(QUICK_CODE) $(RUN) -m pytest -m mindspore tests/test_mindspore_programs.py
+
 test-oldest: .venv-oldest/.ready
 	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadfile
 
 test-long: $(READY)
-	$(TESTS) -m "(long or hypothesis) and not gpu" --hypothesis-profile=search
+	$(TESTS) -m "(long or hypothesis$(PEER)) and not gpu" --hypothesis-profile=search
 
 bench: $(READY)
 	$(RUN) benchmarks/loss_scale.py
@@ -129,6 +134,10 @@ $(READY): pyproject.toml constraints.txt
 	.venv-aot/bin/python -m pip install --quiet --upgrade pip
 	.venv-aot/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[aot]' \
 	  flax hypothesis pytest pytest-xdist
+	touch $@
+
+.peers/mindspore/.ready: benchmarks/peers/setup.py
+	$(RUN) benchmarks/peers/setup.py mindspore
 	touch $@
 
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt
