@@ -502,6 +502,23 @@ def test_what_is_stored_low_is_written_leaf_by_leaf(target, moments):
     assert found <= bare(target).temporary_bytes + 0.1 * BYTES
 
 
+@on(V5E, H100)
+def test_the_five_send_what_a_mean_sends_once_a_window(target):
+    """Of half of the leaves where half are frozen; a skipped call sends one float and one flag."""
+    dense = mean_step(target, 8, 512).wire_bytes.most
+    inner = boostax.accumulate(optax.chain(boostax.adasum(), cases.adam()), 2)
+    basis = lambda params: boostax.subspace.random_basis(params, 3)  # noqa: E731
+    tx = boostax.dynamic_loss_scale(boostax.dim_reduce(basis, residual=inner, axis_name=AXIS))
+    tx = boostax.scheduled_freeze(tx, cases.labels(SMALL.params), [0, 2])
+    step = boostax.make_train_step(SMALL.loss, tx, mesh=cases.mesh_of(target), axis_name=AXIS)
+    args = step, step.init(SMALL.params), SMALL.batch(64)
+    for depth, share in ((0, 1.0), (2, 0.5)):
+        found = boostax.audit(*args, target=target, depth=depth, turns=1)
+        print(f"depth {depth}: {found.wire_bytes} bytes, a mean's {dense}")
+        assert found.wire_bytes.least == 14
+        assert found.wire_bytes.most == pytest.approx(share * dense, rel=0.001)
+
+
 # Recipes, from their own files.
 
 
