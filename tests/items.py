@@ -3,16 +3,23 @@
 ``docs/coming_from/every_item.toml`` has tables ``[[section]]`` with ``items``, one a line. Of an
 item ``name`` and ``default`` are the original's; ``here`` is what it is now, as names with their
 arguments (``boostax.accumulate(every)``), from jax and optax, too; ``is`` is one of `WORDS`;
-``why`` is a remark; ``test`` is ``FILE::NAME`` in ``tests``.
+``why`` is a remark; ``test`` is ``FILE::NAME`` in ``tests``; ``breaks`` is ``[file, old, new]``: a
+text in a file of the library (in the call that the test makes where the item is of jax or optax
+alone), and what makes the test fail in its place.
 
-``python tests/items.py --write`` makes the page.
+``python tests/items.py --write`` makes the page; ``--break WORD ...`` breaks a copy for each item
+that has one of the words in its name or its test, and prints what each test does.
 """
 
 import ast
 import collections
+import os
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import tomllib
 from typing import NamedTuple
 
@@ -38,6 +45,7 @@ class Item(NamedTuple):
       here: what it is now; empty if it is missing.
       why: a remark.
       test: the test that shows it.
+      breaks: a file, a text that stands once in it, and what makes the test fail in its place.
     """
 
     name: str
@@ -46,6 +54,7 @@ class Item(NamedTuple):
     here: str = ""
     why: str = ""
     test: str = ""
+    breaks: tuple[str, ...] = ()
 
     def names(self):
         """``(dotted name, its arguments)`` of what it is here."""
@@ -56,8 +65,12 @@ class Item(NamedTuple):
 def sections():
     """``(title, what stands before its table, items)`` of each section."""
     for section in tomllib.loads(TABLE.read_text())["section"]:
-        items = [Item(word=item.pop("is"), **item) for item in section["items"]]
+        items = [_read(**item) for item in section["items"]]
         yield section["title"], section.get("intro", ""), items
+
+
+def _read(breaks=(), **item):
+    return Item(word=item.pop("is"), breaks=tuple(breaks), **item)
 
 
 def every_item():
@@ -105,8 +118,42 @@ def _marked(text):
     return f"`{text}`"
 
 
+def copy(folder):
+    """Copy what the tests read of the house into a folder."""
+    for name in ("boostax", "tests", "docs", "benchmarks", "examples", "notebooks"):
+        ignored = shutil.ignore_patterns("__pycache__", "build")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for path in ROOT.glob("*.*"):
+        if path.is_file():
+            shutil.copy(path, folder)
+
+
+def broken(item, house):
+    """Return pytest's exit status on the test of an item in a broken copy, and its output."""
+    path, (old, new) = house / item.breaks[0], item.breaks[1:]
+    whole = path.read_text()
+    path.write_text(whole.replace(old, new))
+    flags = "-x -q -m= -n0 -p no:cacheprovider --no-header --tb=short"
+    command = [sys.executable, "-m", "pytest", *flags.split(), f"tests/{item.test}"]
+    given = {**os.environ, "PYTHONPATH": str(house), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=house, env=given, capture_output=True, text=True)
+    finally:
+        path.write_text(whole)
+    return done.returncode, done.stdout
+
+
 if __name__ == "__main__":
-    if "--write" in sys.argv:
+    if "--break" in sys.argv:
+        words = sys.argv[sys.argv.index("--break") + 1 :]
+        with tempfile.TemporaryDirectory() as folder:
+            copy(pathlib.Path(folder))
+            for item in every_item():
+                if item.breaks and any(word in item.name + item.test for word in words):
+                    status, told = broken(item, pathlib.Path(folder))
+                    last = [line for line in told.splitlines() if line.startswith("E ")][-1:]
+                    print("fails" if status == 1 else f"SURVIVES ({status})", item.name, *last)
+    elif "--write" in sys.argv:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
         sys.exit(f"{PAGE.relative_to(ROOT)} is not what the table says: --write")

@@ -7,6 +7,7 @@ import re
 import types
 
 import items
+import pytest
 
 from boostax.config.dictionary import GROUPS, SWITCHES
 
@@ -69,6 +70,30 @@ def test_a_test_that_is_named_exists():
         file, _, name = test.partition("::")
         text = (items.ROOT / "tests" / file).read_text()
         assert re.search(rf"^def {name}\(", text, re.M), f"{file} has no {name}"
+
+
+def test_a_text_that_is_broken_stands_once_in_its_file():
+    for item in ITEMS:
+        assert bool(item.breaks) == bool(item.test), item
+        path, old, new = item.breaks or ("README.md", "# boostax\n", "")
+        assert (items.ROOT / path).read_text().count(old) == 1 and new != old, item
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    items.copy(folder := tmp_path_factory.mktemp("house"))
+    return folder
+
+
+# Items that are broken by one text and shown by one test are one case.
+CASES = {(item.breaks, item.test): item for item in ITEMS if item.breaks}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("item", CASES.values(), ids=lambda item: item.name)
+def test_the_test_of_an_item_fails_where_the_item_is_broken(item, house):
+    status, told = items.broken(item, house)
+    assert status == 1, told
 
 
 def test_no_item_is_said_twice():
