@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import types
 
@@ -13,18 +14,8 @@ from boostax.config.dictionary import GROUPS, SWITCHES
 
 ITEMS = items.every_item()
 NAMES = [item.name for item in ITEMS]
-# What the packages export.
-PUBLIC = """
-AutoBoost OptimizerProcess ParameterProcess BoostTrainOneStepCell BoostTrainOneStepWithLossScaleCell
-LessBN GradientFreeze FreezeOpt freeze_cell GradientAccumulation AdaSum DimReduce
-GroupLossScaleManager amp.auto_mixed_precision amp.build_train_network amp.custom_mixed_precision
-amp.get_white_list amp.get_black_list amp.all_finite amp.StaticLossScaler
-amp.DynamicLossScaler LossScaleManager FixedLossScaleManager DynamicLossScaleManager
-nn.FixedLossScaleUpdateCell nn.DynamicLossScaleUpdateCell nn.TrainOneStepWithLossScaleCell
-nn.TrainOneStepCell Optimizer DecayScheduler Constant ExponentialDecay SGD RMSProp AdaGrad Adam
-DistOpt backward_and_update backward_and_update_half backward_and_partial_update
-backward_and_sparse_update
-""".split()
+# What the packages export, and the keys in their documents: benchmarks/peers/signatures.py.
+EXPORTED = json.loads((items.ROOT / "tests" / "golden" / "signatures.json").read_text())
 
 
 def test_the_page_is_the_table():
@@ -100,13 +91,44 @@ def test_no_item_is_said_twice():
     assert sorted(NAMES) == sorted(set(NAMES))
 
 
-def test_every_public_name_and_every_key_is_an_item():
-    starts = {re.match(r"[\w.]+", name)[0] for name in NAMES if re.match(r"[\w.]+", name)}
-    heads = starts | {start.rpartition(".")[0] for start in starts}
-    assert not set(PUBLIC) - heads
-    keys = {f"{group}.{key}" for group, settings in GROUPS.items() for key in settings}
-    keys |= {"boost.mode", *(f"boost.{name}" for name in SWITCHES)}
-    assert not keys - set(NAMES)
+CALL = re.compile(r"(?:amp\.|nn\.|DistOpt\.)?([\w.]+)(?:\(([^()]*)\))?")
+
+
+def said():
+    """Return ``{(name, its param or ""): default}``; ``.name`` belongs to the class before it."""
+    found = {}
+    for item in ITEMS:
+        of = ""
+        for name, given in CALL.findall(item.name):
+            name = of + name if name[0] == "." else name
+            of = name.partition(".")[0]
+            for param in map(str.strip, given.split(",")):
+                found[name, param] = found.get((name, param)) or item.default
+            found[name, ""] = ""
+    return found
+
+
+@pytest.mark.parametrize("peer", ["mindspore", "singa"])
+def test_every_name_that_a_package_exports_is_an_item_with_its_default(peer):
+    found, missing = said(), []
+    for name, given in EXPORTED[peer].items():
+        name = name.removeprefix("DistOpt.")
+        if not any(known == name or known.startswith(f"{name}.") for known, _ in found):
+            missing.append(name)
+        for param, default in given.items():
+            told = found.get((name, param), "no item")
+            if told.replace('"', "'") != default:
+                missing.append(f"{name}({param}): {default or 'no default'}, not {told}")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_key_in_the_documents_is_an_item_with_its_default():
+    told = {item.name: item.default for item in ITEMS}
+    for name, default in EXPORTED["keys"].items():
+        assert told[name] == default, name
+    assert EXPORTED["keys"].keys() <= {"boost.mode", *(f"boost.{name}" for name in SWITCHES)} | {
+        f"{group}.{key}" for group, settings in GROUPS.items() for key in settings
+    }
 
 
 def test_defaults_of_keys_are_those_that_a_configuration_has():
