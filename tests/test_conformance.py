@@ -165,13 +165,13 @@ def test_a_group_manager_has_the_scales_of_mindspore_and_its_weights_but_for_a_n
 
     params = as_flax(split(arrays()["mlp_start"], ABOUT["shapes"]["mlp"]))
     params = jax.tree.map(jnp.asarray, params)
-    step = boost.make_train_step(
-        loss_fn, ours.optimizer_of(ABOUT["optimizers"][run["optimizer"]], False), params
-    )
+    inner = ours.optimizer_of(ABOUT["optimizers"][run["optimizer"]], False)
+    step = boost.make_train_step(loss_fn, inner, params)
     state, worst, kept = step.init(params), 0.0, iter(arrays()[f"{run['program']}_w"])
     batches = zip(arrays()["mlp_x"], arrays()["mlp_y"], ABOUT["overflows"], strict=True)
     for i, (x, y, overflows) in enumerate(batches):
-        state, _ = step(state, (x, y, np.tile(np.float32(overflows), (len(x), 1))))
+        state, told = step(state, (x, y, np.tile(np.float32(overflows), (len(x), 1))))
+        assert told["group_0_scale"] == state.opt_state.scales[0]
         scales = arrays()[f"{run['program']}_scales"][i, 1:3]
         np.testing.assert_allclose(state.opt_state.table, scales, rtol=2e-6)
         if i + 1 in ABOUT["kept_after"]:

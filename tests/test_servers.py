@@ -290,7 +290,7 @@ def test_servers_of_a_state_are_averaged_where_they_become_one():
 )
 def test_a_configuration_names_the_devices_of_a_server(data):
     boost = auto(data)
-    assert boost.config["reduce"] == {"kind": "adasum-delta", "within": 4}
+    assert boost.config.get("reduce") == {"kind": "adasum-delta", "within": 4}
     assert auto(json.loads(json.dumps(boost.config))).config == boost.config
     if "boost" in data:
         tx = boost.optimizer(optax.adam(RATE), narrow(), axis_name="data")
