@@ -175,6 +175,7 @@ def test_training(level):
     state, told = follow(step, step.init(jnp.zeros((4, 4))), [x] * 20)
     assert told[-1]["loss"] < told[0]["loss"] / 4
     assert state.params.dtype == boostax.policy(level).param_dtype
+    assert ("another product" in low_primitives(step.oracle, *state[1:3], x)) == (level == "O0")
 
 
 # Flax models.

@@ -191,6 +191,9 @@ def test_a_scale_put_into_a_state_is_a_scalar():
         tx.update(boostax.precision.assume_scaled(PARAMS, state), state, PARAMS)
     with pytest.raises(ValueError, match=f"scale_loss: {told}"):
         boostax.precision.scale_loss(jnp.float32(1), state)
+    new = state._replace(scale=jnp.float32(4.0))
+    updates, _ = tx.update(boostax.precision.assume_scaled(PARAMS, new), new, PARAMS)
+    assert (updates["w"] == np.float32(-0.1) / 4).all()
     step = boostax.make_train_step(loss, tx)
     with pytest.raises(ValueError, match=r"opt_state must be shaped \(\) at 'scale', got \(1,\)"):
         step(step.init(PARAMS)._replace(opt_state=state), X)

@@ -287,9 +287,7 @@ def optax_of(optimizer):
     given = {k: scheduled(x) for k, x in optimizer.items() if k != "class"}
     lr, eps = given.pop("lr"), given.pop("epsilon", 1e-8)
     # Decay is added to a gradient before all else.
-    decay = (
-        [optax.add_decayed_weights(given.pop("weight_decay"))] if "weight_decay" in given else []
-    )
+    decay = [optax.add_decayed_weights(given.pop(x)) for x in given.keys() & {"weight_decay"}]
     varies = any(map(callable, [*given.values(), eps]))
     make = optax.inject_hyperparams if varies else lambda factory: factory
     match optimizer["class"]:
