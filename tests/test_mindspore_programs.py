@@ -3,9 +3,13 @@
 150 are on record: ``python benchmarks/drawn_programs.py --write``.
 """
 
+import json
+import pathlib
+
 import pytest
 from conformance import ours
 from conformance.compare import PYTHON, outcomes
+from peers import signatures
 from peers.programs import active, draw, smaller
 
 # None of the record, whose seeds are the first.
@@ -18,6 +22,13 @@ def test_weights_are_those_of_mindspore_or_a_note_says_that_they_are_not():
     found = dict(zip(SEEDS, outcomes(programs, PYTHON), strict=True))
     assert not {seed: x for seed, x in found.items() if x.fate in ("different", "refused")}
     assert sum(x.fate == "equal" for x in found.values()) >= len(SEEDS) // 2
+
+
+@pytest.mark.mindspore
+def test_the_items_are_what_the_installed_package_exports():
+    (package,) = pathlib.Path(PYTHON).parents[1].glob("lib/python*/site-packages/mindspore")
+    record = json.loads(signatures.RECORD.read_text())
+    assert signatures.of_mindspore(package) == {x: record[x] for x in ("mindspore", "keys")}
 
 
 @pytest.mark.mindspore

@@ -84,8 +84,8 @@ def keys(text: str) -> dict[str, str]:
     return found
 
 
-def read(package: pathlib.Path, opt: pathlib.Path) -> dict[str, dict]:
-    """Return the record, of a folder ``mindspore`` and a file ``opt.py``."""
+def of_mindspore(package: pathlib.Path) -> dict[str, dict]:
+    """Return what the folder ``mindspore`` exports."""
     found: dict[str, dict[str, str]] = {}
     for pattern, names in FILES.items():
         if isinstance(names, str):
@@ -93,8 +93,7 @@ def read(package: pathlib.Path, opt: pathlib.Path) -> dict[str, dict]:
         for path in package.glob(pattern):
             found |= signatures(path.read_text(), names)
     documents = keys((package / "boost" / "boost.py").read_text())
-    singa = dict(signatures(opt.read_text()))
-    return {"mindspore": found, "keys": documents, "singa": singa}
+    return {"mindspore": found, "keys": documents}
 
 
 if __name__ == "__main__":
@@ -103,7 +102,7 @@ if __name__ == "__main__":
     parser.add_argument("opt", type=pathlib.Path)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    record = read(given.package, given.opt)
+    record = of_mindspore(given.package) | {"singa": dict(signatures(given.opt.read_text()))}
     if given.write:
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     elif record != json.loads(RECORD.read_text()):
