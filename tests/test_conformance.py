@@ -7,27 +7,16 @@ Every run that MindSpore ended, by its dictionaries and by each switch: 20 steps
 import itertools
 import json
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import ours
 from lanes import lanes
-from mindspore_runs import ABOUT, GOLDEN, arrays, as_flax, place, split, turned
+from mindspore_runs import ABOUT, GOLDEN, arrays, place
 
 from boostax.config import dictionary, mindspore
 from boostax.config.auto import auto
-from boostax.precision import scale_boundary
 
 ATOL = 1e-4
-
-
-NETWORKS = {
-    "mlp": {"kind": "mlp", "sizes": [12, 16, 16, 20, 16, 16, 4]},
-    "tiny": {"kind": "mlp", "sizes": [6, 10, 4]},
-    "resnet": {"kind": "resnet", "sizes": [16, 4, 5, 4]},
-}
 
 
 def given(run):
@@ -45,33 +34,16 @@ def read(run):
     return auto(given(run), level=run["level"], strict=strict)
 
 
-def train(run):
-    """Weights after the steps kept, and each step's loss."""
-    start = split(arrays()[f"{run['network']}_start"], ABOUT["shapes"][run["network"]])
-    batches = [arrays()[f"{run['network']}_{axis}"] for axis in "xy"]
+def difference(run):
+    """The largest, over all weights kept and over the losses."""
     # MindSpore makes the optimizer anew for these, by groups of params, which it decays as a whole.
     anew = run["switches"]["less_bn"] or run["switches"]["grad_freeze"]
     inner = ours.optimizer_of(ABOUT["optimizers"][run["optimizer"]], anew)
-    told = ours.train(read(run), ours.module_of(NETWORKS[run["network"]]), start, batches, inner)
-    kept = [told[i - 1][0] for i in ABOUT["kept_after"]]
-    return kept, np.array([metrics["loss"] for _, metrics, _ in told])
-
-
-def difference(run):
-    """The largest, over all weights kept and over the losses."""
-    kept, losses = train(run)
-    names, shapes = ABOUT["programs"][run["program"]]["params"], ABOUT["shapes"][run["network"]]
-    shapes = {name: shapes.get(name, ()) for name in names}
-    # The norms that LessBN takes out are not there; in MindSpore nothing but decay moves them.
-    pairs = [
-        (ours.at(params, place(name)), turned(expected))
-        for params, flat in zip(kept, arrays()[f"{run['program']}_w"], strict=True)
-        for name, expected in split(flat, shapes).items()
-        if ".bn1." not in name or ours.at(params, place(name)) is not None
-    ]
-    if run["way"] == "boost":  # Of Model's runs there are no losses.
-        pairs.append((losses, arrays()[f"{run['program']}_losses"]))
-    return max(float(np.abs(found - expected).max()) for found, expected in pairs)
+    told, worst = ours.rerun(run, read(run), inner)
+    if run["way"] != "boost":  # Of Model's runs there are no losses.
+        return worst
+    losses = np.array([metrics["loss"] for _, metrics, _ in told])
+    return max(worst, float(np.abs(losses - arrays()[f"{run['program']}_losses"]).max()))
 
 
 def key(run):
@@ -153,31 +125,13 @@ def test_a_group_manager_has_the_scales_of_mindspore_and_its_weights_but_for_a_n
     manager = mindspore.GroupLossScaleManager(ABOUT["init_scale"], [layers[:3], layers[3:]])
     boost = auto(run["config"] | {"loss_scale_manager": manager}, level="O1")
 
-    def loss_fn(params, batch, scales=None):
-        x, y, overflows = batch
-        first = jnp.where(overflows[0], jnp.inf, 0.0)  # what an Ascend would find in each group
-        for i, name in enumerate(layers):
-            x = scale_boundary(x, scales, 0, 1) if i == 3 else x
-            x = x @ params[name]["kernel"] + params[name]["bias"]
-            x = nn.relu(x) if i < 5 else x
-        extra = first[0] * params["fc1"]["bias"].sum() + first[1] * params["fc4"]["bias"].sum()
-        return jnp.mean((x - y) ** 2) + extra
-
-    params = as_flax(split(arrays()["mlp_start"], ABOUT["shapes"]["mlp"]))
-    params = jax.tree.map(jnp.asarray, params)
+    # What an Ascend would find in each group, in each row of a batch.
+    rows = np.repeat(np.array(ABOUT["overflows"], bool)[:, None], len(arrays()["mlp_x"][0]), 1)
     inner = ours.optimizer_of(ABOUT["optimizers"][run["optimizer"]], False)
-    step = boost.make_train_step(loss_fn, inner, params)
-    state, worst, kept = step.init(params), 0.0, iter(arrays()[f"{run['program']}_w"])
-    batches = zip(arrays()["mlp_x"], arrays()["mlp_y"], ABOUT["overflows"], strict=True)
-    for i, (x, y, overflows) in enumerate(batches):
-        state, told = step(state, (x, y, np.tile(np.float32(overflows), (len(x), 1))))
-        assert told["group_0_scale"] == state.opt_state.scales[0]
-        scales = arrays()[f"{run['program']}_scales"][i, 1:3]
-        np.testing.assert_allclose(state.opt_state.table, scales, rtol=2e-6)
-        if i + 1 in ABOUT["kept_after"]:
-            found = [ours.at(state.params, place(name)) for name in ABOUT["shapes"]["mlp"]]
-            expected = split(next(kept), ABOUT["shapes"]["mlp"]).values()
-            gaps = [abs(x - turned(y)).max() for x, y in zip(found, expected, strict=True)]
-            worst = max(worst, float(max(gaps)))
+    told, worst = ours.rerun(run, boost, inner, rows)
+    tables, scales = [table for _, _, table in told], arrays()[f"{run['program']}_scales"]
+    np.testing.assert_allclose(tables, scales[:, 1:3], rtol=2e-6)
+    first = [metrics["group_0_scale"] for _, metrics, _ in told]
+    np.testing.assert_array_equal(first, np.exp2(np.floor(np.log2(tables)))[:, 0])
     assert ATOL < worst <= 7e-4, worst  # 1.2 times as measured
     assert "MindSpore divides by the scale after its update" in " ".join(boost.notes)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conformance import ours
 from lanes import lanes
 from mindspore_runs import ABOUT, arrays, as_flax, split
 from training import follow, losses_of
@@ -24,12 +25,6 @@ from boostax.subspace import checkpoint_snapshots, pca_basis
 
 def tiny(flat):
     return as_flax(split(flat, ABOUT["shapes"]["tiny"]))
-
-
-def tiny_loss(params, batch):
-    x, y = batch
-    hidden = jax.nn.relu(x @ params["fc1"]["kernel"] + params["fc1"]["bias"])
-    return jnp.mean((hidden @ params["fc2"]["kernel"] + params["fc2"]["bias"] - y) ** 2)
 
 
 def with_files(config, folder):
@@ -64,15 +59,7 @@ QUICK = ("dim_reduce_checkpoints", "dim_reduce_accumulate_2")
 def test_weights_are_those_of_mindspore(name, tmp_path):
     run = mindspores_runs()[name]
     boost = auto(with_files(run["config"], tmp_path), level=run["level"])
-    params = jax.tree.map(jnp.asarray, tiny(arrays()["tiny_start"]))
-    step = boost.make_train_step(tiny_loss, optax.sgd(0.1), params)
-    state, worst, kept = step.init(params), 0.0, iter(arrays()[f"{run['program']}_w"])
-    for i, batch in enumerate(zip(arrays()["tiny_x"], arrays()["tiny_y"], strict=True)):
-        state, _ = step(state, batch)
-        if i + 1 in ABOUT["kept_after"]:
-            expected = tiny(next(kept))
-            gaps = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, expected)
-            worst = max(worst, *jax.tree.leaves(gaps))
+    _, worst = ours.rerun(run, boost, optax.sgd(0.1))
     if name == "dim_reduce_accumulate_2":
         # There the direction is of a window, and the loss of its last micro-batch.
         assert worst > 0.1
@@ -232,12 +219,6 @@ def test_what_a_finish_from_files_would_leave_out_is_refused(beside):
     text = rf"^Boost.optimizer: config.{name} must be left out with dim_reduce from the first step"
     with pytest.raises(ValueError, match=text):
         boost.make_train_step(loss_fn, INNER, start(), axis_name="data")
-
-
-def test_what_mindspore_leaves_out_beside_dim_reduce_is_noted():
-    job = {"boost": {"mode": "enable_all"}, "dim_reduce": {"weight_load_dir": "weights"}}
-    notes = auto(job).notes
-    assert "boost.adasum = True has no effect: dim_reduce takes its place." in notes
 
 
 def test_files_of_other_params_are_refused_by_name(tmp_path):

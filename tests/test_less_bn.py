@@ -1,6 +1,7 @@
 """LessBN: which norms go, that nothing of them is left, and the head of cosines."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from mindspore_runs import LEAVES, turned
 
 from boostax._core.trees import names
 from boostax.model.less_bn import less_bn
@@ -451,19 +453,13 @@ class Recorded(nn.Module):
         return nn.Dense(4, name="fc")(x)
 
 
-def flax_params(run, tree):
+def flax_params(run):
     """MindSpore's weights, which lead with the outputs, in the places of Flax's."""
-    names = {"kernel": "weight", "bias": "bias", "scale": "gamma"}
-
-    def leaf(path, like):
-        layer, kind = path[0].key, path[1].key
-        name = "beta" if kind == "bias" and f"w_{layer}.beta" in run else names[kind]
-        w = run[f"w_{layer}.{name}"]
-        w = np.moveaxis(w, (0, 1), (-1, -2)) if w.ndim > 1 else w
-        assert w.shape == like.shape
-        return w
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    tree = {name[2:].rpartition(".")[0]: {} for name in run if name.startswith("w_")}
+    for module, leaf in itertools.product(tree, LEAVES):
+        if (name := f"w_{module}.{leaf}") in run:
+            tree[module][LEAVES[leaf]] = turned(run[name])
+    return tree
 
 
 def test_mindspores_network(golden):
@@ -474,7 +470,7 @@ def test_mindspores_network(golden):
     assert set(report.removed) == {"k1.bd", *sum(blocks, ())}
     for model, name in ((Recorded(), "y_plain_train"), (less, "y_lessbn_train")):
         variables = model.init(KEY, x)
-        variables = {**variables, "params": flax_params(run, variables["params"])}
+        variables = {**variables, "params": flax_params(run)}
         y, _ = model.apply(variables, x, mutable=["batch_stats"])
         error = np.abs(y - run[name]).max()
         print(f"{name}: {error:.1e} off")

@@ -35,13 +35,11 @@ TOP_K, BUCKET, WHOLE = (
     {"bucket_bytes": 180},
     {"bucket_bytes": 2**23},
 )
+HALF, SENT = {"dist_option": "half"}, {"kind": "mean", "dtype": "float16"}
 READ = (
     ({"dist_option": "plain"}, {"kind": "mean"}),
-    ({"dist_option": "half", "threshold": 45}, {"kind": "mean", "dtype": "float16"} | BUCKET),
-    (
-        {"dist_option": "half", "clipping": True, "clip_Value": 0.75},
-        {"kind": "mean", "dtype": "float16", "clip": 0.75},
-    ),
+    (HALF | {"threshold": 45}, SENT | BUCKET),
+    (HALF | {"clipping": True, "clip_Value": 0.75}, SENT | {"clip": 0.75}),
     ({"dist_option": "partialUpdate", "threshold": 45}, {"kind": "partial"} | BUCKET),
     ({"dist_option": "partialUpdate"}, {"kind": "partial"} | WHOLE),
     (TOP_K | {"topK": True}, {"kind": "top-k", "density": 0.1} | WHOLE),

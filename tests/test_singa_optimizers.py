@@ -240,11 +240,3 @@ def test_a_run_of_singas_goes_on_in_optax(name):
         assert all(int(counter) == 7 for counter in counters)
         history, _, _ = optax_run(tx, params, state, late)
         assert_near(jax.device_get(history), expected, 1e-12)
-
-
-def test_optax_sets_only_the_outermost_field_of_a_name():
-    """Why ``set_states`` above is not ``tree_set``: it leaves nested counters alone, silently."""
-    tx, params = CASES["adam"][1], cast(normal(0), "float32")
-    state = tree_utils.tree_set(tx.init(params), count=jnp.int32(7))
-    counters = [int(value) for _, value in tree_utils.tree_get_all_with_path(state, "count")]
-    assert 0 in counters and 7 in counters

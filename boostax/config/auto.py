@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-import jax.numpy as jnp
 import optax
 
 import boostax
@@ -17,7 +16,7 @@ from boostax.config import dictionary, keys
 from boostax.config.refusals import require
 from boostax.model.less_bn import LessBNReport, changed
 
-PyTree = Any
+PyTree: TypeAlias = Any
 Tx: TypeAlias = optax.GradientTransformation
 Axes: TypeAlias = axes.AxisName | None
 Report: TypeAlias = LessBNReport | None
@@ -25,8 +24,6 @@ Report: TypeAlias = LessBNReport | None
 Own: TypeAlias = Mapping[str, tuple[keys.Factory, str]]
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
-# Parts that may stand beside a dim_reduce that begins at once.
-_WITH_FILES = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +47,10 @@ class Boost:
 
     def __post_init__(self) -> None:
         """Refuse parts that exclude one another."""
-        config, (kind, _) = self.config, _reduction(self.config, self.own)
+        config, (kind, _, _) = self.config, self._parts("reduce")[0]
         asked = config.get("reduce", _MEAN)
         require(asked == _MEAN or kind == asked["kind"], "replaced", asked["kind"], kind=kind)
-        half = self.policy is not None and self.policy.compute_dtype == jnp.float16
+        half = self.policy is not None and self.policy.compute_dtype == "float16"
         require("loss_scale" in config or not half, "half", None)
         finish = config.get("dim_reduce", {"every": None})
         every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
@@ -96,19 +93,17 @@ class Boost:
         """
         finish = self.config.get("dim_reduce", {})
         checks.transformation("Boost.optimizer", "inner", inner)
-        kind, asked = _reduction(self.config, self.own)
-        fits = asked == _MEAN or not self.strict
-        require(fits or axis_name is not None, "axis", None, kind=kind)
+        kind, _, asked = self._parts("reduce")[0]
+        require(asked == _MEAN or not self.strict or axis_name is not None, "axis", None, kind=kind)
         if finish.keys() & {*keys.FILES}:
             for name, value in self.config.items():
-                fits = name in _WITH_FILES or (name, value) == ("reduce", _MEAN)
+                fits = name in keys.DATA["with_files"] or (name, value) == ("reduce", _MEAN)
                 require(fits, "whole", value, name=name)
             residual = None if "residual_rate" in finish else inner
             return self.finish(keys.FILES, params, residual=residual, axis_name=axis_name)
-        order = list(keys.ORDER)
+        order = list(keys.DATA["order"])
         drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
-        hint = "'window' puts the scaler inside."
-        checks.choice("accumulate", "drop", drop, ("micro-batch", "window"), hint)
+        require(drop in ("micro-batch", "window"), "drop", drop)
         if drop == "window":
             # If the scaler is inside the window, an overflow drops the whole window.
             order.remove("loss_scale")
@@ -158,9 +153,8 @@ class Boost:
             although it is on, or params of another model.
         """
         self._require_less_bn(less_bn, params)
-        options = {"microbatches": self.config.get("microbatches", 1), "axis_name": None} | options
-        axis_name: axes.AxisName | None = options["axis_name"]
-        tx = self.optimizer(inner, params, axis_name=axis_name, less_bn=less_bn)
+        options.setdefault("microbatches", self.config.get("microbatches", 1))
+        tx = self.optimizer(inner, params, axis_name=options.get("axis_name"), less_bn=less_bn)
         return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 
     def finish(
@@ -200,30 +194,26 @@ class Boost:
         there = [x for x in report.removed if f"/{x}/" in paths]
         if paths and report.head and f"/{report.head}/multiplier/" not in paths:
             there.append(report.head)
-        got = f"params of the model as it was at {', '.join(there)}"
-        require(not there, "unchanged", got)
+        require(not there, "unchanged", f"params of the model as it was at {', '.join(there)}")
 
     def _stacked(self, order: Sequence[str], inner: Tx, place: Any) -> Any:
         """Put each part, in the one order, in front of the chain so far or around it."""
-        parts, config = [inner], {"reduce": _MEAN} | self.config
-        replicas = axes.canonical("Boost.optimizer", place["axis_name"])
-        for key in order if replicas else (key for key in order if key != "reduce"):
-            found = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
-            # A user's reduction replaces the one of boostax; other parts of a user stand behind it.
-            if key in config and not (found and key == "reduce"):
-                # A key with a single factory has the kind "".
-                factory = keys.PARTS[key][config[key]["kind"] if "" not in keys.PARTS[key] else ""]
-                found = [(factory, config[key]), *found]
-            for factory, given in found:
+        parts, replicas = [inner], axes.canonical("Boost.optimizer", place["axis_name"])
+        for key in order:
+            for _, factory, given in self._parts(key) if replicas or key != "reduce" else ():
                 parts = keys.layer(factory, given, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
 
-
-def _reduction(config: Mapping[str, Any], own: Own) -> tuple[str, Any]:
-    """Return the kind of the reduction, or the name of a user's, and its arguments."""
-    asked = config.get("reduce", _MEAN)
-    users = [(name, config[name]) for name, (_, key) in own.items() if key == "reduce"]
-    return (*users, (asked["kind"], asked))[0]
+    def _parts(self, key: str) -> list[tuple[str, keys.Factory, Any]]:
+        """Return the kind, factory and arguments of each part of a key, the user's parts last."""
+        own = [(x, f, self.config[x]) for x, (f, where) in self.own.items() if where == key]
+        given = self.config.get(key, _MEAN if key == "reduce" else None)
+        # A user's reduction replaces the one of boostax; other parts of a user stand behind it.
+        if given is None or (own and key == "reduce"):
+            return own
+        # A key with a single factory has the kind "".
+        kind = "" if "" in keys.PARTS[key] else given["kind"]
+        return [(kind, keys.PARTS[key][kind], given), *own]
 
 
 @checks.arguments
@@ -294,9 +284,8 @@ def auto(
     given: Any = _loaded(spec) if is_file else spec
     if isinstance(given, str) and given in dictionary.LEVELS and level is None:
         given, level = {}, given
-    require(
-        isinstance(given, Mapping), "spec", given, near=checks.nearest(given, dictionary.LEVELS)
-    )
+    near = checks.nearest(given, dictionary.LEVELS)
+    require(isinstance(given, Mapping), "spec", given, near=near)
     data = dict(cast("keys.Data", given))
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", bool(strict) if strict is None else strict)
@@ -307,29 +296,28 @@ def _read(data: dict[str, Any], level: str, strict: bool | None, own: Own) -> Bo
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
     foreign = dictionary.is_mindspore(data)
     asked, strict = strict, not foreign if strict is None else strict
-    theirs = {*dictionary.KEYS} if foreign else set[str]()
-    if foreign and not data.keys() - theirs & {*keys.KEYS, *own, "singa"}:
-        theirs |= data.keys()  # Where all keys are MindSpore's, it ignores those that are unknown.
-    taken = {key: data.pop(key) for key in tuple(data) if key in theirs}
+    # Where all keys are MindSpore's, it ignores those that are unknown.
+    both = data.keys() - {*dictionary.KEYS} & {*keys.KEYS, *own, "singa"}
+    taken = {x: data.pop(x) for x in [*data] if foreign and (x in dictionary.KEYS or not both)}
     config, notes = dictionary.from_mindspore(taken, level, strict=strict)
-    said = {key: (options, "MindSpore's dictionary") for key, options in config.items() if taken}
+    said = dict.fromkeys(config if taken else (), "MindSpore's dictionary")
     if "singa" in data:
-        config["reduce"], said["reduce"] = dictionary.from_singa(data.pop("singa")), ({}, "singa")
+        config["reduce"], said["reduce"] = dictionary.from_singa(data.pop("singa")), "singa"
     keys.known(data, (*keys.KEYS, *own), "keys")
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
-        options, whose = said.get(key, ({}, ""))
+        whose, before = said.get(key, ""), config.get(key)
         # Beside MindSpore's dictionary stand settings that it has no word for, such as an order.
-        more = name == key and isinstance(value, Mapping) and not value.keys() & options.keys()
+        more = name == key and isinstance(value, Mapping) and not value.keys() & {*(before or ())}
         fits = not whose or (more and whose[0] == "M")
         require(fits, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
-        said[key] = ({}, f"another {key}")
+        said[key] = f"another {key}"
         if name == "microbatches":
             config[key] = checks.positive_int(_WHO, name, value, "1 takes each batch whole.")
         elif value is None or value is False:
             config.pop(key, None)
         else:
-            config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
+            config[key] = keys.part(name, value, before, own.get(name, [None])[0])
     return Boost(config, notes, own, strict and (asked is True or level == "O0"))
 
 

@@ -7,14 +7,13 @@ boostax may train other weights. Each mode of SINGA's is a reduction here;
 ``docs/coming_from/singa.md`` says how they differ. Nothing is global.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from boostax._core import checks
 from boostax.config import keys
-from boostax.config.refusals import require
+from boostax.config.refusals import WORDS, require
 
 _WHO = "mindspore"
 # The keys of MindSpore, their defaults and the notes.
@@ -25,15 +24,12 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
 KEYS = ("boost", *GROUPS, "loss_scale_manager")
 # The setting that each argument comes from.
 _NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
-# A factor of a loss scale from here on is a window in the wrong place.
-_SLIP = 100
 
 
 def is_mindspore(data: Mapping[str, Any]) -> bool:
     """Return whether a dictionary is MindSpore's: it has a key that boostax does not have."""
-    shared = _DATA["shared"]
-    both = {name: data[name] for name in shared if isinstance(data.get(name), Mapping)}
-    inside = [x.keys() & GROUPS[name].keys() - {*shared[name]} for name, x in both.items()]
+    theirs = {name: GROUPS[name].keys() - {*shared} for name, shared in _DATA["shared"].items()}
+    inside = (theirs[x] & data[x].keys() for x in theirs if isinstance(data.get(x), Mapping))
     return bool(data.keys() & ({*KEYS, *SWITCHES} - {*keys.KEYS})) or any(inside)
 
 
@@ -77,7 +73,7 @@ def from_mindspore(
     References:
       MindSpore 2.10, ``mindspore/boost/boost.py``, ``boost_cell_wrapper.py``.
     """
-    ledger = _Ledger(strict)
+    ledger = _Ledger(strict, [])
     if level not in LEVELS:
         ledger.ignore("level", level, f"{_DATA['why']['level']} {checks.nearest(level, LEVELS)}")
         level = "O0"
@@ -88,15 +84,35 @@ def from_mindspore(
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
     on = _switches(ledger, given.get("boost", {}), level, cell)
     settings = {x: _settings(ledger, x, given.get(x, {}), on.get(x, True)) for x in GROUPS}
-    config = _config(on, settings, manager)
-    ledger.notes += _differing(on, config, manager, level)
+    # Nobody divides by a fixed scale, but the optimizer by a loss_scale of its own.
+    fixed = bool(manager) and not cell
+    sens = manager["scale"] if fixed else 1.0
+    settings |= {"loss_scale": manager, "sens": {"step_size": sens}}
+    if on["dim_reduce"]:
+        settings["dim_reduce"]["residual_rate"] *= sens
+    on |= {
+        "O0": level == "O0" and any(on.values()),
+        # Each depth would keep a scaler, which without overflows to skip only protects f16.
+        "loss_scale": bool(manager) and not (fixed and on["grad_freeze"]),
+        "sens": sens != 1 and not on["dim_reduce"],
+        "gc_flag": settings["less_bn"].pop("centralize", False),
+        "interval": settings["grad_freeze"].get("kind") == "interval",
+        "cell": bool(cell),
+        "fixed": fixed,
+        "slip": manager.get("growth_factor", 0) >= _DATA["slip"],
+    }
+    rows = ((name, x) for name, x in _DATA["parts"].items() if on[name])
+    parts = {x["is"]: settings.get(x.get("of", name), {}) | x.get("with", {}) for name, x in rows}
+    known, true = manager | parts.get("reduce", {}), {name for name, holds in on.items() if holds}
+    for names, text in _DATA["differs"].items():
+        if any(true >= {*together.split()} for together in names.split(" or ")):
+            ledger.notes.append(text.format(**known))
     with keys.speaking_of(_WHO, _NAMES):
-        config = {key: keys.part(key, x, build=True) for key, x in config.items() if x}
+        config = {key: keys.part(key, x, build=True) for key, x in parts.items()}
     return config, tuple(ledger.notes)
 
 
-@dataclasses.dataclass
-class _Ledger:
+class _Ledger(NamedTuple):
     """The notes on a dictionary.
 
     Attributes:
@@ -105,7 +121,7 @@ class _Ledger:
     """
 
     strict: bool
-    notes: list[str] = dataclasses.field(default_factory=list[str])
+    notes: list[str]
 
     def ignore(self, name: str, value: object, why: str, said: bool = True) -> None:
         """Note that a setting has no effect; refuse it if it was said and the reading is strict."""
@@ -138,8 +154,7 @@ def _switches(ledger: _Ledger, boost: Any, level: str, cell: str) -> dict[str, b
     why = {"loss_scale_group": _DATA["why"]["cell"]} if group and not cell else {}
     taken = ((x, [y for y in others if on[y]]) for x, others in _DATA["instead"].items())
     winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
-    special = _DATA["why"].get(winner, {})
-    why |= {name: special.get(name, f"{winner} takes its place.") for name in losers}
+    why |= {x: _DATA["why"].get(winner, {}).get(x, f"{winner} takes its place.") for x in losers}
     for name, text in why.items():
         ledger.ignore(f"boost.{name}", True, text, name in asked)
     return on | dict.fromkeys(why, False)
@@ -150,64 +165,16 @@ def _settings(ledger: _Ledger, group: str, data: Any, on: bool) -> dict[str, Any
     given, found = ledger.known(group, data, GROUPS[group]), dict[str, Any]()
     for name, about in GROUPS[group].items() if on else ():
         key, value = f"{group}.{name}", given.get(name, about.get("default"))
-        if "allowed" in about:
-            fits = re.fullmatch(about["pattern"], repr(value))
-            require(fits, "setting", value, name=key, **about)
-        value = about["words"][value] if "words" in about else value
+        fits = re.fullmatch(about.get("pattern", "(?s:.*)"), repr(value))
+        require(fits, "setting", value, name=key, **about)
         if "is" in about:
-            found[about["is"]] = value
+            found[about["is"]] = about["words"][value] if "words" in about else value
         elif value != about.get("default"):
             ledger.ignore(key, value, about["why"])
     if found.get("pca_mat_path") and found["weight_load_dir"]:
-        path, why = found.pop("weight_load_dir"), "pca_mat_path takes its place."
-        ledger.ignore("dim_reduce.weight_load_dir", path, why)
+        path = found.pop("weight_load_dir")
+        ledger.ignore("dim_reduce.weight_load_dir", path, "pca_mat_path takes its place.")
     return found
-
-
-def _config(on: dict[str, bool], settings: dict[str, keys.Data], manager: keys.Data) -> keys.Data:
-    """Return the parts that are on, as a configuration of boostax."""
-    gc_flag, finish = settings["less_bn"].pop("centralize", False), settings["dim_reduce"]
-    # Nobody divides here, but the optimizer by a loss_scale of its own.
-    fixed = not manager.get("skip_nonfinite", True)
-    sens = manager["scale"] if fixed else 1.0
-    if on["dim_reduce"]:
-        finish["residual_rate"] *= sens
-    mindspores = {"cut": "mindspore", "moments": "per_group"}
-    return {
-        # Each depth would keep a scaler, which without overflows to skip only protects f16.
-        "loss_scale": not (fixed and on["grad_freeze"]) and manager,
-        "sens": sens != 1 and not on["dim_reduce"] and {"step_size": sens},
-        "accumulate": on["grad_accumulation"] and settings["grad_accumulation"],
-        "freeze": on["grad_freeze"] and settings["grad_freeze"] | mindspores,
-        # MindSpore combines the updates of each server's optimizer for its mean gradient.
-        "reduce": on["adasum"] and {"kind": "adasum-delta", **settings["common"]},
-        "centralize": gc_flag and {"multiple_of": 16, "after_decay": True},
-        "less_bn": on["less_bn"] and settings["less_bn"],
-        "dim_reduce": on["dim_reduce"] and finish | {"rule": "mindspore"},
-    }
-
-
-def _differing(
-    on: Mapping[str, bool], config: Mapping[str, Any], manager: keys.Data, level: str
-) -> list[str]:
-    """Return the notes on what may train other weights than MindSpore's."""
-    frozen = on["grad_freeze"]
-    cell = manager.get("skip_nonfinite", bool(manager))
-    holds = {
-        **on,
-        "O0": level == "O0" and any(on.values()),
-        "anew": on["less_bn"] or frozen,
-        "gc_flag": bool(config["centralize"]),
-        "interval": frozen and config["freeze"]["kind"] == "interval",
-        "cell": cell,
-        "frozen_cell": cell and frozen,
-        "fixed": bool(manager) and not cell,
-        "frozen_fixed": bool(manager) and not cell and frozen,
-        "fixed_dim_reduce": bool(manager) and not cell and on["dim_reduce"],
-        "slip": manager.get("growth_factor", 0) >= _SLIP,
-    }
-    known = manager | (config["reduce"] or {})
-    return [text.format(**known) for key, text in _DATA["differs"].items() if holds.get(key)]
 
 
 def from_singa(options: Any) -> dict[str, Any]:
@@ -245,12 +212,11 @@ def from_singa(options: Any) -> dict[str, Any]:
     standard = {} if "partitions" in given else modes[mode].get("given", {})
     given = standard | ({"clip_Value": 100.0} if clips else {}) | given
     if "threshold" in given:
-        hint = "So many elements are fused; SINGA's default is 2097152."
-        elements = checks.natural(who, "threshold", given["threshold"], hint)
+        elements = checks.natural(who, "threshold", given["threshold"], WORDS["elements"][-1])
         require(elements < 2**29, "elements", elements)
         # In bytes of f32; with buckets of one byte every leaf is alone.
         given["threshold"] = max(4 * elements, 1)
-    asked = {used.get(name, name): value for name, value in given.items()}
-    asked = {"kind": modes[mode]["kind"]} | {x: y for x, y in asked.items() if x}
+    named = {used.get(name, name): value for name, value in given.items()}
+    asked = {"kind": modes[mode]["kind"]} | {x: y for x, y in named.items() if x}
     with keys.speaking_of(who, {argument: name for name, argument in used.items()}):
         return keys.part("reduce", asked, build=True)

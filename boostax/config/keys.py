@@ -29,47 +29,30 @@ from boostax.subspace.dim_reduce import RULES
 
 Factory: TypeAlias = Callable[..., Any]
 Tx: TypeAlias = optax.GradientTransformation
-Chain: TypeAlias = list[Tx]
 Data: TypeAlias = dict[str, Any]
-
-
-_DATA = checks.table("boostax.config", "order")
-# Keys of a chain, from the optimizer outwards.
-ORDER = tuple(_DATA["order"])
+DATA = checks.table("boostax.config", "order")
 # The factories of each key by kind; a key with a single factory has the kind "".
 PARTS: dict[str, dict[str, Factory]] = {
     key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
-    for key, kinds in (_DATA["order"] | _DATA["beside"]).items()
+    for key, kinds in (DATA["order"] | DATA["beside"]).items()
 }
 # The key that a user's part of this role replaces, or stands behind.
-PLACES: dict[str, str] = {role: key for key, roles in _DATA["places"].items() for role in roles}
+PLACES: dict[str, str] = {role: key for key, roles in DATA["places"].items() for role in roles}
 # The key and the kind of each factory, whose own name is a key too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that the chain supplies because they are not data; ``tree`` stands for the params.
-_PLACE = ("axis_name", "tree", "less_bn")
-_SUPPLIED = (*_PLACE, "module", "args", "kwargs", "inner", "outer", "reduction")
 # With one of these arguments dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
-# Arguments of the functions below whose names differ in a configuration.
-_RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Replaces the params while a configuration is checked.
 _LATER = object()
-# Values for the functions below if the chain does not supply these arguments.
-_ABSENT: dict[str, Any] = dict.fromkeys((*_PLACE, "source", "residual"))
-_GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
-_STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
-_FINISH = {"n_components": 20, "every": 10, "start": 0, "rule": "boostax", "residual_momentum": 0.0}
-_UNSET = dict.fromkeys((*FILES, "residual_rate", "shrink", "slope"))
 
 
 def _axes(options: types.SimpleNamespace) -> dict[str, Any]:
     """Exclude the normalized head of LessBN from centralization, as MindSpore does."""
-    report, axes_of = options.less_bn, options.axes
-    if report is None or report.head is None or callable(axes_of):
+    head, rules = getattr(options.less_bn, "head", None), options.axes
+    if head is None or callable(rules):
         return {}
-    rules: dict[str, Any] = {} if isinstance(axes_of, str) else dict(axes_of)
-    return {"axes": {glob.escape(report.head): None} | rules}
+    return {"axes": {glob.escape(head): None} | ({} if isinstance(rules, str) else dict(rules))}
 
 
 def _groups(options: types.SimpleNamespace) -> Any:
@@ -81,8 +64,7 @@ def _groups(options: types.SimpleNamespace) -> Any:
     checks.choice("", "cut", cut, ("layers", "mindspore"), "MindSpore cuts buckets of params.")
     if groups and isinstance(groups, (tuple, Mapping)):
         return groups
-    hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
-    checks.positive_int("", "groups", groups, hint)
+    checks.positive_int("", "groups", groups, DATA["hints"]["groups"])
     require(tree is not None, "groups", tree, groups=groups)
     if tree is _LATER:
         return {"any": 0}
@@ -95,7 +77,8 @@ def _groups(options: types.SimpleNamespace) -> Any:
 
 def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
     """Make a schedule from its name or a function; a sequence of depths is one already."""
-    kind, steps = options.kind, {name: getattr(options, name) for name in _STEPS}
+    _, *names = inspect.signature(boostax.freeze.freeze_schedule).parameters
+    kind, steps = options.kind, {name: getattr(options, name) for name in names}
     groups = _groups(options)
     if isinstance(kind, tuple):
         for name, value in steps.items():
@@ -146,28 +129,27 @@ def _basis(options: types.SimpleNamespace) -> Any:
     return subspace.pca_basis(subspace.checkpoint_snapshots(options.weight_load_dir, tree), count)
 
 
-_CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
-# For each factory with arguments that are not data: the function that makes them, their names, and
-# the defaults of the data that replace them.
-_MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
-    "accumulate": (lambda _: {}, "", {"every": 1, "drop": "micro-batch"}),
-    "centralize_gradients": (_axes, "", _CENTRALIZE),
-    "dim_reduce": (_finish, "basis residual rule", _FINISH | _UNSET),
-    "group_loss_scale": (lambda options: {"labels": _groups(options)}, "labels", _GROUPS),
-    "scheduled_freeze": (_schedule, "schedule repeat", {"kind": "interval", **_GROUPS, **_STEPS}),
+# The function that makes the arguments of each factory that are not data.
+_MADE: dict[str, Factory] = {
+    "accumulate": lambda _: {},
+    "centralize_gradients": _axes,
+    "dim_reduce": _finish,
+    "group_loss_scale": lambda options: {"labels": _groups(options)},
+    "scheduled_freeze": _schedule,
 }
 
 
 @functools.cache
-def takes(factory: Factory) -> dict[str, Any]:
+def takes(factory: Factory) -> Data:
     """Return the arguments of a factory that data can express, with their defaults."""
-    _, made, instead = _MADE.get(factory.__name__, (None, "", {}))
+    about = DATA["made"].get(factory.__name__, {"make": (), "data": ()})
+    instead = {name: next(iter(default), None) for name, *default in about["data"]}
     parameters = inspect.signature(factory).parameters.items()
-    plain = {x: p.default for x, p in parameters if x not in _SUPPLIED and x not in made.split()}
-    return instead | plain | instead  # A value without a name goes to the first argument.
+    plain = {x: p.default for x, p in parameters if x not in (*DATA["supplied"], *about["make"])}
+    return instead | plain | instead
 
 
-def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any) -> Chain:
+def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: Any) -> list[Tx]:
     """Put the transformation of a factory in front of a chain, or around it.
 
     Args:
@@ -187,10 +169,9 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
         options["axis_name"] = tuple(name for name in names if name != within)
         require(0 < len(options["axis_name"]) < len(names), "within", within, who=who, names=names)
     if who in _MADE:
-        make, _, instead = _MADE[who]
-        options = instead | options
-        with speaking_of(who, _RENAMED):
-            options |= make(types.SimpleNamespace(**_ABSENT | options))
+        options = dict.fromkeys(DATA["place"]) | takes(factory) | options
+        with speaking_of(who, DATA["renamed"]):
+            options |= _MADE[who](types.SimpleNamespace(**options))
     if factory is boostax.dim_reduce and "source" not in place:  # Without a source it only records.
         return [*filter(None, [options["basis"]]), *parts]
     names = inspect.signature(factory).parameters
@@ -201,7 +182,7 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
 
 
-def chained(parts: Chain) -> Tx:
+def chained(parts: list[Tx]) -> Tx:
     """Return one transformation."""
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
@@ -243,17 +224,15 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
     factory, chosen = kinds[kind], {"kind": kind} if kind else {}
     who = factory.__name__
     known(given, takes(factory), f"arguments of {who}")
-    if chosen.items() <= before.items():
-        given = {x: y for x, y in before.items() if x not in chosen} | given
+    given = (before if chosen.items() <= before.items() else {}) | given
     for x, default in takes(factory).items():
         there = x in given or default is not inspect.Parameter.empty
         require(there, "given", None, who=who, what=x)
         if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
     if build and key != "less_bn":  # LessBN needs a model.
-        within = [given["within"]] if isinstance(given.get("within"), str) else []
-        place = {"axis_name": ("axis", *within), "tree": _LATER}
-        layer(factory, given, [optax.identity()], **place)
+        within = [x for x in (given.get("within"),) if isinstance(x, str)]
+        layer(factory, given, [optax.identity()], axis_name=("axis", *within), tree=_LATER)
     return chosen | given
 
 

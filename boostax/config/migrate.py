@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -25,7 +25,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax import states
 from boostax._core import axes, checks, mismatch, norms, trees
-from boostax._core.describe import Holds, variants_of
+from boostax._core.describe import Holds, PyTree, variants_of
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
 from boostax.accumulate.window import AccumulateState, Window
@@ -33,29 +33,16 @@ from boostax.config.refusals import require
 from boostax.precision.store import StoreState, narrowed, widened
 from boostax.train.state import TrainState
 
-PyTree: TypeAlias = Any
 Tx: TypeAlias = optax.GradientTransformation
 # Scales by the path of their scaler; "" for the product of those that apply to every gradient.
 Unit: TypeAlias = dict[str, Any]
 Notes: TypeAlias = list[str]
 Path: TypeAlias = tuple[Any, ...]
 _WHO = "migrate_state"
-# The meaning of the fields of Optax's states, and of arrays outside of any state.
-_HOLDS: Mapping[type, Holds] = {
-    optax.MultiStepsState: Holds(("mini_step", "acc_grads"), "mini_step", ("acc_grads",)),
-    optax.TraceState: Holds(sums=("trace",)),
-    optax.contrib.ScheduleFreeState: Holds(params=True),
-    type(None): Holds(params=True),
-}
-# The state of boostax or Optax that each state of another library becomes, and their names of its
-# fields. Flax's and jmp's are found by name, so neither is imported.
-_FOREIGN: dict[str, tuple[Any, dict[str, str]]] = {
-    name: (pkgutil.resolve_name(cls), fields)
-    for cls, theirs in checks.table("boostax.config", "foreign").items()
-    for name, fields in theirs.items()
-}
-# Those of Flax and jmp may be numbers of Python, in f16, or in one dimension.
-_NUMBERS = {"scale": "float32", "clean_steps": "int32"}
+# What is known of the states of Optax and of other libraries, and the words of the notes.
+_DATA = checks.table("boostax.config", "migrate")
+_HOLDS = {pkgutil.resolve_name(cls): Holds(**fields) for cls, fields in _DATA["holds"].items()}
+_BECOMES = {name: pkgutil.resolve_name(row["is"]) for name, row in _DATA["becomes"].items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +135,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     require(not isinstance(old_state, TrainState), "train_state", "TrainState", TypeError)
     old_state, params = trees.arrays(old_state), trees.arrays(params)
     mismatch.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
-    if replicas is not None:
-        checks.positive_int(_WHO, "replicas", replicas, "It is the size of the replica axis.")
+    checks.positive_int(_WHO, "replicas", 1 if replicas is None else replicas, _DATA["hint"])
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
@@ -158,7 +144,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     # Moments are carried over in f32, whatever dtype stores them.
     saved, old_state = old_state, _classed(old_state, first)
     if jax.tree.structure(saved) != jax.tree.structure(old_state):
-        notes.append("old_state has no classes: they are found by the names of its fields.")
+        notes.append(_DATA["notes"]["classes"])
     fresh, old_state = widened(first), widened(old_state)
     news = _read(fresh, params)
     wanted = dict.fromkeys(type(y.state) for y in news)
@@ -167,14 +153,12 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     news, stacked = _stacked(news, None)
     olds, count = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news)
-    found = Sources()
-    for cls in wanted:
-        found |= _matched(_of_class(olds, cls), _of_class(news, cls), notes)
+    matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in wanted)
+    found = {path: x for some in matched for path, x in some.items()}
     before, after = _units(olds, {}), _units(news, found)
     _settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
-    for y in (y for y in news if y.path in found):
-        old = found[y.path]
-        found[y.path] = _converted(y, old, before[old.at], after[y.at], notes)
+    pairs = ((y, found[y.path]) for y in news if y.path in found)
+    found = {y.path: _converted(y, x, before[x.at], after[y.at], notes) for y, x in pairs}
     values = {y.path: _placed(y, found.get(y.path), count) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
@@ -247,10 +231,9 @@ class Leaf(NamedTuple):
         return int(getattr(self.state, self.holds.opened, 0))
 
 
-# The arrays of each state by their paths in it; old arrays by the paths of the new ones that they
+# The arrays of a state by their paths in it, or old arrays by the paths of the new ones that they
 # become.
-States: TypeAlias = dict[Path, dict[Path, Leaf]]
-Sources: TypeAlias = dict[Path, Leaf]
+Leaves: TypeAlias = dict[Path, Leaf]
 
 
 def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
@@ -263,8 +246,15 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
         _require_known(x)
         if jax.tree_util.all_leaves([x]):
             value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
-            owner, known = _owner(rel, value.shape, owners), holds(type(state))
-            like = None if owner is None else (*_terms(state), *owners[owner])
+            owner = next((rel[i:] for i in range(len(rel) + 1) if rel[i:] in owners), None)
+            # The path of a single param is empty and ends every path, so the shape decides.
+            named = owner is not None and (owner or owners[()] in (value.shape, value.shape[1:]))
+            owner, known = owner if named else None, holds(type(state))
+            # The sums of a window have a dimension for the terms of a loss.
+            window = getattr(state, "window", None)
+            weight = getattr(getattr(window, "local", window), "weight", None)
+            terms = (len(weight),) if isinstance(weight, dict) else ()
+            like = None if owner is None else (*terms, *owners[owner])
             about = (field, known, field in (known.bound or ()), owner, like, replicas)
             found[at].append(Leaf(path, rel, value, at, state, *about))
             return
@@ -279,13 +269,6 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
     return [leaf for leaves in found.values() for leaf in leaves]
 
 
-def _terms(state: Any) -> tuple[int, ...]:
-    """Return the dimension that the sums of a window have for the terms of a loss."""
-    window = getattr(state, "window", None)
-    weight = getattr(getattr(window, "local", window), "weight", None)
-    return (len(weight),) if isinstance(weight, dict) else ()
-
-
 def _is_state(x: object) -> bool:
     """Return whether ``x`` is a state, and not one of the nodes that make up a state."""
     name, ours = type(x).__name__, type(x).__module__.startswith("boostax.")
@@ -297,20 +280,9 @@ def _require_known(x: object) -> None:
     """Refuse the state of a transformation that boostax no longer has."""
     cls, name = type(x), f"{type(x).__module__}.{type(x).__name__}"
     known = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
-    low = jax.tree.leaves(x.low) if isinstance(x, StoreState) else []
-    kahan = any(y.dtype == jnp.bfloat16 for y in low)
+    kahan = isinstance(x, StoreState) and jnp.bfloat16 in [y.dtype for y in jax.tree.leaves(x.low)]
     fits = not name.startswith("boostax.") or (known and not kahan)
     require(fits, "gone", name + " of params='kahan'" * kahan)
-
-
-def _owner(path: Path, shape: tuple[int, ...], owners: Mapping[Path, Any]) -> Path | None:
-    """Return the path of the param to which an array belongs: the longest one that ends its own.
-
-    If the params are a single array, its path is empty and matches the end of every path; then the
-    shape decides.
-    """
-    found = next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
-    return None if found == () and owners[()] not in (shape, shape[1:]) else found
 
 
 def _named(leaf: Leaf) -> str:
@@ -334,22 +306,22 @@ def _window(x: Any) -> dict[str, Any]:
     return {"acc_grads": jax.tree.map(lambda g: g / jnp.maximum(x.micro_step, 1), sums)}
 
 
-def _translated(tree: PyTree, wanted: set[type], notes: list[str]) -> PyTree:
+def _translated(tree: PyTree, wanted: set[type], notes: Notes) -> PyTree:
     """Replace states of other libraries by the equivalent states in ``wanted``."""
 
     def foreign(x: object) -> bool:
-        return type(x) not in wanted and _FOREIGN.get(type(x).__name__, "?")[0] in wanted
+        return type(x) not in wanted and _BECOMES.get(type(x).__name__) in wanted
 
     def translate(x: Any) -> Any:
         if not foreign(x):
             return x
-        cls, names = _FOREIGN[type(x).__name__]
+        cls, names = _BECOMES[type(x).__name__], _DATA["becomes"][type(x).__name__]["fields"]
         given = {ours: getattr(x, theirs) for ours, theirs in names.items()}
-        for name in _NUMBERS.keys() & names:
-            given[name] = jnp.asarray(given[name], _NUMBERS[name]).reshape(())
+        for name in _DATA["numbers"].keys() & names:
+            given[name] = jnp.asarray(given[name], _DATA["numbers"][name]).reshape(())
         given |= _window(x) if {"window", "acc_grads"} & {*cls._fields} else {}
-        if hasattr(x, "acc_grads"):
-            notes.append("acc_grads of MultiStepsState is taken as a mean (use_grad_mean=True).")
+        if "window" in given:
+            notes.append(_DATA["notes"]["mean"])
         return _translated(cls(**dict.fromkeys(cls._fields) | given), wanted, notes)
 
     return jax.tree.map(translate, tree, is_leaf=foreign)
@@ -361,8 +333,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
     kept = {(x.owner, x.shape) for x in olds}
     for leaf in news:
         old = before.get((type(leaf.state), leaf.rel), leaf)
-        # An optimizer keeps an array of one element as a placeholder for a state that it does not
-        # need.
+        # An optimizer keeps an array of one element in the place of a state that it does not need.
         same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in kept
         got, fits = trees.path_name(leaf.owner or ()) or "a leaf", same or leaf.shape != leaf.like
         require(fits, "shapes", f"{got} of {leaf.shape}", shape=old.shape, path=_spot(old.path))
@@ -373,13 +344,12 @@ def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if got == like else got[0] for got, like in shapes if like in (got, got[1:])}
     counts |= set[int]() if asked is None else {asked}
-    got = " and ".join(sorted(str(count or "no") for count in counts))
-    require(len(counts) <= 1, "replicas", got)
+    require(len(counts) <= 1, "replicas", " and ".join(sorted(str(x or "no") for x in counts)))
     count = max(counts, default=0)
     return [x if x.replicas is None else x._replace(replicas=count) for x in leaves], count
 
 
-def _of_class(leaves: list[Leaf], cls: type) -> States:
+def _of_class(leaves: list[Leaf], cls: type) -> dict[Path, Leaves]:
     """Return the arrays of the states of a class."""
     paths = dict.fromkeys(x.at for x in leaves if type(x.state) is cls)
     return {at: {x.rel: x for x in leaves if x.at == at} for at in paths}
@@ -394,15 +364,14 @@ def _fits(old: Leaf, new: Leaf) -> bool:
     return alike and old.shape == new.shape and not shared
 
 
-def _matched(olds: States, news: States, notes: Notes) -> Sources:
+def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -> Leaves:
     """Find the sources of the states of a class: the best fit first, then in order.
 
-    One old state may become several, and several may become one if each holds the moments of
-    different params. Several translated states may also become one, which takes its scale from one
-    of them and its skipped steps from another.
+    One old state may become several, and several one if each holds the moments of other params.
+    Translated ones too: the scale then comes from one, skipped steps from another.
     """
-    found, primary, pairs = Sources(), dict[Path, Path](), list(itertools.product(olds, news))
-    fitting: dict[tuple[Path, Path], Sources] = {}
+    found, primary, pairs = Leaves(), dict[Path, Path](), list(itertools.product(olds, news))
+    fitting: dict[tuple[Path, Path], Leaves] = {}
     for old, new in pairs:
         both = ((x, news[new][rel]) for rel, x in olds[old].items() if rel in news[new])
         fitting[old, new] = {y.path: x for x, y in both if _fits(x, y)}
@@ -423,21 +392,19 @@ def _matched(olds: States, news: States, notes: Notes) -> Sources:
         free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
         if any(x.owner is not None for x in free.values()):
             if primary.setdefault(new, old) != old:
-                also = f"also takes moments from {_spot(old)}, not counts."
-                notes.append(f"{_named(first)} at {_spot(new)} {also}")
+                notes.append(_DATA["notes"]["also"].format(_named(first), _spot(new), _spot(old)))
         found |= free if new in primary else {}
     chosen = [(primary[new], new) for new in news if new in primary]
     if len(pairs) > 1 and chosen != [*itertools.zip_longest(olds, news)]:
         words = ", ".join(f"{_spot(old)} -> {_spot(new)}" for old, new in chosen) or "none fits"
-        counts = f"{len(olds)} in the old state, {len(news)} in the new one"
-        notes.append(f"{_named(first)}: {counts}; {words}.")
+        notes.append(_DATA["notes"]["several"].format(_named(first), len(olds), len(news), words))
     for at, new in news.items():
         for path in _incomplete(olds[primary[at]] if at in primary else new, new, found):
             found.pop(path, None)
     return found
 
 
-def _incomplete(old: dict[Path, Leaf], new: dict[Path, Leaf], found: Sources) -> list[Path]:
+def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
     """Return the arrays of a state that would be wrong without other, missing arrays."""
     lacks = {rel for rel, y in new.items() if y.path not in found}
     if next(iter(new.values())).holds.bound is not None:
@@ -451,17 +418,12 @@ def _incomplete(old: dict[Path, Leaf], new: dict[Path, Leaf], found: Sources) ->
     return [new[rel].path for rel in (new if owned and owned.keys() <= wrong | lacks else wrong)]
 
 
-def _units(leaves: list[Leaf], found: Sources) -> dict[Path, Unit]:
-    """Return the scales that multiply the gradients of each state.
+def _units(leaves: list[Leaf], found: Leaves) -> dict[Path, Unit]:
+    """Return the scales that multiply the gradients of each state, read from ``found`` if there.
 
-    Args:
-      leaves: the arrays of all states of the tree.
-      found: the old arrays that these arrays are copied from, if any.
-
-    Returns:
-      A unit for each state. ``""`` is the product of the scales that apply to all of its gradients,
-      if there are any. Scales of groups, and of scalers in one part of a ``partition`` or
-      ``named_chain``, stand under their paths: they can only be compared, not multiplied.
+    ``""`` is the product of the scales that apply to all gradients of a state, if there are any.
+    Scales of groups, and of scalers in one part of a ``partition`` or ``named_chain``, stand under
+    their paths: they can only be compared, not multiplied.
     """
     seen: dict[Path, Unit] = {x.at: {} for x in leaves}
     scalers = [x for x in leaves if x.holds.scale == x.field != ""]
@@ -479,10 +441,7 @@ def _units(leaves: list[Leaf], found: Sources) -> dict[Path, Unit]:
 
 
 def _path_to_scaler(at: Path, scaler: Path) -> str | None:
-    """Return the path on which gradients of a state reach a scaler; ``""`` if all gradients do.
-
-    The result is ``None`` if no gradient does.
-    """
+    """Return the path of a scaler that gradients reach: ``""`` if all do, ``None`` if none does."""
     shared = max(i for i in range(len(at) + 1) if at[:i] == scaler[:i])
     here: Any = next(iter(at[shared:]), None)
     there = scaler[shared:]
@@ -501,24 +460,22 @@ def _words(unit: Unit) -> str:
 def _measured(leaf: Leaf) -> str | None:
     """Return how an array depends on the scale of the gradients that its state sees.
 
-    Returns:
-      ``None`` if it does not; ``"sum"`` if it is proportional to the scale, ``"moment"`` if it goes
-      by another power of it, ``"unknown"`` for states that nothing is known about.
+    It is a ``"sum"`` if it is proportional to the scale, a ``"moment"`` if it goes by another power
+    of it, ``"unknown"`` in states that nothing is known about, and ``None`` if it does not depend.
     """
     known, cls = leaf.holds, type(leaf.state)
     if known.sums:
-        return "sum" if trees.path_name(leaf.rel).startswith(known.sums) else None
+        return "sum" if trees.path_name(leaf.rel).startswith(tuple(known.sums)) else None
     # If the only param is a scalar, every scalar of a state seems to belong to it.
-    number = leaf.owner == () and not leaf.shape
-    real = jnp.issubdtype(leaf.value.dtype, jnp.inexact)
-    if leaf.owner is None or number or known.params or not real:
+    apart = known.params or leaf.owner is None or leaf.owner == leaf.shape == ()
+    if apart or not trees.is_inexact(leaf.value.dtype):
         return None
     moments = cls.__module__.startswith("optax.") and cls.__name__.startswith("ScaleBy")
     return "moment" if moments else "unknown"
 
 
 def _settle_windows(
-    olds: list[Leaf], found: Sources, before: dict[Path, Unit], scaled: set[Path], notes: Notes
+    olds: list[Leaf], found: Leaves, before: dict[Path, Unit], scaled: set[Path], notes: Notes
 ) -> None:
     """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
     opened = [x for x in olds if x.bound and x.micro_steps]
@@ -530,8 +487,7 @@ def _settle_windows(
         require(takers, "lost apart" if apart else "lost", got)
         pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
         if before[at] and not scaled & {*takers} and not pending.usable():
-            words = "cannot be used and is dropped, as its loss scaler would have done"
-            notes.append(f"The open window at {_spot(at)} {words}.")
+            notes.append(_DATA["notes"]["unusable"].format(_spot(at)))
             for y in takers:
                 del found[y]
 
@@ -566,20 +522,16 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
         return _copy(x, leaf.value if leaf.replicas else x)
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
     require(replicas or not (summed and old and old.micro_steps), "shared_out", None)
-    if not replicas:
-        return _copy(x, leaf.value)
-    spread = spread_anew(PerReplica(_copy(x, x)[None]), replicas, summed).local
-    return _copy(spread, leaf.value) if leaf.replicas else spread
+    x = spread_anew(PerReplica(x[None]), replicas, summed).local if replicas else x
+    return _copy(x, x if replicas and not leaf.replicas else leaf.value)
 
 
 def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
     """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
     if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
-    if not x.is_fully_replicated:
-        return x.copy()
     # It goes through the host, because a copy of a committed array would be committed.
-    return jnp.array(np.asarray(x), like.dtype, copy=True)
+    return jnp.array(np.asarray(x), like.dtype, copy=True) if x.is_fully_replicated else x.copy()
 
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
@@ -588,12 +540,11 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
     new = state if variants is None else variants.resumed(params, state)
     if new is state or int(new.coming()) == int(state.coming()):
         return state
-    words = f"next_depth is {int(new.coming())}, not {int(state.coming())}"
-    notes.append(f"{words}: the schedule's own.")
+    notes.append(_DATA["notes"]["depth"].format(new.coming(), state.coming()))
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
-def _report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: Notes) -> MigrationReport:
+def _report(olds: list[Leaf], news: list[Leaf], found: Leaves, notes: Notes) -> MigrationReport:
     """Report for each state whether it was kept, made anew or dropped."""
     used = {old.path for old in found.values()}
     rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]
@@ -603,19 +554,18 @@ def _report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: Notes) ->
         groups.setdefault((what, at, x.at), []).append(x)
     lines: dict[str, list[str]] = {"kept": [], "anew": [], "dropped": []}
     for (what, old, new), some in groups.items():
-        state = [x for x in (olds if what == "dropped" else news) if x.at == new]
         path = _spot(new) if old == new else f"{_spot(old)} -> {_spot(new)}"
-        fields = ", ".join(_fields(some, state))
+        fields = ", ".join(_fields(some, olds if what == "dropped" else news))
         lines[what].append(f"{_named(some[0])} {fields}: {path}")
     notes += [note for y in news if y.path in found for note in _saved_wins(y, found[y.path].value)]
     return MigrationReport(*map(tuple, [*lines.values(), dict.fromkeys(notes)]))
 
 
-def _fields(some: list[Leaf], state: list[Leaf]) -> Iterable[str]:
+def _fields(some: list[Leaf], leaves: list[Leaf]) -> Iterable[str]:
     """Yield the names of fields, or of single arrays if some arrays of a field are missing."""
     for field in dict.fromkeys(x.field for x in some):
         names = [trees.path_name(x.rel) for x in some if x.field == field]
-        whole = len(names) == sum(x.field == field for x in state)
+        whole = len(names) == sum((x.at, x.field) == (some[0].at, field) for x in leaves)
         yield from [field] if whole else [*names[:4], *["..."] * (len(names) > 4)]
 
 

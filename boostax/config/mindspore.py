@@ -22,10 +22,9 @@ import numpy as np
 import optax
 
 from boostax._core import checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import PyTree, describe
 from boostax.precision.policy import NORMS
 
-PyTree: TypeAlias = Any
 Data: TypeAlias = dict[str, Any]
 # A number, a schedule, or the rate of each step.
 Rate: TypeAlias = Any
@@ -189,7 +188,6 @@ def adam(
     Raises:
       ValueError, TypeError: ``loss_scale`` is not positive.
     """
-    del use_locking
     parts = [_moments(beta1, beta2, eps, nesterov=use_nesterov), _rate(learning_rate)]
     return _coupled("adam", weight_decay, loss_scale, grouped, parts)
 
@@ -217,8 +215,7 @@ def adam_weight_decay(
     Raises:
       ValueError, TypeError: ``loss_scale`` is not positive.
     """
-    moments = _moments(beta1, beta2, eps, corrected=False)
-    decay = _decay(weight_decay, grouped)
+    moments, decay = _moments(beta1, beta2, eps, corrected=False), _decay(weight_decay, grouped)
     return optax.chain(moments, decay, _rate(learning_rate))
 
 
@@ -278,7 +275,6 @@ def _moments(
 
     @describe("adam", "moments")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None) -> Any:
-        del params
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
@@ -294,17 +290,14 @@ def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: An
     """Put weight decay, then the division by the loss scale, in front of a chain."""
     hint = "1.0 divides nothing."
     checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, hint)
-    first = _decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale)
-    return optax.chain(*first, *parts)
+    return optax.chain(_decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale), *parts)
 
 
 def _decay(rate: float, grouped: bool) -> optax.GradientTransformation:
     """Add weight decay, of the params of norms only if ``grouped``."""
 
-    def mask(params: PyTree) -> PyTree:
-        decays = [grouped or not re.search(_SPARED, name) for name in trees.names(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), decays)
-
+    decays = lambda path, _: grouped or not re.search(_SPARED, trees.path_name(path))  # noqa: E731
+    mask = lambda params: jax.tree_util.tree_map_with_path(decays, params)  # noqa: E731
     return optax.add_decayed_weights(rate, mask) if rate else optax.identity()
 
 

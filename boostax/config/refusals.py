@@ -5,7 +5,7 @@ from typing import Any
 
 from boostax._core import checks
 
-_WORDS = checks.table("boostax.config", "refusals")
+WORDS = checks.table("boostax.config", "refusals")
 
 
 def require(
@@ -13,5 +13,5 @@ def require(
 ) -> None:
     """Raise the refusal ``what``, with these words in it, unless something fits."""
     if not fits:
-        who, argument, allowed, hint = (text.format(**words) for text in _WORDS[what])
+        who, argument, allowed, hint = (text.format(**words) for text in WORDS[what])
         checks.require(who, argument, got, allowed, False, hint, error)
