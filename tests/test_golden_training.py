@@ -125,16 +125,6 @@ def test_accumulation_in_the_train_cell_equals_mindspore(golden, train, scales):
         np.testing.assert_allclose(flat(state.params), run["w"][t], **CLOSE)
 
 
-def test_micro_batches_in_one_step_equal_mindspore_windows(golden, train):
-    run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
-    windows = [
-        jax.tree.map(lambda *parts: np.concatenate(parts), *batches[t : t + 3]) for t in (0, 3, 6)
-    ]
-    states = train(lambda reduced, axis: reduced(MOMENTUM), params, windows, microbatches=3)
-    for (state, _), expected in zip(states, run["w"][2::3], strict=True):
-        np.testing.assert_allclose(flat(state.params), expected, **CLOSE)
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):

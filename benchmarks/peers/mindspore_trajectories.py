@@ -23,22 +23,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import programs as specs
 
 HERE = pathlib.Path(__file__).resolve()
 GOLDEN = HERE.parents[2] / "tests" / "golden"
 CONFIGS = GOLDEN / "autoboost_configs.json"
 STEPS, KEPT = 20, (1, 5, 20)
-ROWS, OUTPUTS = 8, 4
+OUTPUTS = 4
 # Before AutoBoost, which draws the freeze sequence and the start of a randomised SVD from NumPy.
 SEED = 0
-SWITCHES = (
-    "less_bn",
-    "grad_freeze",
-    "adasum",
-    "grad_accumulation",
-    "dim_reduce",
-    "loss_scale_group",
-)
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"class": "Momentum", "learning_rate": 0.05, "momentum": 0.9},
     "momentum_decay": {
@@ -66,10 +59,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 # At the other's rate float32 and float64 part in the network without its normalisations.
 USUAL = {"mlp": "momentum", "resnet": "slow"}
-# Inputs of a layer that centralization takes (16 divides them) and that it passes by.
-WIDTHS = {"mlp": (12, 16, 16, 20, 16, 16, OUTPUTS), "tiny": (6, 10, OUTPUTS)}
-# Twelve buckets of MindSpore's freezing: the stem, five blocks of two convolutions, the head.
-CHANNELS, MIDDLE, BLOCKS, IMAGE = 16, 4, 5, 4
 COMPONENTS, SNAPSHOTS = 4, 12
 # What an Ascend would find in the two groups of layers; on a CPU nothing writes the status.
 OVERFLOWS = np.zeros((STEPS, 2), np.int32)
@@ -78,7 +67,7 @@ INIT_SCALE = 1024
 # Two servers of eight: with fewer AdaSum leaves everything as it is.
 RANKS = 16
 RECOMMENDED = {
-    "boost": {"mode": "auto", **dict.fromkeys(SWITCHES, False)},
+    "boost": {"mode": "auto", **dict.fromkeys(specs.SWITCHES, False)},
     "common": {"gradient_split_groups": [50, 100], "device_number": 8},
     "less_bn": {"fn_flag": True, "gc_flag": True},
     "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 65536},
@@ -130,7 +119,7 @@ class Case(NamedTuple):
 
 def manual(level: str = "O0", **groups: Any) -> tuple[str, dict[str, Any]]:
     """Exactly the techniques named, each with its settings."""
-    on = {name: name in groups for name in SWITCHES}
+    on = {name: name in groups for name in specs.SWITCHES}
     settings = {name: group for name, group in groups.items() if group}
     return level, {"boost": {"mode": "manual", **on}, **settings}
 
@@ -172,15 +161,10 @@ def switched() -> Iterator[Case]:
         "grad_freeze": {"param_groups": 3, "freeze_p": 0.5, "total_steps": STEPS},
         "grad_accumulation": {"grad_accumulation_step": 2},
     }
-    levels = {
-        "O0": (),
-        "O1": ("less_bn", "grad_freeze"),
-        "O2": ("less_bn", "grad_freeze", "adasum"),
-    }
-    for level, on in levels.items():
+    for level, on in specs.LEVELS.items():
         for usual in USUAL.items():
             yield Case(f"{level}_auto", level, {"boost": {"mode": "auto"}, **settings}, *usual)
-        for name in SWITCHES:
+        for name in specs.SWITCHES:
             boost = {"mode": "manual", name: name not in on}
             yield Case(f"{level}_{name}_{name not in on}", level, {"boost": boost, **settings})
 
@@ -292,47 +276,20 @@ def group_scales() -> Iterator[Case]:
 
 def shapes(network: str) -> dict[str, tuple[int, ...]]:
     """Of the params, outputs first, in the order of ``trainable_params``."""
-    if network != "resnet":
-        pairs = zip(WIDTHS[network][1:], WIDTHS[network], strict=False)
-        layers = {f"fc{i}": pair for i, pair in enumerate(pairs, 1)}
-        return {
-            f"{name}.{part}": shape
-            for name, pair in layers.items()
-            for part, shape in (("weight", pair), ("bias", pair[:1]))
-        }
-    found: dict[str, tuple[int, ...]] = {}
-
-    def conv(prefix: str, number: str, outputs: int, inputs: int, size: int) -> None:
-        found[f"{prefix}conv{number}.weight"] = (outputs, inputs, size, size)
-        found[f"{prefix}bn{number}.gamma"] = found[f"{prefix}bn{number}.beta"] = (outputs,)
-
-    conv("", "", CHANNELS, 3, 3)
-    for i in range(BLOCKS):
-        conv(f"block{i}.", "1", MIDDLE, CHANNELS, 3)
-        conv(f"block{i}.", "2", CHANNELS, MIDDLE, 1)
-    return found | {"fc.weight": (OUTPUTS, CHANNELS), "fc.bias": (OUTPUTS,)}
+    return specs.shapes(specs.RECORDED[network])
 
 
 def start(network: str) -> dict[str, np.ndarray]:
-    """The initial params: weights scaled for relu; no bias, gamma or beta at its neutral value."""
-    rng = np.random.default_rng(1)
-    found = {}
-    for name, shape in shapes(network).items():
-        drawn = rng.normal(size=shape)
-        if name.endswith("weight"):
-            drawn *= np.sqrt(2 / np.prod(shape[1:]))
-        else:
-            drawn = 0.1 * drawn + name.endswith("gamma")
-        found[name] = drawn.astype(np.float32)
-    return found
+    """The initial params."""
+    return specs.start(specs.RECORDED[network])
 
 
 def batches(network: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, a batch for each step."""
     rng = np.random.default_rng(2)
-    one = (3, IMAGE, IMAGE) if network == "resnet" else WIDTHS[network][:1]
-    x = rng.normal(size=(STEPS, ROWS, *one))
-    y = np.tanh(x.reshape(STEPS, ROWS, -1)[..., :OUTPUTS])
+    one = (3, 4, 4) if network == "resnet" else specs.RECORDED[network]["sizes"][:1]
+    x = rng.normal(size=(STEPS, specs.ROWS, *one))
+    y = np.tanh(x.reshape(STEPS, specs.ROWS, -1)[..., :OUTPUTS])
     return x.astype(np.float32), y.astype(np.float32)
 
 

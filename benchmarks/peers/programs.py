@@ -16,6 +16,13 @@ LEVELS = {
 SWITCHES = (
     "less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group",
 )  # fmt: skip
+# The networks of mindspore_trajectories.py. Widths of 16 are centralized, others are not; the third
+# has twelve buckets of MindSpore's freezing: the stem, five blocks of two convolutions, the head.
+RECORDED = {
+    "mlp": {"kind": "mlp", "sizes": [12, 16, 16, 20, 16, 16, 4]},
+    "tiny": {"kind": "mlp", "sizes": [6, 10, 4]},
+    "resnet": {"kind": "resnet", "sizes": [16, 4, 5, 4]},
+}
 ROWS = 8
 IMAGE = 8
 

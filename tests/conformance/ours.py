@@ -12,12 +12,6 @@ from boostax.config.auto import auto
 from boostax.precision import scale_boundary
 
 FACTORIES = {"SGD": "sgd", "Momentum": "momentum", "Adam": "adam"}
-# Those of the record.
-NETWORKS = {
-    "mlp": {"kind": "mlp", "sizes": [12, 16, 16, 20, 16, 16, 4]},
-    "tiny": {"kind": "mlp", "sizes": [6, 10, 4]},
-    "resnet": {"kind": "resnet", "sizes": [16, 4, 5, 4]},
-}
 NORM = {"epsilon": 1e-5, "use_fast_variance": False}
 
 
@@ -204,7 +198,7 @@ def rerun(run, boost, inner, *more):
     net, shapes = run["network"], ABOUT["shapes"][run["network"]]
     batches = [arrays()[f"{net}_x"], arrays()[f"{net}_y"], *more]
     start = split(arrays()[f"{net}_start"], shapes)
-    told = train(boost, module_of(NETWORKS[net]), start, batches, inner)
+    told = train(boost, module_of(specs.RECORDED[net]), start, batches, inner)
     shapes = {name: shapes.get(name, ()) for name in ABOUT["programs"][run["program"]]["params"]}
     kept = zip(ABOUT["kept_after"], arrays()[f"{run['program']}_w"], strict=True)
     return told, max(farthest(told[i - 1][0], flat, shapes) for i, flat in kept)
