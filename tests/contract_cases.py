@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import boostax
 from boostax import model, precision, reduce, subspace
 from boostax._core import trees
-from boostax.testing import Case
+from boostax.testing import Case, laws_for
 
 OPT = optax.sgd(0.1)
 FREEZES = boostax.freeze_schedule("continuous", total_steps=9, frozen_fraction=0.4)
@@ -61,6 +62,16 @@ def behind(part, *args, **options):
     return lambda inner, axis: optax.chain(part(axis, *args, **options), inner)
 
 
+def alone(part, *args, **options):
+    """The optimizer inside of ``part``, which asks for no axis."""
+    return lambda inner, axis: part(inner, *args, **options)
+
+
+def before(part):
+    """``part`` before the optimizer."""
+    return lambda inner, axis: optax.chain(part, inner)
+
+
 def nested(*parts):
     """Each inside of the one before it."""
     if len(parts) == 1:
@@ -93,20 +104,43 @@ def in_a_subspace(inner, axis, **options):
     return given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis, **options))
 
 
+def each_law(cases, late, left_out=lambda case, name: False):
+    """Parametrise a test by the laws of some cases, ``long`` where ``late`` says so."""
+    mark = lambda *of: [pytest.mark.long] if late(*of) else []  # noqa: E731
+    pairs = [(case, name) for case in cases for name in laws_for(case) if not left_out(case, name)]
+    return pytest.mark.parametrize(
+        ("case", "law"),
+        [pytest.param(c, laws_for(c)[n], id=f"{c.name}-{n}", marks=mark(c, n)) for c, n in pairs],
+    )
+
+
+def refused(argument, *calls):
+    """Calls, and the argument that each of them is to name."""
+    return {"bad_arguments": tuple((call, argument) for call in calls)}
+
+
+def first_state(tx):
+    """A call of ``init``."""
+    return lambda: tx.init(jnp.zeros(3))
+
+
+freezing = functools.partial(boostax.scheduled_freeze, OPT, half)
+remainders = precision.store(OPT, params="remainder")
+group_scale, threshold = precision.group_loss_scale, reduce.threshold_reduce
+adagc = nested(behind(boostax.all_reduce), before(model.adagc(warmup=2)))
+subspace_view = lambda state: state._replace(skipped=(), finite=())  # noqa: E731
+averaged_view = lambda state: state._replace(inner_state=below(state))  # noqa: E731
 # Each law holds for these in every run.
 FIRST = [
     Case("dynamic_loss_scale", scaler, skips=True),
     Case("check_updates", around(precision.check_updates)),
-    Case("count_lost_updates", lambda inner, axis: precision.count_lost_updates(inner)),
+    Case("count_lost_updates", alone(precision.count_lost_updates)),
     Case(
         "store",
-        lambda inner, axis: precision.store(inner, moments="log8", least=1),
+        alone(precision.store, moments="log8", least=1),
         bad_arguments=(
-            (lambda: precision.store(OPT, params="remainder").init(jnp.zeros(3)), "params"),
-            (
-                lambda: precision.store(optax.adam(0.1), moments={"nu": "log8"}).init(jnp.zeros(3)),
-                "moments",
-            ),
+            (first_state(remainders), "params"),
+            (first_state(precision.store(optax.adam(0.1), moments={"nu": "log8"})), "moments"),
         ),
     ),
     # Before half of a window no finite norm is refused.
@@ -117,162 +151,95 @@ FIRST = [
         "adasum",
         behind(boostax.adasum, leaf_metrics=True),
         reduces=True,
-        bad_arguments=((lambda: boostax.adasum("data", within="data"), "within"),),
+        **refused("within", lambda: boostax.adasum("data", within="data")),
     ),
     Case(
         "top_k_reduce",
         behind(top_k, 0.25),
         **compressed,
-        bad_arguments=((lambda: top_k("data", {0: 2.0}), "density"),),
+        **refused("density", lambda: top_k("data", {0: 2.0})),
     ),
     Case(
         "scheduled_freeze",
         frozen,
-        bad_arguments=(
-            (lambda: boostax.scheduled_freeze(OPT, half, 1).init({"a": 1.0}), "schedule"),
-            (lambda: boostax.scheduled_freeze(OPT, half, []).init({"a": 1.0}), "schedule"),
-        ),
+        **refused("schedule", first_state(freezing(1)), functools.partial(freezing, [])),
     ),
-    Case(
-        "dim_reduce",
-        in_a_subspace,
-        skips=True,
-        skip_view=lambda state: state._replace(skipped=(), finite=()),
-    ),
-    Case(
-        "adagc",
-        lambda inner, axis: optax.chain(boostax.all_reduce(axis), model.adagc(warmup=2), inner),
-        reduces=True,
-    ),
+    Case("dim_reduce", in_a_subspace, skips=True, skip_view=subspace_view),
+    Case("adagc", adagc, reduces=True),
     Case(
         "group_loss_scale",
         by_group,
         skips=True,
         scaled=scaled_by_group,
-        bad_arguments=(
-            (lambda: precision.group_loss_scale(OPT, {"a": 0, "b": 2}), "labels"),
-            (lambda: precision.group_loss_scale(OPT, {"a": 0.5}), "labels"),
-        ),
+        **refused("labels", *(lambda x=x: group_scale(OPT, {"a": x, "b": 2}) for x in (0, 0.5))),
     ),
 ]
+narrow_window = around(boostax.accumulate, 2, accumulator_dtype="bfloat16", rounding="stochastic")
+unchecked = around(boostax.static_loss_scale, 128.0, skip_nonfinite=False)
+noisy = nested(window, scaler, behind(boostax.all_reduce, noise=0.9))
+low_adasum = nested(scaler, behind(boostax.adasum, wire_dtype="bfloat16", scope="tree"))
+warming_up = behind(top_k, {0: 0.5, 2: 0.1}, block=16, bucket_bytes=2**8, momentum=0.9)
+gated_top_k = nested(scaler, window, behind(top_k, dense=lambda path, leaf: leaf.ndim < 2))
+over_threshold = behind(threshold, 0.5, relative=True, value_dtype="bfloat16")
+int8 = nested(scaler, behind(boostax.int8_reduce, rounding="stochastic"))
+partial = nested(scaler, around(reduce.partial_average, partitions=2))
+local = nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV))
+latest = nested(alone(model.average_params, "lawa", size=2, start=1), scaler, window)
+low_subspace = nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16"))
+measured = nested(functools.partial(by_group, rule="measure"), window)
+recorded = before(subspace.record_trajectory(3, every=2, start=1))
 # Other settings of these and their siblings: only the laws of arguments hold in every run.
 VARIANTS = [
     Case("skip_bad_steps", around(boostax.skip_bad_steps), skips=True),
     Case("static_loss_scale", around(boostax.static_loss_scale, 128.0), skips=True),
-    Case(
-        "static_loss_scale_without_check",
-        around(boostax.static_loss_scale, 128.0, skip_nonfinite=False),
-    ),
-    Case(
-        "accumulate_in_bfloat16",
-        around(boostax.accumulate, 2, accumulator_dtype="bfloat16", rounding="stochastic"),
-        calls=2,
-    ),
-    Case(
-        "all_reduce_with_noise_inside_gates",
-        nested(window, scaler, behind(boostax.all_reduce, noise=0.9)),
-        reduces=True,
-        **scaler_below,
-    ),
+    Case("static_loss_scale_without_check", unchecked),
+    Case("accumulate_in_bfloat16", narrow_window, calls=2),
+    Case("all_reduce_with_noise_inside_gates", noisy, reduces=True, **scaler_below),
     Case("accumulate_every_one", around(boostax.accumulate, 1)),
     Case("accumulate_by_schedule", around(boostax.accumulate, lambda step: 2 + step * 0), calls=2),
     Case("accumulate_inside_the_scaler", nested(scaler, window), **gates),
     Case("accumulate_around_the_scaler", nested(window, scaler), **scaler_below),
     Case("all_reduce_half", behind(boostax.all_reduce, dtype="float16", clip=100.0), reduces=True),
     Case("all_reduce_in_buckets", behind(boostax.all_reduce, bucket_bytes=2**20), reduces=True),
-    Case(
-        "adasum_half_inside_the_scaler",
-        nested(scaler, behind(boostax.adasum, wire_dtype="bfloat16", scope="tree")),
-        reduces=True,
-        skips=True,
-    ),
+    Case("adasum_half_inside_the_scaler", low_adasum, reduces=True, skips=True),
     Case("adasum_delta", around(adasum_delta), reduces=True),
     Case(
         "adasum_delta_of_servers",
         around(adasum_delta, within=4),
         reduces=True,
-        bad_arguments=((lambda: adasum_delta(OPT, "data", within="data"), "within"),),
+        **refused("within", lambda: adasum_delta(OPT, "data", within="data")),
     ),
     Case(
-        "top_k_reduce_warming_up_in_blocks_with_momentum",
-        behind(top_k, {0: 0.5, 2: 0.1}, block=16, bucket_bytes=2**8, momentum=0.9),
-        reduces=True,
-        by_shard=True,
+        "top_k_reduce_warming_up_in_blocks_with_momentum", warming_up, reduces=True, by_shard=True
     ),
-    Case(
-        "top_k_reduce_inside_gates",
-        nested(scaler, window, behind(top_k, dense=lambda path, leaf: leaf.ndim < 2)),
-        reduces=True,
-        by_shard=True,
-        **gates,
-    ),
-    Case(
-        "threshold_reduce",
-        behind(reduce.threshold_reduce, 0.5, relative=True, value_dtype="bfloat16"),
-        **compressed,
-    ),
-    Case(
-        "int8_reduce",
-        nested(scaler, behind(boostax.int8_reduce, rounding="stochastic")),
-        **compressed,
-        skips=True,
-    ),
+    Case("top_k_reduce_inside_gates", gated_top_k, reduces=True, by_shard=True, **gates),
+    Case("threshold_reduce", over_threshold, **compressed),
+    Case("int8_reduce", int8, **compressed, skips=True),
     Case(
         "power_sgd_reduce",
         behind(reduce.power_sgd_reduce, {0: 1, 3: 2}),
         reduces=True,
         compresses=True,
-        bad_arguments=((lambda: reduce.power_sgd_reduce("data", {5: 0}), "rank"),),
+        **refused("rank", lambda: reduce.power_sgd_reduce("data", {5: 0})),
     ),
-    Case(
-        "partial_average",
-        nested(scaler, around(reduce.partial_average, partitions=2)),
-        **own_params,
-    ),
-    Case(
-        "local_updates",
-        nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV)),
-        **own_params,
-        calls=2,
-    ),
+    Case("partial_average", partial, **own_params),
+    Case("local_updates", local, **own_params, calls=2),
     Case(
         "scheduled_freeze_around_scaler_and_window",
         nested(frozen, scaler, window),
         **gates,
         skip_view=below,
     ),
-    Case(
-        "record_trajectory",
-        lambda inner, axis: optax.chain(subspace.record_trajectory(3, every=2, start=1), inner),
-    ),
-    Case("average_params", lambda inner, axis: model.average_params(inner, decay=0.9)),
-    Case(
-        "average_params_around_scaler_and_window",
-        nested(
-            lambda inner, axis: model.average_params(inner, "lawa", size=2, start=1), scaler, window
-        ),
-        **gates,
-        skip_view=lambda state: state._replace(inner_state=below(state)),
-    ),
-    Case(
-        "dim_reduce_in_bfloat16_inside_the_scaler",
-        nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16")),
-        skips=True,
-    ),
-    Case(
-        "clip_by_global_norm",
-        lambda inner, axis: optax.chain(model.clip_by_global_norm(0.5), inner),
-    ),
+    Case("record_trajectory", recorded),
+    Case("average_params", alone(model.average_params, decay=0.9)),
+    Case("average_params_around_scaler_and_window", latest, **gates, skip_view=averaged_view),
+    Case("dim_reduce_in_bfloat16_inside_the_scaler", low_subspace, skips=True),
+    Case("clip_by_global_norm", before(model.clip_by_global_norm(0.5))),
     Case(
         "centralize_gradients",
-        lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
-        bad_arguments=((lambda: boostax.centralize_gradients(axes={"kernel": "all"}), "axes"),),
+        before(boostax.centralize_gradients()),
+        **refused("axes", lambda: boostax.centralize_gradients(axes={"kernel": "all"})),
     ),
-    Case(
-        "group_loss_scale_measured_around_a_window",
-        nested(functools.partial(by_group, rule="measure"), window),
-        scaled=scaled_by_group,
-        **gates,
-    ),
+    Case("group_loss_scale_measured_around_a_window", measured, scaled=scaled_by_group, **gates),
 ]
 CASES = FIRST + VARIANTS

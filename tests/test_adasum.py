@@ -38,9 +38,8 @@ def assert_same(actual, expected):
 def assert_near(actual, expected, rows, tolerance=1e-6):
     """Within a tolerance relative to the largest input."""
     largest = abs(reference.wide(rows)).max()
-    np.testing.assert_allclose(
-        reference.wide(actual) / largest, np.asarray(expected) / largest, rtol=0, atol=tolerance
-    )
+    actual, expected = reference.wide(actual) / largest, np.asarray(expected) / largest
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
 def normal(seed, *shape):
@@ -54,9 +53,10 @@ LONGEST = 4097
 
 
 # What f32 arithmetic, f64 arithmetic and the rounding of f16 allow.
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 5e-7), ("float16", 2e-3), ("float64", 2e-15)]
-)
+TOLERANCES = {"float32": 5e-7, "float16": 2e-3, "float64": 2e-15}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items())
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_equals_horovod(golden, replicas, dtype, tolerance):
     """Every case; zeros behind a gradient change no dot product, so one program does them all."""
@@ -258,9 +258,8 @@ def test_magnitudes_from_1e_minus_30_to_1e20(seed, replicas, base, spread):
 def test_a_tree_of_leaves_of_different_magnitude(seed, replicas, base, gap):
     """In scope "tree" each is as exact as its own entries are."""
     small = 10 ** max(base - gap, -30)
-    leaves = [
-        np.float32(normal([seed, i], replicas, 5) * m) for i, m in enumerate((10**base, small))
-    ]
+    magnitudes = enumerate((10**base, small))
+    leaves = [np.float32(normal([seed, i], replicas, 5) * size) for i, size in magnitudes]
     result = combine(leaves, scope="tree")
     for actual, expected, rows in zip(result, reference.adasum_tree(leaves), leaves, strict=True):
         assert_near(actual, expected, rows)

@@ -163,9 +163,8 @@ def test_axes_are_named_from_the_groups():
     def local(x):
         return sum(lax.pmax(x * n, names) for n, names in enumerate(sums, 1))
 
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names), check_vma=False
-    )
+    specs = {"in_specs": P(mesh.axis_names), "out_specs": P(mesh.axis_names)}
+    mapped = jax.shard_map(local, mesh=mesh, **specs, check_vma=False)
     found = boostax.audit(jax.jit(mapped), placed(mesh, jnp.ones((8, 32)), mesh.axis_names))
     assert sorted(c.axes for c in found.collectives) == sorted(sums)
     assert sorted(c.devices for c in found.collectives) == [2, 2, 2, 4, 4, 8]
@@ -433,15 +432,15 @@ def test_groups_are_read_in_every_way_of_writing(groups):
     assert found.wire_bytes == 4096 * 2 * (n - 1) / n
 
 
-@pytest.mark.parametrize(
-    ("ids", "axes", "groups"),
-    [
-        ("", "'axis_0':(2)2", [(0, 2), (1, 3), (4, 6), (5, 7)]),
-        ("", "'axis_0':(1)2", [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        (", device_ids=([2,2,2]T(2,1,0))", "'axis_0':(2)2", [(0, 2), (4, 6), (1, 3), (5, 7)]),
-        ("", "'axis_0':(1)2,'axis_0':(2)2", None),
-    ],
-)
+PARTS = [
+    ("", "'axis_0':(2)2", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+    ("", "'axis_0':(1)2", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+    (", device_ids=([2,2,2]T(2,1,0))", "'axis_0':(2)2", [(0, 2), (4, 6), (1, 3), (5, 7)]),
+    ("", "'axis_0':(1)2,'axis_0':(2)2", None),
+]
+
+
+@pytest.mark.parametrize(("ids", "axes", "groups"), PARTS)
 def test_groups_along_a_part_of_an_axis_are_the_devices_of_that_part(ids, axes, groups):
     """Shardy cuts an axis where a dimension is sharded over less than all of it."""
     parsed = reduction(f"replica_groups=mesh['axis_0'=4,'axis_1'=2]{ids} {{{axes}}}", 8)
@@ -540,9 +539,10 @@ def test_what_cannot_be_audited_or_read_is_refused(said):
         REFUSED[said]()
 
 
-@pytest.mark.parametrize(
-    "target", ["v5e", "h100:8", "h100:1x1x8*2", "v5e:2x4x", "", "2x4", "mi300:1x1x8", "v7x:2x2x1"]
-)
+TARGETS = ["v5e", "h100:8", "h100:1x1x8*2", "v5e:2x4x", "", "2x4", "mi300:1x1x8", "v7x:2x2x1"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_target_that_is_none_gets_the_machines_that_are_known(target):
     said = rf"target must be 'v5e:2x4'.*got {re.escape(repr(target))}"
     with pytest.raises(ValueError, match=said) as error:

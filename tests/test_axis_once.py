@@ -41,39 +41,43 @@ def trained(tx, mesh):
     return step, follow(step, step.init(PARAMS), [BATCH] * 4)[0]
 
 
+def window(tx, axis):
+    return boostax.accumulate(tx, 2, axis_name=axis)
+
+
+def scaled_window(tx, axis):
+    return boostax.dynamic_loss_scale(window(tx, axis), axis_name=axis)
+
+
+def checked(axis):
+    gated = boostax.gate(adam(boostax.top_k_reduce(axis)), rule, axis_name=axis)
+    return precision.check_updates(precision.skip_spikes(gated, axis_name=axis), axis_name=axis)
+
+
+def built_later(axis):
+    make = lambda rate: optax.chain(boostax.all_reduce(axis), optax.sgd(rate))  # noqa: E731
+    return window(optax.inject_hyperparams(make)(rate=1e-2), axis)
+
+
+def compatible(axis):
+    inner = boostax.compat.apply_if_finite(adam(boostax.all_reduce(axis)), 3, axis_name=axis)
+    return boostax.compat.MultiSteps(inner, 2, axis_name=axis).gradient_transformation()
+
+
 # Each part with an axis that it is told, or with ``None``.
 CHAINS = {
     **{case.name: functools.partial(case.make, optax.adam(1e-2)) for case in CASES if case.reduces},
-    "scaler(window)": lambda a: boostax.dynamic_loss_scale(
-        boostax.accumulate(adam(boostax.all_reduce(a)), 2, axis_name=a), axis_name=a
-    ),
-    "told inside": lambda a: boostax.dynamic_loss_scale(
-        boostax.accumulate(adam(boostax.int8_reduce("data")), 2, axis_name=a), axis_name=a
-    ),
-    "window of a sum": lambda a: boostax.accumulate(
-        adam(boostax.all_reduce(a, op="sum")), 2, axis_name=a
-    ),
-    "checks": lambda a: precision.check_updates(
-        precision.skip_spikes(
-            boostax.gate(adam(boostax.top_k_reduce(a)), rule, axis_name=a), axis_name=a
-        ),
-        axis_name=a,
-    ),
-    "built later": lambda a: boostax.accumulate(
-        optax.inject_hyperparams(lambda rate: optax.chain(boostax.all_reduce(a), optax.sgd(rate)))(
-            rate=1e-2
-        ),
-        2,
-        axis_name=a,
-    ),
-    "compat": lambda a: boostax.compat.MultiSteps(
-        boostax.compat.apply_if_finite(adam(boostax.all_reduce(a)), 3, axis_name=a), 2, axis_name=a
-    ).gradient_transformation(),
+    "scaler(window)": lambda a: scaled_window(adam(boostax.all_reduce(a)), a),
+    "told inside": lambda a: scaled_window(adam(boostax.int8_reduce("data")), a),
+    "window of a sum": lambda a: window(adam(boostax.all_reduce(a, op="sum")), a),
+    "checks": checked,
+    "built later": built_later,
+    "compat": compatible,
     "in combinators": lambda a: optax.named_chain(
         ("it", optax.masked(boostax.all_reduce(a), True)), ("rest", optax.sgd(1e-2))
     ),
     "stored, averaged": lambda a: model.average_params(
-        boostax.accumulate(precision.store(adam(boostax.all_reduce(a))), 2, axis_name=a), "ema"
+        window(precision.store(adam(boostax.all_reduce(a))), a), "ema"
     ),
 }
 

@@ -224,9 +224,8 @@ def test_the_scale_is_known_in_each_form_of_a_loss_and_not_kept_from_another():
     # What no scale concerns is traced once for all calls.
     inner = jax.jit(lambda p: traced.append(p) or 2 * p)
     traced, plain = [], boostax.value_and_grad(lambda p, x: inner(p))
-    assert [jax.jit(lambda p: plain(p, (), X)[1])(p) for _ in range(2)] == [2, 2] and len(
-        traced
-    ) == 1
+    assert [jax.jit(lambda p: plain(p, (), X)[1])(p) for _ in range(2)] == [2, 2]
+    assert len(traced) == 1
 
 
 def test_the_scale_is_known_under_pmap_and_in_nnx():

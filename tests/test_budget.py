@@ -31,7 +31,7 @@ CEILINGS = {
     "boostax/testing": 826,
     "boostax/train": 1130,
     "examples": 1500,
-    "tests": 19582,
+    "tests": 19133,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")

@@ -56,18 +56,18 @@ def opened(step, state, batch):
     return state, metrics, before, jax.device_get(step.common_params(state))
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "replicas", "options"),
-    [
-        (1, 1, {}),
-        (2, 1, {}),
-        (4, 1, {}),
-        (4, 1, {"policy": boostax.policy("O2", dtype="bfloat16")}),
-        (2, 4, {}),
-        (2, 4, {"shard_optimizer": True}),
-        (2, 4, {"param_specs": True}),
-    ],
-)
+DIVIDED = [
+    (1, 1, {}),
+    (2, 1, {}),
+    (4, 1, {}),
+    (4, 1, {"policy": boostax.policy("O2", dtype="bfloat16")}),
+    (2, 4, {}),
+    (2, 4, {"shard_optimizer": True}),
+    (2, 4, {"param_specs": True}),
+]
+
+
+@pytest.mark.parametrize(("microbatches", "replicas", "options"), DIVIDED)
 def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
     microbatches, replicas, options
 ):
@@ -304,18 +304,18 @@ def test_stored_low_fp8_metadata_stays_f32():
 SGD, FP8, OWN = optax.sgd(0.1), (loss_fn, START, BATCHES[0]), (watched, PLAIN, DATA[0])
 
 
-@pytest.mark.parametrize(
-    ("tx", "run", "words"),
-    [
-        (SGD, FP8, "value_and_grad: opt_state .*tx = boostax.carry"),
-        (boostax.dynamic_loss_scale(SGD), FP8, "value_and_grad: opt_state .*boostax.carry"),
-        (boostax.dynamic_loss_scale(boostax.carry(SGD)), FP8, "dynamic_.*boostax.carry"),
-        (optax.chain(boostax.carry(SGD)), FP8, "carry: .*apply_gradients"),
-        # Names of one's own, which no other part knows.
-        (boostax.dynamic_loss_scale(boostax.carry(SGD, RULES)), OWN, "carry: .*outermost"),
-        (boostax.accumulate(boostax.carry(SGD, RULES), 2), OWN, "accumulate: inner .*outermost"),
-    ],
-)
+REFUSED = [
+    (SGD, FP8, "value_and_grad: opt_state .*tx = boostax.carry"),
+    (boostax.dynamic_loss_scale(SGD), FP8, "value_and_grad: opt_state .*boostax.carry"),
+    (boostax.dynamic_loss_scale(boostax.carry(SGD)), FP8, "dynamic_.*boostax.carry"),
+    (optax.chain(boostax.carry(SGD)), FP8, "carry: .*apply_gradients"),
+    # Names of one's own, which no other part knows.
+    (boostax.dynamic_loss_scale(boostax.carry(SGD, RULES)), OWN, "carry: .*outermost"),
+    (boostax.accumulate(boostax.carry(SGD, RULES), 2), OWN, "accumulate: inner .*outermost"),
+]
+
+
+@pytest.mark.parametrize(("tx", "run", "words"), REFUSED)
 def test_what_would_take_a_value_for_a_gradient_is_refused(tx, run, words):
     loss, params, batch = run
     step = boostax.make_train_step(loss, tx)
@@ -333,16 +333,16 @@ def test_a_loop_that_forgot_carry_is_refused(tx):
         boostax.apply_gradients(tx, grads, tx.init(START), START)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        (({"amax": "mean"},), ValueError, "rules must be 'max' or 'sum' or 'last'"),
-        (("amax",), TypeError, "rules must be a mapping"),
-        (({},), TypeError, "rules must be a mapping"),
-        (({"": "max"},), TypeError, "paths by name"),
-        (({"amax": "max", "amaks": "max"},), ValueError, r"be paths of params, got \['amaks'\]"),
-    ],
-)
+BAD_RULES = [
+    (({"amax": "mean"},), ValueError, "rules must be 'max' or 'sum' or 'last'"),
+    (("amax",), TypeError, "rules must be a mapping"),
+    (({},), TypeError, "rules must be a mapping"),
+    (({"": "max"},), TypeError, "paths by name"),
+    (({"amax": "max", "amaks": "max"},), ValueError, r"be paths of params, got \['amaks'\]"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD_RULES)
 def test_bad_rules(arguments, error, words):
     with pytest.raises(error, match=f"carry: .*{words}"):
         boostax.carry(optax.sgd(0.1), *arguments).init(PLAIN)
@@ -373,9 +373,7 @@ def test_a_window_has_the_histories_of_its_rows():
     """Those of cotangents as of one call, whose mean loss is over half of the rows."""
     inner = boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data")
     tx = boostax.carry(inner, axis_name="data")
-    step = boostax.make_train_step(
-        loss_fn, tx, mesh=mesh_of(data=2), axis_name="data", microbatches=2
-    )
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of(data=2), microbatches=2)
     state, _ = follow(step, step.init(START), BATCHES[:2])
     both = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2])
     wanted = PLAIN_GRADS(START, both)[OWG]

@@ -68,9 +68,8 @@ OPTIONS = {"factor": 1.1, "decay": 0.9, "warmup": 5, "max_norm": 1.5}
 
 def gradients(steps=20):
     rng = np.random.default_rng(0)
-    grads = [
-        {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()} for _ in range(steps)
-    ]
+    draw = lambda: {k: np.float32(rng.normal(size=s)) for k, s in SHAPES.items()}  # noqa: E731
+    grads = [draw() for _ in range(steps)]
     grads[11]["a"] *= 30
     grads[14]["b"][0, 0] = np.nan
     return grads
@@ -112,9 +111,8 @@ def test_leaves_are_clipped_to_their_running_norms_as_in_float64():
             if wanted is None:
                 assert not jnp.isfinite(updates["b"]).all()
             else:
-                chex.assert_trees_all_close(
-                    updates, jax.tree.map(np.float32, wanted), rtol=2e-5, atol=1e-7
-                )
+                wanted = jax.tree.map(np.float32, wanted)
+                chex.assert_trees_all_close(updates, wanted, rtol=2e-5, atol=1e-7)
         chex.assert_trees_all_close(state.norms, jax.tree.map(np.float32, norms), rtol=2e-5)
         assert int(state.steps) == steps == 19
 

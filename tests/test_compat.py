@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from contract_cases import each_law
 
 import boostax
 from boostax import compat
-from boostax.testing import PAIR_LAWS, Case, laws_for
+from boostax.testing import Case
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "b": jnp.float32(0.5)}
 LARGE = functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
@@ -60,16 +60,16 @@ def beside(ours, theirs, fields, grads):
 WINDOW = ("mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state")
 
 
+SKIPS = [
+    (2, None),
+    (3, optax.skip_not_finite),
+    (3, LARGE),
+    (lambda step: jnp.where(step < 2, 1, 3), optax.skip_not_finite),
+]
+
+
 @pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize(
-    ("every", "skips"),
-    [
-        (2, None),
-        (3, optax.skip_not_finite),
-        (3, LARGE),
-        (lambda step: jnp.where(step < 2, 1, 3), optax.skip_not_finite),
-    ],
-)
+@pytest.mark.parametrize(("every", "skips"), SKIPS)
 def test_windows_are_those_of_multisteps(every, skips, mean):
     bad = () if skips is None else (0, 4, 5, 8)
     args = adam(), every, mean, skips
@@ -120,27 +120,6 @@ def test_a_window_reduces_once_and_takes_the_memory_of_accumulate(mesh):
     assert ours.reduced == (1, 2 * 256 * 256 + 1)
 
 
-def test_one_replica_s_skip_is_everyone_s(mesh):
-    """And the largest of what they keep is kept, so that it is equal on all."""
-    inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
-    tx = windows(inner, "data", optax.skip_not_finite)
-    specs = boostax.states.state_specs(tx, jnp.zeros(()), "data")
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-    def step(state, grads):
-        updates = tx.update(grads[0], boostax.states.enter_replica(state), jnp.zeros(()))
-        return boostax.states.leave_replica(updates[1])
-
-    state = boostax.states.stack_replicas(tx.init(jnp.zeros(())), 8)
-    state = step(state, jnp.ones(8))
-    state = step(state, jnp.ones(8).at[5].set(jnp.nan))
-    assert state.skip_state["should_skip"].dtype == bool and state.skip_state["should_skip"]
-    assert (int(state.skip_state["num_not_finite"]), int(state.mini_step)) == (1, 1)
-    state = step(state, jnp.ones(8))
-    assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
-
-
 def test_a_window_can_be_flushed_and_saved_states_of_optax_move_in():
     old = optax.MultiSteps(optax.sgd(1.0), 3)
     _, saved = old.update(jnp.float32(2.0), old.init(jnp.float32(0)), jnp.float32(0))
@@ -188,17 +167,9 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "law"),
-    [
-        pytest.param(case, name, marks=[] if name in ALWAYS else pytest.mark.long)
-        for case in CASES
-        for name in sorted(laws_for(case).keys() - SQUARES)
-    ],
-    ids=lambda x: getattr(x, "name", x),
-)
+@each_law(CASES, lambda case, law: law not in ALWAYS, lambda case, law: law in SQUARES)
 def test_contract(case, law):
-    laws_for(case)[law](case, *([0] if law in PAIR_LAWS else []))
+    law(case)
 
 
 def test_finite_gradients_with_infinite_squares_pass():
@@ -218,17 +189,17 @@ def updated(skip=None, **extra):
     boostax.apply_gradients(tx, jnp.ones(()), tx.init(jnp.ones(())), jnp.ones(()), **extra)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: compat.MultiSteps(adam(), 0), ValueError, "MultiSteps: every_k_schedule must be"),
-        (lambda: compat.MultiSteps(adam(), 1.5), TypeError, "MultiSteps: every_k_schedule must be"),
-        (lambda: compat.MultiSteps(3.0, 2), TypeError, "MultiSteps: opt must be"),
-        (lambda: updated(jnp.ones(2, bool)), ValueError, "must be a function that returns"),
-        (lambda: updated(jnp.int32(1)), ValueError, "must be a function that returns"),
-        (lambda: updated(weight=2.0), ValueError, "weight must be left out"),
-    ],
-)
+REFUSED = [
+    (lambda: compat.MultiSteps(adam(), 0), ValueError, "MultiSteps: every_k_schedule must be"),
+    (lambda: compat.MultiSteps(adam(), 1.5), TypeError, "MultiSteps: every_k_schedule must be"),
+    (lambda: compat.MultiSteps(3.0, 2), TypeError, "MultiSteps: opt must be"),
+    (lambda: updated(jnp.ones(2, bool)), ValueError, "must be a function that returns"),
+    (lambda: updated(jnp.int32(1)), ValueError, "must be a function that returns"),
+    (lambda: updated(weight=2.0), ValueError, "weight must be left out"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "match"), REFUSED)
 def test_refusals(make, error, match):
     with pytest.raises(error, match=match):
         make()

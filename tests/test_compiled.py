@@ -51,7 +51,6 @@ def test_pure_update_needs_one_copy(name):
 
     program = jax.jit(step, donate_argnums=(0, 1)).lower(BIG, jax.eval_shape(tx.init, BIG), BIG)
     temp = program.compile().memory_analysis().temp_size_in_bytes
-    print(f"{name}: update temp / params = {temp / BIG_BYTES:.4f}")
     assert temp <= 1.1 * BIG_BYTES
 
 
@@ -70,16 +69,14 @@ def test_micro_batched_flops_are_the_ideal_share(mesh):
     sliced = jax.jit(jax.shard_map(local, **how)).lower(params, batch).compile()
     # cost_analysis counts the body of the scan once.
     share = slices * sliced.cost_analysis()["flops"] / (whole.cost_analysis()["flops"] / 8)
-    print(f"per-device FLOPs / ideal share = {share:.4f}")
     assert 0.95 <= share <= 1.05
 
 
 def sent(mesh, local, rows, *numbers):
     """Collectives of a function of a replica's rows and of numbers."""
     specs = P("data"), *[P()] * len(numbers)
-    return collectives(
-        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()), rows, *numbers
-    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    return collectives(mapped, rows, *numbers)
 
 
 def test_the_counter_sees_scans_branches_and_ring_factors(mesh):
@@ -106,10 +103,8 @@ def test_of_the_branches_of_a_cond_one_counts(mesh):
         return total + jax.lax.cond(i > 0, inner, lambda: 0.0) + send(8)()
 
     found = sent(mesh, local, jnp.ones(64), 0)
-    inside, outside = (
-        sum(c.share * c.bytes / 4 for c in found if c.conditional == x) for x in (True, False)
-    )
-    assert (inside, outside) == ((2 + 6) / 2 + (1 + 3) / 2 + 4, 8)
+    amount = lambda x: sum(c.share * c.bytes / 4 for c in found if c.conditional == x)  # noqa: E731
+    assert (amount(True), amount(False)) == ((2 + 6) / 2 + (1 + 3) / 2 + 4, 8)
     assert sum(c.share * c.wire_bytes for c in found) == 2 * 7 / 8 * 4 * 18
     assert sum(c.wire_bytes for c in found) == 2 * 7 / 8 * 4 * (2 + 6 + 1 + 3 + 4 + 8)
 

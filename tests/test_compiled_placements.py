@@ -14,26 +14,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_compilers import CPU, V5E, everywhere, on
+from test_on_mesh import PLACEMENTS, loss_fn
+from training import own_step
 
 import boostax
 
 pytestmark = pytest.mark.compilers
 
 WINDOW, ROWS = 8, 1024
-PLACEMENTS = {
-    "replicated": {"up": P(), "down": P()},
-    "FSDP": {"up": P("data"), "down": P("data")},
-    "HSDP": {"up": P("model"), "down": P("model")},
-    "tensor parallel": {"up": P(None, "model"), "down": P("model")},
-    "tensor parallel, FSDP": {"up": P("data", "model"), "down": P("model", "data")},
-}
 targets = on(CPU, V5E)
-
-
-def loss_fn(params, x):
-    for layer in params:
-        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-    return jnp.mean(x**2)
 
 
 def typed(mesh, shape, spec, dtype=jnp.float32):
@@ -72,15 +61,14 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
     window = boostax.accumulate(inner, WINDOW, axis_name="data")
     tx = boostax.dynamic_loss_scale(window if form == "window" else inner, axis_name="data")
     more = {} if form == "window" else {"microbatches": WINDOW}
-    found = audited(
-        mesh, PLACEMENTS[placement], tx, "data", target=target, shard_optimizer=share, **more
-    )
+    more |= {"target": target, "shard_optimizer": share}
+    found = audited(mesh, PLACEMENTS[placement], tx, "data", **more)
     reduced = over(found, "data", ("all-reduce", "reduce-scatter"))
     held = over(found, "data", ("all-reduce", "reduce-scatter"), least=True)
     gathered = over(found, "data", ("all-gather",))
+    sent = found.wire_bytes.most / 4 / found.params
     print(
-        f"{placement}, {form}: {reduced:.3f} N reduced over the batch axis (held {held:.3f}), "
-        f"{gathered:.3f} N gathered; {found.wire_bytes.most / 4 / found.params:.2f} P sent"
+        f"{reduced:.3f} N reduced (held {held:.3f}), {gathered:.3f} N gathered, {sent:.2f} P sent"
     )
     assert held == 0
     assert reduced <= 1.01
@@ -99,12 +87,7 @@ def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
     tx = boostax.on_mesh(tx, params, axis_name="data")
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches="stacked")
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, batch):
-        loss, grads = oracle(params, state, batch)
-        return *boostax.apply_gradients(tx, grads, state, params), loss
-
+    step = own_step(tx, oracle)
     found = boostax.audit(step, params, tx.init(params), batch, params=params, target=target)
     print(f"{placement}: {found.reductions:.3f} N reduced, {found.gathers:.3f} N gathered")
     assert found.reductions == pytest.approx(1.0, abs=0.01)
@@ -122,10 +105,8 @@ def test_params_are_gathered_in_bf16_where_their_owner_keeps_the_rest(placement)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     optimizer = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
     low = boostax.precision.store(optimizer, params="remainder")
-    found = audited(
-        mesh, PLACEMENTS[placement], low, "data", target="v5e:2x4", dtype=jnp.bfloat16,
-        shard_optimizer=True,
-    )  # fmt: skip
+    how = {"target": "v5e:2x4", "dtype": jnp.bfloat16, "shard_optimizer": True}
+    found = audited(mesh, PLACEMENTS[placement], low, "data", **how)
     gathers = [x for x in found.collectives if x.does == "all-gather" and x.elements > 1000]
     sent = sum(x.elements * x.executions for x in gathers) / found.params
     print(f"{placement}: {sent:.3f} N gathered in { ({x.dtypes for x in gathers}) }")
@@ -144,11 +125,8 @@ def test_f32_params_are_gathered_narrow(dtype, placement, target):
     sizes, names = ((8,), ("data",)) if placement == "FSDP" else ((4, 2), ("data", "model"))
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
-    found, plain = (
-        audited(mesh, PLACEMENTS[placement], tx, "data", target=target, gather=x)
-        for x in (dtype, None)
-    )
-
+    audit = functools.partial(audited, mesh, PLACEMENTS[placement], tx, "data", target=target)
+    found, plain = (audit(gather=x) for x in (dtype, None))
     width = {"f32": 4, "bf16": 2, "s8": 1}
 
     def gathered(audit):
@@ -157,10 +135,9 @@ def test_f32_params_are_gathered_narrow(dtype, placement, target):
 
     share, usual = (gathered(x) / (4 * found.params) for x in (found, plain))
     more = (found.temporary_bytes - plain.temporary_bytes) / (4 * found.params)
+    sent = found.wire_bytes.most / plain.wire_bytes.most
     print(
-        f"{placement}, {dtype}: {share:.3f} of f32's bytes gathered ({usual:.3f} without), "
-        f"{found.wire_bytes.most / plain.wire_bytes.most:.3f} of all that is sent, "
-        f"{more:.2f} P of temporaries more"
+        f"{share:.3f} of f32's bytes gathered, not {usual:.3f}; {sent:.3f} sent, {more:.2f} P more"
     )
     wide = dtype == "bfloat16" and target is None
     assert share <= (1.01 if wide else {"bfloat16": 0.501, "int8": 0.26}[dtype])
@@ -179,9 +156,8 @@ BETWEEN_SLICES = {
 
 @functools.cache
 def between_slices(name):
-    devices = sorted(
-        boostax.inspect.target_devices("v5e:4x4*2"), key=lambda x: (x.slice_index, x.id)
-    )
+    devices = boostax.inspect.target_devices("v5e:4x4*2")
+    devices = sorted(devices, key=lambda x: (x.slice_index, x.id))
     mesh = Mesh(np.array(devices).reshape(2, 16), ("slice", "fsdp"))
     make = BETWEEN_SLICES[name][0] if name else lambda: boostax.all_reduce("slice")
     chain = optax.chain(make(), optax.adam(1e-3))
@@ -200,9 +176,9 @@ def test_shards_cross_the_slices_narrow(name):
     more = (found.temporary_bytes - plain.temporary_bytes) / per_device
     gathered = [x for x in found.collectives if x.does == "all-gather" and x.branches]
     within = sum(x.elements for x in gathered if "fsdp" in x.axes)
+    cycles = found.cycles.most / plain.cycles.most
     print(
-        f"{name}: {crossing:.3f} of the mean's bytes between slices, {more:.2f} P of temporaries "
-        f"more, {found.cycles.most / plain.cycles.most:.2f} of its cycles"
+        f"{name}: {crossing:.3f} of a mean's bytes, {more:.2f} P more, {cycles:.2f} of its cycles"
     )
     assert crossing <= BETWEEN_SLICES[name][1]
     assert more <= 1.2

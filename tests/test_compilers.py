@@ -94,14 +94,11 @@ def test_a_gate_writes_in_place_and_a_held_call_moves_little(name, target):
 def test_a_window_that_may_be_dropped_writes_in_place(options, target):
     """XLA:GPU copied all that passed through a branch in a branch that returned a constant flag."""
     weights = {"weight": jax.ShapeDtypeStruct((), jnp.float32)} if "normalize" in options else {}
-    found = cases.on_one_chip(
-        boostax.accumulate(cases.adam(), WINDOW, **options), target, **weights
-    )
+    tx = boostax.accumulate(cases.adam(), WINDOW, **options)
+    found = cases.on_one_chip(tx, target, **weights)
     temporaries, held = found.temporary_bytes / BYTES, found.traffic.least / BYTES
     applied = (found.traffic.most - bare(target).traffic.most) / BYTES
-    print(
-        f"{options}: temporaries {temporaries:.4f} P, held {held:.3f} P, applied {applied:+.3f} P"
-    )
+    print(f"{options}: temporaries {temporaries:.4f} P, held {held:.3f}, applied {applied:+.3f}")
     assert temporaries <= 0.12 and held <= 3.1
     # Gradients and sums; a sum in f16 is read once more when the window closes.
     assert applied <= 3.1
@@ -385,22 +382,18 @@ def test_findings_in_public_train_steps_are_true(name, target):
 def test_bytes_between_slices_are_told_apart():
     """Two slices of eight: what a mean over the slices sends crosses, inside a slice nothing."""
     mesh = cases.mesh_of("v5e:2x4*2", (2, 8), ("slice", "fsdp"))
-    w = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.float32)
-    w = jax.ShapeDtypeStruct(
-        w.shape, w.dtype, sharding=NamedSharding(mesh, P("slice", "fsdp", None))
+    typed = lambda rows, *spec: jax.ShapeDtypeStruct(  # noqa: E731
+        (rows, 1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(*spec))
     )
     across = jax.jit(lambda w: jnp.mean(w, 0), out_shardings=NamedSharding(mesh, P("fsdp", None)))
-    found = boostax.audit(across, w, target="v5e:2x4*2")
+    found = boostax.audit(across, typed(2, "slice", "fsdp"), target="v5e:2x4*2")
     print(found)
     sends = [c for c in found.collectives if c.crosses == "slice"]
     assert sends and all(c.axes == ("slice",) for c in sends)
     # Each device sends its shard of the gradient, in f32, to the other slice.
     assert found.crossing_bytes.most == pytest.approx(4 * 1024 * 1024 / 8, rel=0.02)
     within = jax.jit(lambda w: w[0], out_shardings=NamedSharding(mesh, P()))
-    inside = jax.ShapeDtypeStruct(
-        (1, 1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp", None))
-    )
-    found = boostax.audit(within, inside, target="v5e:2x4*2")
+    found = boostax.audit(within, typed(1, None, "fsdp"), target="v5e:2x4*2")
     assert found.gathered.most >= 1024 * 1024 and found.crossing_bytes.most == 0
 
 
@@ -542,9 +535,7 @@ def test_the_recipe_of_muon_keeps_an_eighth_of_its_state():
     whole = sum(x.size * x.dtype.itemsize for x in state)
     batch = 4 * 65 * config["microbatches"]
     kept = (found.argument_bytes - found.params_bytes - batch) / whole
-    print(
-        f"{kept:.4f} of the state; {found.reductions:.3f} N reduced, {found.gathers:.3f} gathered"
-    )
+    print(f"{kept:.4f} of the state; {found.reductions:.3f} N and {found.gathers:.3f} N sent")
     assert kept <= 1.02 / 8
     assert found.reductions <= 1.01
     assert found.gathers <= 1.01

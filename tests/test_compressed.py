@@ -201,9 +201,8 @@ def test_a_relative_threshold_is_in_units_of_the_leaf_not_of_its_padding():
     grads = jnp.array([[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     # The root mean square is 1.34: 3 is 2.24 of them. With the padding it would be 2.83.
     for threshold, first in ((2.2, 3.0), (2.3, 0.0)):
-        tx = boostax.reduce.threshold_reduce(
-            "data", threshold, relative=True, capacity=1.0, block=8
-        )
+        how = {"relative": True, "capacity": 1.0, "block": 8}
+        tx = boostax.reduce.threshold_reduce("data", threshold, **how)
         assert repeated(tx, grads)[0].tolist() == [[first, *[0.0] * 9]]
 
 

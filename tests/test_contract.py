@@ -5,11 +5,10 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-from contract_cases import CASES, VARIANTS
+from contract_cases import CASES, VARIANTS, each_law
 
 import boostax.testing
-from boostax.testing import INIT_LAWS, laws_for
+from boostax.testing import INIT_LAWS
 
 ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
 
@@ -48,21 +47,14 @@ EXPLICIT = {"dynamic_loss_scale"}
 COSTLY = ("any_placement_means_the_same", "results_are_typed_equal")
 
 
-def marks(case, law):
+def late(case, law):
     late = case in VARIANTS and law not in ALWAYS
     late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
     late |= law in COSTLY and case.name not in ("accumulate", "int8_reduce", "dynamic_loss_scale")
-    return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
+    return late or (case.name in GATED and law not in OF_THEIR_OWN)
 
 
-@pytest.mark.parametrize(
-    ("case", "law"),
-    [
-        pytest.param(c, law, id=f"{c.name}-{n}", marks=marks(c, n))
-        for c in CASES
-        for n, law in laws_for(c).items()
-    ],
-)
+@each_law(CASES, late)
 def test_contract(case, law):
     law(case)
 
@@ -76,7 +68,5 @@ def test_the_usage_in_the_docstring_runs(tmp_path):
     file = tmp_path / "test_usage.py"
     file.write_text("\n".join(lines))
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path]
-    told = subprocess.run(
-        [*map(str, run), "-k", "flat_scalars", str(file)], capture_output=True, text=True
-    )
+    told = subprocess.run([*run, "-k", "flat_scalars", file], capture_output=True, text=True)
     assert told.returncode == 0 and "1 passed" in told.stdout, told.stdout + told.stderr

@@ -55,9 +55,8 @@ def test_snippets_run(path, monkeypatch):
     namespace = vars(module)
     for line, code in snippets(path):
         if code.startswith(">>>"):
-            examples = doctest.DocTestParser().get_doctest(
-                code, namespace, path.name, str(path), line
-            )
+            parsed = code, namespace, path.name, str(path), line
+            examples = doctest.DocTestParser().get_doctest(*parsed)
             assert_passes(examples, clear_globs=False)
             namespace.update(examples.globs)
         else:
@@ -238,9 +237,8 @@ def test_a_law_is_beside_its_promise():
 def test_the_place_of_a_codec_is_named():
     """The entry that ``CONTRIBUTING.md`` names is the one that a configuration chooses from."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (key,) = re.findall(
-        r"\| a reduction \| `(\w+)` of `\[order\]` in `boostax/config/order.toml` \|", text
-    )
+    where = r"of `\[order\]` in `boostax/config/order.toml` \|"
+    (key,) = re.findall(rf"\| a reduction \| `(\w+)` {where}", text)
     assert keys.PARTS[key]["int8"] is boostax.int8_reduce
 
 

@@ -32,9 +32,8 @@ def law(tmp_path):
         (tmp_path / "test_it.py").write_text(LAW.format(body=body, examples=examples))
         command = [sys.executable, "-B", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONHASHSEED": hash_seed}
-        ended = subprocess.run(
-            [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+        ended = subprocess.run([*command, *arguments], **how)
         return ended.returncode, ended.stdout + ended.stderr
 
     return run

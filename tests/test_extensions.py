@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from contract_cases import half
+from contract_cases import each_law, half
 from extensions.drop_spikes import drop_spikes
 from extensions.signs import Signs, sign_reduce
 from extensions.thaw import thaw
@@ -17,7 +17,7 @@ from training import walk
 import boostax
 import boostax.testing
 from boostax.reduce import compress
-from boostax.testing import LAWS, PAIR_LAWS, Case, laws_for
+from boostax.testing import LAWS, PAIR_LAWS, Case
 
 THAWING = boostax.freeze_schedule(thaw, total_steps=12)
 TWO = boostax.freeze_schedule(lambda step: min(thaw(step), 1), total_steps=12)
@@ -29,31 +29,24 @@ CASES = [
 ]
 
 
-def marks(case, law):
+def late(case, law):
     """Freezing by a table of one's own is that of any other: once in the quick run."""
-    late = case.name == "thaw" and law != "keeps_types_and_traces_once"
-    late |= law in ("scan_eager_and_disabled_jit_agree", "vmap_over_an_ensemble")
-    return [pytest.mark.long] if late or law in {*PAIR_LAWS, *SLOW} else []
+    return (case.name == "thaw" and law != "keeps_types_and_traces_once") or law in SLOW
 
 
 # Of a single leaf nothing can be frozen.
 SINGLE_LEAF = ("works_in_float64", "passes_masked_nodes", "meta_gradients_are_finite")
-SLOW = (
+SLOW = {
+    *PAIR_LAWS,
     "any_placement_means_the_same",
     "any_placement_means_the_same_on_an_explicit_mesh",
     "results_are_typed_equal",
-)
+    "scan_eager_and_disabled_jit_agree",
+    "vmap_over_an_ensemble",
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "law"),
-    [
-        pytest.param(c, law, id=f"{c.name}-{n}", marks=marks(c, n))
-        for c in CASES
-        for n, law in laws_for(c).items()
-        if c.name != "thaw" or n not in SINGLE_LEAF
-    ],
-)
+@each_law(CASES, late, lambda case, law: case.name == "thaw" and law in SINGLE_LEAF)
 def test_it_keeps_the_contract(case, law):
     law(case)
 
@@ -190,9 +183,7 @@ def test_what_a_configuration_cannot_place_is_refused():
         return optax.scale(size)
 
     def mine():
-        return optax.GradientTransformation(
-            lambda params: (), lambda g, state, params=None: (g, state)
-        )
+        return optax.GradientTransformation(optax.init_empty_state, lambda g, s, p=None: (g, s))
 
     for data, factory, text in (
         ({"rate": {"size": 0.1}}, rate, "auto: rate must be described .*, got 'rate'"),

@@ -26,11 +26,9 @@ DEPTHS = [0, 2, 1, 3, 3, 0, 1, 2]
 
 
 def start(width=WIDTH, layers=LAYERS):
+    draw = lambda key: width**-0.5 * jax.random.normal(key, (width, width))  # noqa: E731
     keys = jax.random.split(jax.random.key(0), layers)
-    scale = width**-0.5
-    return [
-        {"k": scale * jax.random.normal(k, (width, width)), "b": jnp.zeros(width)} for k in keys
-    ]
+    return [{"k": draw(key), "b": jnp.zeros(width)} for key in keys]
 
 
 def loss_fn(params, batch):
@@ -108,21 +106,15 @@ def test_states_are_traced_as_often_as_there_are_depths(moments):
     assert len(traced) <= 6 * count
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas", "driver"),
-    [
-        *(
-            pytest.param(name, 1, "host", marks=[] if "(" in name else [pytest.mark.long])
-            for name in WRAPPED
-        ),
-        ("scaled(accumulated)", 1, "switch"),
-        pytest.param("accumulated(scaled)", 8, "host", marks=pytest.mark.long),
-        pytest.param("adasum", 8, "host", marks=pytest.mark.long),
-        pytest.param("adasum", 8, "switch", marks=pytest.mark.long),
-    ],
-)
-def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas, driver):
+KEPT = [(name, 1, "host") for name in WRAPPED] + [("scaled(accumulated)", 1, "switch")]
+QUICK_KEPT = [case for case in KEPT if "(" in case[0]]
+KEPT += [("accumulated(scaled)", 8, "host"), ("adasum", 8, "host"), ("adasum", 8, "switch")]
+
+
+@pytest.mark.parametrize("case", lanes(KEPT, QUICK_KEPT), ids=str)
+def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, case):
     """Params, both moments, decay and half-full windows; Adam does not coast on a frozen leaf."""
+    name, replicas, driver = case
     axis = "data" if replicas > 1 else None
     inner, window = wrap(name, axis)
     tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
@@ -303,15 +295,14 @@ def test_moments_of_each_depth():
 SCHEDULE = optax.linear_schedule(0.5, 0.0, 8)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.sgd(SCHEDULE),
-        optax.inject_hyperparams(optax.sgd)(SCHEDULE),
-        optax.chain(optax.add_decayed_weights(SCHEDULE), optax.sgd(0.5)),
-    ],
-    ids=["sgd", "injected", "decay"],
-)
+BY_SCHEDULE = [
+    optax.sgd(SCHEDULE),
+    optax.inject_hyperparams(optax.sgd)(SCHEDULE),
+    optax.chain(optax.add_decayed_weights(SCHEDULE), optax.sgd(0.5)),
+]
+
+
+@pytest.mark.parametrize("optimizer", BY_SCHEDULE, ids=["sgd", "injected", "decay"])
 def test_schedules_of_each_depth_go_by_the_steps_of_the_run(optimizer):
     """Without moments, as if all depths shared one state."""
     found = []
@@ -334,16 +325,14 @@ def test_a_function_of_the_step_is_a_schedule_for_so_many_steps_and_no_more():
     with pytest.raises(ValueError, match=r"got 65536 steps and one more .* total_steps"):
         plan.known(65536)
     tx = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step)
-    with pytest.raises(
-        ValueError, match=r"the depth at step 4 must be an integer in \[0, 4\), got"
-    ):
+    with pytest.raises(ValueError, match=r"depth at step 4 must be an integer in \[0, 4\), got"):
         tx.init(start())
 
 
-@pytest.mark.parametrize(
-    "name, moments",
-    [("adamw", "shared"), ("adamw", "per_group"), ("scaled(accumulated)", "shared")],
-)
+IN_PLACE = [("adamw", "shared"), ("adamw", "per_group"), ("scaled(accumulated)", "shared")]
+
+
+@pytest.mark.parametrize("name, moments", IN_PLACE)
 def test_the_optimizer_finds_the_depth_out_in_place(name, moments):
     """No copy of anything, active or frozen: temporary memory is that of the optimizer alone."""
     inner, params = wrap(name)[0], start(width=256)
@@ -364,9 +353,10 @@ class Counter:
         return self.value
 
 
-@pytest.mark.parametrize(
-    ("gated", "skip", "most"), [(False, (), 1), (True, (), 2), (True, (3, 7), 6)]
-)
+ASKED = [(False, (), 1), (True, (), 2), (True, (3, 7), 6)]
+
+
+@pytest.mark.parametrize(("gated", "skip", "most"), ASKED)
 def test_the_host_asks_only_where_the_schedule_could_change(gated, skip, most):
     Counter.asked, applied, depths = 0, 0, []
     plan = boostax.scheduled_freeze(adamw(), GROUPS, [0] * 10 + [1] * 10).freezing.plan(start())
@@ -538,9 +528,8 @@ def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind):
     params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
     params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
     loss = lambda p, x: jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2)  # noqa: E731
-    chain = optax.chain(
-        boostax.reduce.power_sgd_reduce("data", 1), optax.clip_by_global_norm(1.0), optax.adam(0.1)
-    )
+    low_rank = boostax.reduce.power_sgd_reduce("data", 1)
+    chain = optax.chain(low_rank, optax.clip_by_global_norm(1.0), optax.adam(0.1))
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
     found = []
     for sharded, driver in ((False, "host"), (False, "switch"), (True, "switch")):

@@ -115,9 +115,7 @@ def test_what_is_not_finite_is_seen_and_a_zero_block_stays_zero(dtype):
 def test_with_a_window_a_scaler_and_a_sharded_state():
     """Params change when the window closes; whatever is around, the loss falls as without."""
     chain = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
-    tx = boostax.accumulate(
-        boostax.dynamic_loss_scale(chain, axis_name="data"), 2, axis_name="data"
-    )
+    tx = boostax.accumulate(boostax.dynamic_loss_scale(chain), 2)
     x, ends = np.random.default_rng(0).normal(size=(16, 512)).astype(np.float32), {}
     for dtype in (None, "int8", "bfloat16"):
         step, whole = fsdp_step(tx, gather=dtype, shard_optimizer=True, microbatches=2)

@@ -160,9 +160,8 @@ def test_freezing_equals_mindspore(golden, train, name):
     run, params, batches = load(golden / "freeze_training_graph.npz")
     optimizer, moments = FREEZE_OPTIMIZERS[name]
     name, _, configured = name.partition(", ")
-    depths = {"freeze_none_strategy_momentum": [0, 1, 2], "plain_momentum": [0]}.get(
-        name, run["strategy"]
-    )
+    own = {"freeze_none_strategy_momentum": [0, 1, 2], "plain_momentum": [0]}
+    depths = own.get(name, run["strategy"])
 
     def make_tx(reduced, axis):
         del axis

@@ -291,9 +291,8 @@ def test_groups_need_their_boundaries(form):
 
 
 def test_groups_on_global_arrays_need_their_boundaries():
-    mesh, params, tx = on_mesh(
-        AxisType.Auto, functools.partial(precision.group_loss_scale, labels=LABELS)
-    )
+    by_group = functools.partial(precision.group_loss_scale, labels=LABELS)
+    mesh, params, tx = on_mesh(AxisType.Auto, by_group)
     step = lambda loss: step_of(tx, boostax.value_and_grad(loss, mesh=mesh, axis_name="data"))  # noqa: E731
     jax.eval_shape(step(crossing_by_hand), params, tx.init(params), X)
     with pytest.raises(ValueError, match=ALONE):

@@ -31,10 +31,8 @@ LATE = {"config", "cli", "cluster", "compat", "inspect", "run", "testing", "work
 
 def test_import_adds_to_optax_nothing_but_its_own_modules():
     """No other package, no trace and no device: the rest is the time to read our own files."""
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
-    )
-    added, traced = result.stdout.splitlines()
+    command = [sys.executable, "-c", SCRIPT]
+    added, traced = subprocess.check_output(command, text=True).splitlines()
     packages = {tuple(name.split(".")[:2]) for name in added.split()}
     assert {package for package, *_ in packages} == {"boostax"}
     assert not {name for _, *rest in packages for name in rest} & LATE

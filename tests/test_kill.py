@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+from lanes import lanes
 
 from boostax.checkpoint import Checkpointer
 
@@ -97,10 +98,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 """
 
 
-@pytest.mark.parametrize(
-    "delay",
-    [pytest.param(0.0, marks=pytest.mark.long), 0.02, pytest.param(0.1, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("delay", lanes([0.0, 0.02, 0.1], [0.02]))
 def test_killed_during_a_save(tmp_path, delay):
     steps = tmp_path / "steps"
     with processes.Processes(["-c", SAVER, steps], 1, tmp_path) as saver:

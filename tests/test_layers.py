@@ -43,9 +43,8 @@ def edges():
         name = path.relative_to(ROOT).with_suffix("").parts
         if len(name) > 1 or name[0] == "states":
             for module in imported(path):
-                found.setdefault((name[0], package(module)), []).append(
-                    f"{'/'.join(name)}: {module}"
-                )
+                ends = name[0], package(module)
+                found.setdefault(ends, []).append(f"{'/'.join(name)}: {module}")
     return found
 
 
@@ -69,9 +68,6 @@ def test_the_drawing_of_the_packages_is_that_of_the_imports():
 def test_only_what_loads_late_looks_modules_up_by_name():
     """A package's ``__init__`` by ``late``."""
     allowed = {"__init__.py", "_core/late.py"}
-    found = {
-        str(path.relative_to(ROOT))
-        for path in ROOT.rglob("*.py")
-        if "import_module(" in path.read_text()
-    }
+    paths = [path for path in ROOT.rglob("*.py") if "import_module(" in path.read_text()]
+    found = {str(path.relative_to(ROOT)) for path in paths}
     assert found <= allowed, found - allowed

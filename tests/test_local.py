@@ -40,24 +40,17 @@ def gradient(params, noise):
     return jax.tree.map(lambda p, x: 0.3 * p + x, params, noise)
 
 
-def trajectory(tx, noise, mode="vmap", pure=False):
+def trajectory(tx, noise, mode="vmap"):
     """Params of every replica after every step ``(replicas, steps, ...)``, and the last state."""
 
     def train(params, noise):
         def step(carry, x):
             params, state = carry
-            g = gradient(params, x)
-            if pure:
-                updates, state = tx.update(g, state, params)
-                params = optax.apply_updates(params, updates)
-            else:
-                params, state = boostax.apply_gradients(tx, g, state, params)
+            params, state = boostax.apply_gradients(tx, gradient(params, x), state, params)
             return (params, state), params
 
-        state = tx.init(params)
-        (_, state), each = jax.lax.scan(
-            step, (boostax.train.local_params(params, "data"), state), noise
-        )
+        first = boostax.train.local_params(params, "data"), tx.init(params)
+        (_, state), each = jax.lax.scan(step, first, noise)
         return each, state
 
     return on_replicas(train, mode, noise)
@@ -185,19 +178,6 @@ def test_local_sgd_averages_params_by_default():
     noise = draw(5, 3, 6)
     each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 3), noise)
     assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: boostax.reduce.partial_average(SGD, "data", 2),
-        lambda: boostax.reduce.local_updates(SGD, "data", 3, NESTEROV),
-    ],
-)
-def test_pure_updates_lead_there_up_to_a_rounding(make):
-    noise = draw(7, 3, 6)
-    (applied, _), (pure, _) = (trajectory(make(), noise, pure=pure) for pure in (False, True))
-    chex.assert_trees_all_close(applied, pure, atol=3e-7, rtol=3e-7)
 
 
 def test_another_reduction_may_make_the_outer_gradient():

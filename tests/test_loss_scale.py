@@ -228,23 +228,22 @@ def test_all_finite_equals_mindspore(golden):
         assert bool(boostax.precision.all_finite([*map(jnp.asarray, row)])) == expected
 
 
-@pytest.mark.parametrize(
-    ("tree", "finite"),
-    [
-        (None, True),
-        ({}, True),
-        ({"a": None, "b": jnp.zeros((0, 3)), "c": jnp.int32(2**31 - 1)}, True),
-        (jnp.array([True]), True),
-        ((jnp.zeros((0,)), jnp.float16("inf")), False),
-        (jnp.array([2e38 + 3e38j, 0]), True),  # its magnitude is not finite, it is
-        (jnp.array([1 + 0j, complex(0, math.nan)]), False),
-        (jnp.array([complex(-math.inf, 0)]), False),
-        (jnp.bfloat16(3e38), True),
-        (np.float32("nan"), False),
-        (math.inf, False),
-    ],
-    ids=str,
-)
+TREES = [
+    (None, True),
+    ({}, True),
+    ({"a": None, "b": jnp.zeros((0, 3)), "c": jnp.int32(2**31 - 1)}, True),
+    (jnp.array([True]), True),
+    ((jnp.zeros((0,)), jnp.float16("inf")), False),
+    (jnp.array([2e38 + 3e38j, 0]), True),  # its magnitude is not finite, it is
+    (jnp.array([1 + 0j, complex(0, math.nan)]), False),
+    (jnp.array([complex(-math.inf, 0)]), False),
+    (jnp.bfloat16(3e38), True),
+    (np.float32("nan"), False),
+    (math.inf, False),
+]
+
+
+@pytest.mark.parametrize(("tree", "finite"), TREES, ids=str)
 def test_all_finite_of_any_tree(tree, finite):
     result = jax.jit(lambda: boostax.precision.all_finite(tree))()
     assert (result.shape, result.dtype, bool(result)) == ((), jnp.bool_, finite)

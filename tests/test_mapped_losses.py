@@ -39,10 +39,7 @@ LOSSES = {
     "psum": (lambda w, x: lax.psum(local(w, x), "data"), lambda w, x: 8 * local(w, x)),
     "sum over count": (total, local),
     "gathered": (lambda w, x: jnp.mean(lax.all_gather(local(w, x), "data")), local),
-    "statistics": (
-        lambda w, x: normalized(w, x, pmean),
-        lambda w, x: normalized(w, x, lambda mean: mean),
-    ),
+    "statistics": (lambda w, x: normalized(w, x, pmean), lambda w, x: normalized(w, x, jnp.mean)),
     "a part": (
         lambda w, x: local(w, x) + pmean(jnp.mean(x @ w)) ** 2,
         lambda w, x: local(w, x) + jnp.mean(x @ w) ** 2,

@@ -95,9 +95,7 @@ def run(kind, counts, move):
     loss, make, options = REPLICAS[kind]
     history, state = [], None
     for leg, count in enumerate(counts):
-        step = boostax.make_train_step(
-            loss, make(), mesh=mesh_of(data=count), axis_name=AXIS, **options
-        )
+        step = boostax.make_train_step(loss, make(), mesh=mesh_of(data=count), **options)
         state = step.init(initial()) if state is None else move(step, state, count)
         for call in range(leg * CALLS, (leg + 1) * CALLS):
             state, _ = step(state, batch(call))
@@ -141,16 +139,8 @@ MESSAGE = r"state .* of {} .* got \[\(.* \({},.*boostax\.reshard_state\(state, n
 
 @pytest.mark.parametrize(("counts", "shares"), [((4, 2), False), ((2, 4), True), ((4, 1), True)])
 def test_a_step_refuses_a_state_of_other_replicas(counts, shares):
-    old, new = (
-        boostax.make_train_step(
-            mean_loss,
-            window(reduced()),
-            mesh=mesh_of(data=n),
-            axis_name=AXIS,
-            shard_optimizer=shares,
-        )
-        for n in counts
-    )
+    make = functools.partial(boostax.make_train_step, mean_loss, window(reduced()))
+    old, new = (make(mesh=mesh_of(data=n), shard_optimizer=shares) for n in counts)
     state, _ = old(old.init(initial()), batch(0))
     state = jax.tree.map(np.asarray, state)
     for refused in (lambda: new(state, batch(1)), lambda: new.flush(state)):

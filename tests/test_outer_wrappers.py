@@ -50,9 +50,7 @@ WRAPPERS = {
     "sam": lambda gate: optax.contrib.sam(gate(SGD), optax.sgd(0.05)),
 }
 MENDED = {
-    "inject_hyperparams": lambda gate: gate(
-        optax.inject_hyperparams(optax.sgd)(learning_rate=FALLING)
-    ),
+    "inject_hyperparams": lambda gate: gate(optax.inject_hyperparams(optax.sgd)(FALLING)),
     "schedule_free": lambda gate: gate(optax.contrib.schedule_free(SGD, 0.1)),
     "mechanize": lambda gate: gate(optax.contrib.mechanize(SGD)),
     "sam": lambda gate: gate(optax.contrib.sam(SGD, optax.sgd(0.05))),

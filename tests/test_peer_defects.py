@@ -37,8 +37,6 @@ a word, in public, and are held by tests that show no peer:
   https://github.com/mindspore-ai/hyper-parallel/issues/279
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import jmp
@@ -47,22 +45,11 @@ import optax
 import pytest
 from flax.training import dynamic_scale
 from jax.sharding import PartitionSpec as P
+from training import scalars as run
 
 import boostax
-from boostax.testing import drawn
 
 inf, nan = float("inf"), float("nan")
-
-
-def run(tx, grads, params=0.0, dtype=jnp.float32):
-    """Params after each of a list of scalar gradients, and the last state."""
-    params = jnp.asarray(params, dtype)
-    state, history = tx.init(params), []
-    step = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
-    for grad in grads:
-        params, state = step(jnp.asarray(grad, dtype), state, params)
-        history.append(float(params))
-    return history, state
 
 
 # Loss scaling.
@@ -96,9 +83,8 @@ def test_states_are_plain_trees(use):
     """jmp computes on the fields of its state whenever it is rebuilt; ours are NamedTuples."""
     with pytest.raises((TypeError, AttributeError)):
         jax.tree.map(use, jmp.DynamicLossScale(jnp.float32(2.0**15)))
-    jax.tree.map(
-        use, boostax.accumulate(boostax.dynamic_loss_scale(optax.adam(0.1)), 3).init(jnp.ones(3))
-    )
+    tx = boostax.accumulate(boostax.dynamic_loss_scale(optax.adam(0.1)), 3)
+    jax.tree.map(use, tx.init(jnp.ones(3)))
 
 
 def test_scales_are_f32_whatever_the_params():
@@ -111,7 +97,7 @@ def test_scales_are_f32_whatever_the_params():
 
 
 def test_the_growth_interval_is_exact():
-    """Flax grows every interval + 1 steps."""
+    """Flax grows every interval + 1 steps; ``test_loss_scale.py`` holds when ours does."""
     peer = dynamic_scale.DynamicScale(growth_interval=3)
     step = jax.jit(lambda s: s.value_and_grad(lambda w: w)(jnp.float32(1.0))[0])
     peer_scales = []
@@ -120,9 +106,6 @@ def test_the_growth_interval_is_exact():
         peer_scales.append(float(peer.scale))
     grew = [t + 1 for t in range(1, 8) if peer_scales[t] > peer_scales[t - 1]]
     assert grew == [4, 8]
-    tx = boostax.dynamic_loss_scale(optax.sgd(0.1), growth_interval=3)
-    for steps, growths in ((2, 0), (3, 1), (5, 1), (6, 2), (9, 3)):
-        assert int(run(tx, [1.0] * steps)[1].growths) == growths
 
 
 def test_the_step_is_traced_once():
@@ -130,14 +113,6 @@ def test_the_step_is_traced_once():
     step = jax.jit(lambda scale: scale.value_and_grad(lambda w: w)(jnp.float32(1.0))[0])
     step(step(dynamic_scale.DynamicScale()))
     assert step._cache_size() == 2
-
-
-def test_the_scale_never_becomes_infinite():
-    """Flax's once ran to infinity and stuck there."""
-    largest = float(jnp.finfo(jnp.float32).max)
-    options = {"growth_interval": 1, "max_scale": largest, "growth_factor": 2.0**30}
-    tx = boostax.dynamic_loss_scale(optax.sgd(0.0), **options)
-    assert float(run(tx, [0.0] * 20)[1].scale) == 2.0**106
 
 
 def test_finite_gradients_whose_squares_overflow_are_skipped():

@@ -40,16 +40,16 @@ def test_o2_keeps_norms_and_nothing_else():
     assert kept == norms
 
 
-@pytest.mark.parametrize(
-    ("rules", "kernel", "scale", "inputs", "output"),
-    [
-        (boostax.policy("O0"), f32, f32, f32, f32),
-        (boostax.policy("O1"), f32, f32, f32, f32),
-        (boostax.policy("O2"), f16, f32, f16, f32),
-        (boostax.policy("O3"), f16, f16, f16, f16),
-        (boostax.precision.Policy(compute_dtype=f16, keep_f32=("kernel$",)), f32, f16, f16, f32),
-    ],
-)
+DTYPES = [
+    (boostax.policy("O0"), f32, f32, f32, f32),
+    (boostax.policy("O1"), f32, f32, f32, f32),
+    (boostax.policy("O2"), f16, f32, f16, f32),
+    (boostax.policy("O3"), f16, f16, f16, f16),
+    (boostax.precision.Policy(compute_dtype=f16, keep_f32=("kernel$",)), f32, f16, f16, f32),
+]
+
+
+@pytest.mark.parametrize(("rules", "kernel", "scale", "inputs", "output"), DTYPES)
 def test_dtypes_inside_a_wrapped_function(rules, kernel, scale, inputs, output):
     seen = {}
 

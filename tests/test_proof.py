@@ -38,15 +38,11 @@ def without(*names):
     return tuple(name for name in interpret.THROUGH if name not in names)
 
 
+SUMS = {"psum", "psum_invariant"}
 # What is read, under another name or with another meaning: where, its name here, what is seen.
 BLIND = {
     "nothing varies": (axes, "_varying", lambda x: frozenset(), "axes over which values vary"),
-    "all varies": (
-        axes,
-        "_varying",
-        lambda x: frozenset([jaxprs.AXIS]),
-        "axes over which values vary",
-    ),
+    "all varies": (axes, "_varying", lambda x: {jaxprs.AXIS}, "axes over which values vary"),
     **{
         f"a {kind} of another name": (interpret, "THROUGH", without(*names), f"the name of {kind}")
         for kind, names in {
@@ -64,12 +60,7 @@ BLIND = {
         lambda scan, given: (given[1:2], given[:1], given[2:]),
         "the operands of scan",
     ),
-    "a sum of another name": (
-        axes,
-        "_SENDING",
-        axes._SENDING - {"psum", "psum_invariant"},
-        "or are sent",
-    ),
+    "a sum of another name": (axes, "_SENDING", axes._SENDING - SUMS, "or are sent"),
     "no transformation's name": (costs, "_stack", lambda eqn, place: "", "the collectives"),
     "another product": (branches, "_PRODUCTS", ("dot",), "the flow of data"),
     "no norm": (branches, "checkpoint_name", lambda x, name: x, "the flow of data"),
@@ -105,15 +96,13 @@ def explained():
     return boostax.explain(boostax.all_reduce("data"), PARAMS, axis_sizes={"data": 2})
 
 
+CALLED = lambda w, x, _: x[0]  # noqa: E731
 WAYS_IN = [
     ("boostax._core.axes", held_step),
     ("boostax._core.costs", explained),
     ("boostax.freeze.order", lambda: boostax.freeze.forward_order(loss, PARAMS, SQUARE)),
     ("boostax.precision.policy", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
-    (
-        "boostax.model.less_bn",
-        lambda: branches.examine(lambda w, x, _: x[0], SQUARE, ((SQUARE,), {})),
-    ),
+    ("boostax.model.less_bn", lambda: branches.examine(CALLED, SQUARE, ((SQUARE,), {}))),
 ]
 
 
@@ -198,19 +187,19 @@ def sizes(*counts):
     return types.SimpleNamespace(unpack=lambda: tuple((None,) * n for n in counts))
 
 
-@pytest.mark.parametrize(
-    ("params", "readable"),
-    [
-        ({"num_consts": 1, "num_carry": 2}, True),
-        ({"ft_in": sizes(1, 2, 3)}, True),
-        ({}, False),
-        ({"num_consts": 1}, False),
-        ({"num_consts": 4, "num_carry": 9}, False),
-        ({"ft_in": sizes(1, 2)}, False),
-        ({"ft_in": sizes(1, 2, 4)}, False),
-        ({"ft_in": None}, False),
-    ],
-)
+SCANS = [
+    ({"num_consts": 1, "num_carry": 2}, True),
+    ({"ft_in": sizes(1, 2, 3)}, True),
+    ({}, False),
+    ({"num_consts": 1}, False),
+    ({"num_consts": 4, "num_carry": 9}, False),
+    ({"ft_in": sizes(1, 2)}, False),
+    ({"ft_in": sizes(1, 2, 4)}, False),
+    ({"ft_in": None}, False),
+]
+
+
+@pytest.mark.parametrize(("params", "readable"), SCANS)
 def test_the_operands_of_a_scan_are_read_by_what_is_there_or_refused(params, readable):
     scan = types.SimpleNamespace(params=params)
     refused = pytest.raises(RuntimeError, match="the parameters of scan of JAX")
@@ -220,9 +209,8 @@ def test_the_operands_of_a_scan_are_read_by_what_is_there_or_refused(params, rea
 
 
 def test_a_call_without_its_program_is_refused():
-    eqn = types.SimpleNamespace(
-        params={"body": 1}, primitive=types.SimpleNamespace(name="jit"), invars=(), outvars=()
-    )
+    jit = types.SimpleNamespace(name="jit")
+    eqn = types.SimpleNamespace(params={"body": 1}, primitive=jit, invars=(), outvars=())
     with pytest.raises(RuntimeError, match="one program of its operands, got \\['body'\\]"):
         interpret.body_of(eqn)
 

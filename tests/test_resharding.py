@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import numpy as np
 import optax
@@ -75,20 +74,12 @@ def test_another_number_without_leave_is_refused(tmp_path):
             checkpointer.restore(made("residual", 4).init(example.init_params()))
 
 
-def test_a_window_of_a_mesh_is_moved_to_a_step_without_one(tmp_path):
-    """Restoring refuses, and its message says how: the open window keeps its mean."""
-    step, params = made("window", 4), example.init_params()
+def test_a_state_of_a_mesh_is_refused_by_a_step_without_one(tmp_path):
+    """The message says how it is moved."""
+    params = example.init_params()
     tx = boostax.dynamic_loss_scale(boostax.accumulate(optax.chain(optax.identity(), ADAM), 3))
-    alone = boostax.make_train_step(example.loss_fn, tx)
-    state, _ = step(step.init(params), batch(0))
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state)
-        said = "reshard=True on a mesh of one device; then boostax"
-        with pytest.raises(ValueError, match=said):
-            checkpointer.restore(alone.init(params), reshard=True)
-        moved, _ = checkpointer.restore(made("window", 1).init(params), reshard=True)
-    opt_state, _ = boostax.migrate_state(moved.opt_state, tx, moved.params)
-    assert jax.tree.structure(opt_state) == jax.tree.structure(alone.init(params).opt_state)
-    summed = state.opt_state.inner_state.window.local.grads
-    wanted = jax.tree.map(lambda x: np.mean(x, 0), summed)
-    chex.assert_trees_all_close(opt_state.inner_state.window.grads, wanted, rtol=1e-6)
+        checkpointer.save(1, made("window", 4).init(params))
+        with pytest.raises(ValueError, match="reshard=True on a mesh of one device; then boostax"):
+            state = boostax.make_train_step(example.loss_fn, tx).init(params)
+            checkpointer.restore(state, reshard=True)

@@ -279,15 +279,14 @@ def test_servers_of_a_state_are_averaged_where_they_become_one():
         boostax.reshard_state(state, 3, within=2)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"boost": {"mode": "manual", "adasum": True}, "common": {"device_number": 4}},
-        {"reduce": {"kind": "adasum-delta", "within": 4}},
-        {"adasum_delta": {"within": 4}},
-    ],
-    ids=["mindspore", "reduce", "adasum_delta"],
-)
+DATA = [
+    {"boost": {"mode": "manual", "adasum": True}, "common": {"device_number": 4}},
+    {"reduce": {"kind": "adasum-delta", "within": 4}},
+    {"adasum_delta": {"within": 4}},
+]
+
+
+@pytest.mark.parametrize("data", DATA, ids=["mindspore", "reduce", "adasum_delta"])
 def test_a_configuration_names_the_devices_of_a_server(data):
     boost = auto(data)
     assert boost.config.get("reduce") == {"kind": "adasum-delta", "within": 4}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_cases import two
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 from training import follow, losses_of
@@ -78,13 +79,11 @@ CHAINS = {
         mean(), rest()[0], optax.masked(decay, matrices), optax.adam(1e-2)
     ),
     "scaler around a window": lambda: boostax.dynamic_loss_scale(
-        boostax.accumulate(optax.chain(mean(), *rest()), 2, axis_name=AXIS), axis_name=AXIS
+        boostax.accumulate(optax.chain(mean(), *rest()), 2)
     ),
     "peer window": lambda: optax.chain(mean(), optax.MultiSteps(optax.adam(1e-2), 2)),
     "frozen": lambda: frozen(optax.chain(mean(), optax.adamw(1e-2))),
-    "subspace": lambda: boostax.dim_reduce(
-        boostax.subspace.random_basis(initial(), 2), axis_name=AXIS
-    ),
+    "subspace": lambda: boostax.dim_reduce(two, axis_name=AXIS),
 }
 
 
@@ -140,11 +139,6 @@ def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
     assert shared.reduced == whole.reduced == (2, shared.params + 2)
     assert (shared.gathered.most, whole.gathered.most) == (shared.params, 0)
     assert shared.donated_in_vain == whole.donated_in_vain
-    print(
-        f"bytes of the optimizer's state per device {sizes[True]:,} of {sizes[False]:,} "
-        f"({sizes[True] / sizes[False]:.4f}, 1/n = {1 / DEVICES}); on the wire "
-        f"{shared.wire_bytes.most:,.0f} of {whole.wire_bytes.most:,.0f}"
-    )
 
 
 def test_nothing_but_scalars_is_sent_inside_a_window():
@@ -196,9 +190,8 @@ def test_specs_of_a_sharded_state():
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     given = dict.fromkeys(shapes, P()) | {"t": P("fsdp")}
     tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
-    specs = boostax.states.state_specs(
-        tx, params, "data", param_specs=given, replicas=8, shard_optimizer=True
-    )
+    how = {"param_specs": given, "replicas": 8, "shard_optimizer": True}
+    specs = boostax.states.state_specs(tx, params, "data", **how)
     assert specs[1][0].mu == {
         "w": P("data", None),
         "v": P("data", None),

@@ -54,9 +54,10 @@ def expected(rule, k, floor, given):
     return np.array(limits), np.array(reasons)
 
 
-@pytest.mark.parametrize(
-    ("rule", "k", "floor"), [("median", 6.0, 0.01), ("median", 2.0, 0.0), ("sigma", 3.0, 0.01)]
-)
+LIMITS = [("median", 6.0, 0.01), ("median", 2.0, 0.0), ("sigma", 3.0, 0.01)]
+
+
+@pytest.mark.parametrize(("rule", "k", "floor"), LIMITS)
 def test_limits_are_those_of_numpy(rule, k, floor):
     tx = skip_spikes(optax.sgd(1.0), rule=rule, k=k, floor=floor, window=WINDOW)
     states, _ = follow(tx, values())

@@ -135,17 +135,17 @@ def test_what_is_not_finite_is_seen(name, bad):
     assert not bool(jnp.isfinite(rounded(name, some(0)["w"].at[5, 5].set(bad))).all())
 
 
-@pytest.mark.parametrize(
-    "shape, block",
-    [
-        ((512, 512), (128, 1)),
-        ((4096, 3), (128, 1)),
-        ((1000,), (200,)),
-        ((257,), (257,)),
-        ((3, 3, 64, 100), (1, 1, 64, 2)),
-        ((8, 4), (8, 4)),
-    ],
-)
+BLOCKS = [
+    ((512, 512), (128, 1)),
+    ((4096, 3), (128, 1)),
+    ((1000,), (200,)),
+    ((257,), (257,)),
+    ((3, 3, 64, 100), (1, 1, 64, 2)),
+    ((8, 4), (8, 4)),
+]
+
+
+@pytest.mark.parametrize("shape, block", BLOCKS)
 def test_blocks_are_of_whole_dimensions(shape, block):
     assert formats.block_of(shape) == block
 
@@ -198,9 +198,7 @@ def test_remainders_are_f32_masters_bit_for_bit(name):
         np.testing.assert_allclose(exact, close, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "params", ["stochastic", pytest.param("remainder", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("params", lanes(["stochastic", "remainder"], ["stochastic"]))
 def test_updates_make_what_a_step_writes(params):
     """The pure ``update``, where a step is less than 256 units in the last place."""
     tx, start = store(optax.adamw(1e-4), params=params, moments="log8"), low(some(0))
@@ -355,15 +353,15 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     np.testing.assert_allclose(found["log8"], found["f32"], rtol=0.05)
 
 
+SHARDS = [
+    ((512, 4), P("model"), False),
+    ((8, 4), P("model"), False),
+    ((512, 4), P(None, "model"), True),
+]
+
+
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "spec", "whole"),
-    [
-        ((512, 4), P("model"), False),
-        ((8, 4), P("model"), False),
-        ((512, 4), P(None, "model"), True),
-    ],
-)
+@pytest.mark.parametrize(("shape", "spec", "whole"), SHARDS)
 def test_shards_in_a_shard_map_of_ones_own_have_the_scales_of_their_blocks(
     shape, spec, whole, check
 ):

@@ -40,9 +40,8 @@ def draw(count, seed=0, mean=0.0, decay=0.7, dtype=np.float32):
 
 
 def flat(tree, rows):
-    return np.concatenate(
-        [np.asarray(x, np.float64).reshape(rows, -1) for x in jax.tree.leaves(tree)], 1
-    )
+    leaves = [np.float64(x).reshape(rows, -1) for x in jax.tree.leaves(tree)]
+    return np.concatenate(leaves, 1)
 
 
 def reference(snapshots, rows):
@@ -313,9 +312,8 @@ def test_recorded_basis_is_that_of_the_snapshots(count):
     for i in range(count):
         state = update(state, jax.tree.map(lambda x, i=i: x[i], path))
     window, _ = trajectory(state)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(x, y[max(count - 8, 0) : count]), window, path
-    )
+    last = jax.tree.map(lambda x: x[max(count - 8, 0) : count], path)
+    jax.tree.map(np.testing.assert_array_equal, window, last)
     got, batch = trajectory_basis(state, 4), jitted(window, 4)
     assert gap(flat(got.components, 4), flat(batch.components, 4)) < 1e-5
     if count >= 8:

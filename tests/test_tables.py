@@ -87,20 +87,20 @@ def test_a_table_that_disagrees_is_written_anew(page):
     assert tables.rewritten(right, page) == right
 
 
-@pytest.mark.parametrize(
-    "old, new, error",
-    [
-        ("toy > A", "other > A", "no such record"),
-        ("A Table", "Tale", r"one section must have 'Tale', got \[\]"),
-        ("boostax & 3", "boost & 3", r"one row must be \['boost', '3'\], got 0"),
-        ("plain & 3; ", "plain & 4; ", "got 0"),
-        ("{time :", "{tine :", "columns must be of"),
-        ("ms .0f", "miles .0f", "a unit must be one of"),
-        ("{form}", "{form : .1f}", "the cell is 'plain'"),
-        ("toy > Other", "x > toy > Other", "must be given"),
-        ("-->", "-- >", "a template must end"),
-    ],
-)
+ERRORS = [
+    ("toy > A", "other > A", "no such record"),
+    ("A Table", "Tale", r"one section must have 'Tale', got \[\]"),
+    ("boostax & 3", "boost & 3", r"one row must be \['boost', '3'\], got 0"),
+    ("plain & 3; ", "plain & 4; ", "got 0"),
+    ("{time :", "{tine :", "columns must be of"),
+    ("ms .0f", "miles .0f", "a unit must be one of"),
+    ("{form}", "{form : .1f}", "the cell is 'plain'"),
+    ("toy > Other", "x > toy > Other", "must be given"),
+    ("-->", "-- >", "a template must end"),
+]
+
+
+@pytest.mark.parametrize("old, new, error", ERRORS)
 def test_what_leads_nowhere_is_an_error(page, old, new, error):
     text = f"{TEMPLATE.replace(old, new, 1)}{TABLE}<!-- end of table -->\n"
     with pytest.raises(tables.TableError, match=error):

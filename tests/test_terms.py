@@ -103,9 +103,8 @@ def program():
 
     def gradient(*batch):
         w, how = jnp.ones(2), {"axis_name": "data", "has_aux": True, "microbatches": 2}
-        tx = boostax.accumulate(
-            boostax.all_reduce("data"), 3, normalize=("a", "b"), axis_name="data"
-        )
+        mean, terms = boostax.all_reduce("data"), ("a", "b")
+        tx = boostax.accumulate(mean, 3, normalize=terms, axis_name="data")
         state = tx.init(w)
         for rows in zip(*batch, strict=True):
             (_, aux), grads = boostax.value_and_grad(loss, **how)(w, state, rows)

@@ -65,13 +65,13 @@ SIZES = {"data": 8}, {"data": 4, "more": 2}
 PLACES = [({}, None), *itertools.product(SIZES, (AxisType.Auto, AxisType.Explicit))]
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "microbatches", "where"),
-    [
-        *itertools.product([plain_loss, token_loss], [1, 2], PLACES[:2]),
-        *itertools.product([token_loss], [2], PLACES[2:]),
-    ],
-)
+BATCHES = [
+    *itertools.product([plain_loss, token_loss], [1, 2], PLACES[:2]),
+    *itertools.product([token_loss], [2], PLACES[2:]),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "microbatches", "where"), BATCHES)
 def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microbatches, where):
     sizes, kind = where
     mesh, names = mesh_of(kind, **sizes) if sizes else None, tuple(sizes) or None
@@ -205,9 +205,8 @@ def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
 def test_held_branches_pass_under_debug_nans():
     params = {f"leaf{i}": jnp.full(3, 0.01 * i) for i in reversed(range(200))}
     loss = lambda params, x: sum(jnp.mean((w - x) ** 2) for w in params.values())  # noqa: E731
-    step = boostax.make_train_step(
-        loss, boostax.dynamic_loss_scale(boostax.accumulate(optimizer(None), 2))
-    )
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(optimizer(None), 2))
+    step = boostax.make_train_step(loss, tx)
     ends = []
     for checked in (True, False):
         with jax.debug_nans(checked):
@@ -313,10 +312,8 @@ def on(sizes, chain=lambda tx: tx, **options):
     """Return a step over a mesh of some sizes, or over one device."""
     mesh = mesh_of(**sizes) if sizes else None
     tx = chain(optax.chain(*([boostax.all_reduce()] if sizes else []), optax.sgd(0.1)))
-    names = tuple(sizes) if sizes else None
-    return functools.partial(
-        boostax.make_train_step, tx=tx, mesh=mesh, axis_name=names, microbatches=2, **options
-    )
+    how = {"mesh": mesh, "axis_name": tuple(sizes) if sizes else None, "microbatches": 2}
+    return functools.partial(boostax.make_train_step, tx=tx, **how, **options)
 
 
 COMPILES = "Compiling jit(_checked)"
@@ -372,9 +369,8 @@ def test_keywords_may_be_traced_committed_or_sharded(kind):
         found = step(step.init(PARAMS), batch, beta=beta, rows=sharded)[1]["loss"]
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
     traced = lambda state, beta: step(state, step.place(batch), beta=beta)  # noqa: E731
-    _, reported = jax.jit(lambda state: jax.lax.scan(traced, state, jnp.arange(3.0)))(
-        step.init(PARAMS)
-    )
+    run = jax.jit(lambda state: jax.lax.scan(traced, state, jnp.arange(3.0)))
+    _, reported = run(step.init(PARAMS))
     wanted = [weighted_loss(PARAMS, batch, beta=beta) for beta in range(3)]
     np.testing.assert_allclose(reported["loss"], wanted, rtol=1e-6)
 

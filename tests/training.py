@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 
 import boostax
 from boostax.testing import drawn
@@ -31,6 +32,12 @@ def walk(tx, params, grads, state=None, **each):
         params, state = step(grad, state, params, **extra)
         path.append((params, state))
     return path
+
+
+def scalars(tx, grads, params=0.0, dtype=jnp.float32, **each):
+    """Return params after each gradient, as Python numbers, and the last state."""
+    path = walk(tx, jnp.asarray(params, dtype), jnp.asarray(grads, dtype), **each)
+    return [params.tolist() for params, _ in path], path[-1][1]
 
 
 def own_step(tx, oracle):
