@@ -12,6 +12,22 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs, trees
 
+# How the two matrices of each layer of ``loss_fn`` are sharded.
+PLACEMENTS = {
+    "replicated": {"up": P(), "down": P()},
+    "FSDP": {"up": P("data"), "down": P("data")},
+    "HSDP": {"up": P("model"), "down": P("model")},
+    "tensor parallel": {"up": P(None, "model"), "down": P("model")},
+    "tensor parallel, FSDP": {"up": P("data", "model"), "down": P("model", "data")},
+}
+
+
+def loss_fn(params, x):
+    """Two matrices a layer, whose output is added to its input."""
+    for layer in params:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
 
 def correlated(shapes, replicas=8, seed=0, magnitude=1.0):
     """A tree of gradients ``(replicas, *shape)`` in f32, with a part in common."""

@@ -13,8 +13,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import PLACEMENTS, loss_fn
 from test_compilers import CPU, V5E, everywhere, on
-from test_on_mesh import PLACEMENTS, loss_fn
 from training import own_step
 
 import boostax

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
-from reducing import mesh_of
+from reducing import PLACEMENTS, loss_fn, mesh_of
 from training import own_step
 
 import boostax
@@ -32,12 +32,6 @@ def initial():
     return [{"up": normal(WIDTH, 128), "down": normal(128, WIDTH)} for _ in range(DEPTH)]
 
 
-def loss_fn(params, x):
-    for layer in params:
-        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-    return jnp.mean(x**2)
-
-
 def explicit_loss(params, x):
     """As an Explicit mesh wants it: the sharding of a contraction of what is sharded is said."""
     for layer in params:
@@ -48,15 +42,6 @@ def explicit_loss(params, x):
 
 def rows(index):
     return np.random.default_rng(index).normal(size=(ROWS, WIDTH)).astype(np.float32)
-
-
-PLACEMENTS = {
-    "replicated": {"up": P(), "down": P()},
-    "FSDP": {"up": P("data"), "down": P("data")},
-    "HSDP": {"up": P("model"), "down": P("model")},
-    "tensor parallel": {"up": P(None, "model"), "down": P("model")},
-    "tensor parallel, FSDP": {"up": P("data", "model"), "down": P("model", "data")},
-}
 
 
 def trained(tx, specs, *, kind=AxisType.Auto, share=False, steps=5, calls=1):
