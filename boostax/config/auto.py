@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import optax
@@ -16,7 +16,7 @@ from boostax.config import dictionary, keys
 from boostax.config.refusals import require
 from boostax.model.less_bn import LessBNReport, changed
 
-PyTree: TypeAlias = Any
+Fn: TypeAlias = Callable[..., Any]
 Tx: TypeAlias = optax.GradientTransformation
 Axes: TypeAlias = axes.AxisName | None
 Report: TypeAlias = LessBNReport | None
@@ -62,7 +62,7 @@ class Boost:
         return boostax.policy(**self.config["policy"]) if "policy" in self.config else None
 
     def optimizer(
-        self, inner: Tx, params: PyTree = None, *, axis_name: Axes = None, less_bn: Report = None
+        self, inner: Tx, params: Any = None, *, axis_name: Axes = None, less_bn: Report = None
     ) -> optax.GradientTransformationExtraArgs:
         """Build the whole chain around an optimizer, in the one order.
 
@@ -133,7 +133,7 @@ class Boost:
         return changed(module, (args, kwargs), **options, strict=self.strict)
 
     def make_train_step(
-        self, loss_fn: Any, inner: Tx, params: Any = None, *, less_bn: Report = None, **options: Any
+        self, loss_fn: Fn, inner: Tx, params: Any = None, *, less_bn: Report = None, **options: Any
     ) -> boostax.train.TrainStep:
         """Call ``boostax.make_train_step`` with this chain, policy and number of micro-batches.
 
@@ -158,7 +158,7 @@ class Boost:
         return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 
     def finish(
-        self, source: PyTree, params: PyTree, *, residual: Tx | None = None, axis_name: Axes = None
+        self, source: Any, params: Any, *, residual: Tx | None = None, axis_name: Axes = None
     ) -> optax.GradientTransformationExtraArgs:
         """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
 
@@ -184,7 +184,7 @@ class Boost:
         (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
         return self._stacked(["loss_scale"], tx, place)
 
-    def _require_less_bn(self, report: Any, params: PyTree) -> None:
+    def _require_less_bn(self, report: Any, params: Any) -> None:
         """Refuse a loss unless ``less_bn`` reports that its model was changed."""
         if "less_bn" not in self.config:
             require(report is None, "less_bn_off", report)
@@ -218,7 +218,7 @@ class Boost:
 
 @checks.arguments
 def auto(
-    spec: Any, *, level: str | None = None, strict: bool | None = None, factories: Any = ()
+    spec: Any, *, level: str | None = None, strict: bool | None = None, factories: Sequence[Fn] = ()
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 

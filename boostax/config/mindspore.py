@@ -13,7 +13,7 @@ References:
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -70,7 +70,7 @@ def FixedLossScaleManager(loss_scale: float = 128.0, drop_overflow_update: bool 
     return {"kind": "static", "scale": loss_scale, "skip_nonfinite": drop_overflow_update}
 
 
-def GroupLossScaleManager(init_loss_scale: Any, loss_scale_groups: Any) -> Data:
+def GroupLossScaleManager(init_loss_scale: Any, loss_scale_groups: Sequence[Any]) -> Data:
     """Return the ``loss_scale_manager`` of a dictionary: a scale for each group of params.
 
     Args:
