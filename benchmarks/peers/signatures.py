@@ -2,8 +2,9 @@
 
 Read from the text of the installed MindSpore package and of SINGA's ``opt.py``, neither of which is
 imported: each public class, method and function with its params and their defaults, and the keys
-that the documents of ``AutoBoost`` list. The record is ``tests/golden/signatures.json``; each name
-in it is a row of ``docs/coming_from/every_item.toml``.
+that the documents of ``AutoBoost`` list. The record, ``tests/golden/signatures.json``, is of
+MindSpore 2.10.0 and of ``python/singa/opt.py`` at 4ddb562 of apache/singa; each name in it is a row
+of ``docs/coming_from/every_item.toml``.
 """
 
 import argparse
