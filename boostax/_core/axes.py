@@ -40,6 +40,8 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
 # A placeholder for the axis that the step around a part binds later.
 UNNAMED = ("the axis of the step",)
+# The axes that are bound where gradients are reduced already: a reduction passes them on.
+REDUCED = ("reduced already",)
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
 _BOUND = jax.make_user_context(())
 

@@ -33,7 +33,8 @@ def reduction(factory: Factory) -> Factory:
         who = given.arguments.get("name") or factory.__name__
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
-            return tx._replace(init=lambda params: _reducing(tx, who).init(params))
+            named = tx._replace(init=lambda params: _reducing(tx, who).init(params))
+            return _unless_reduced(named)
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
         known: dict[tuple[str, ...], Extended] = {}
@@ -46,9 +47,22 @@ def reduction(factory: Factory) -> Factory:
                 known[over] = _called(factory, given, [x for x in over if x not in inside])
             return _reducing(known[over], who)
 
-        return _delayed(_called(factory, given, axes.UNNAMED), bound)
+        return _unless_reduced(_delayed(_called(factory, given, axes.UNNAMED), bound))
 
     return made  # type: ignore[return-value]
+
+
+def _unless_reduced(tx: Extended) -> Extended:
+    """Return a reduction that passes gradients on where they are reduced already."""
+    if gate_of(tx) is not None:
+        return tx
+
+    @functools.wraps(tx.update)
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Any:
+        passing = axes.bound() == axes.REDUCED
+        return (updates, state) if passing else tx.update(updates, state, params, **extra)
+
+    return tx._replace(update=update)
 
 
 def gate(factory: Factory) -> Factory:

@@ -39,7 +39,7 @@ from jax import lax
 from boostax._core import axes, checks, mismatch, norms, trees
 from boostax._core.describe import PyTree, Stepped
 from boostax._core.placement import settled
-from boostax._core.replicas import is_per_replica
+from boostax._core.replicas import Swept, is_per_replica
 
 Extended = optax.GradientTransformationExtraArgs
 
@@ -227,6 +227,8 @@ def applied(
     checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
     apart = is_per_replica(grads) and not is_per_replica(params)
     like, own = grads.local if apart else grads, params
+    if isinstance(grads, Swept):
+        like = grads.local.local if is_per_replica(grads.local) else grads.local
     holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
     if holes:
         # Equinox's filters leave None for the gradient of a function in a module.

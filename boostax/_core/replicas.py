@@ -47,6 +47,28 @@ class PerReplica(NamedTuple):
     local: PyTree
 
 
+class Swept(NamedTuple):
+    """What a loss that scans layers makes of gradients: see ``boostax.train.Layers``.
+
+    Attributes:
+      local: gradients, ``PerReplica`` in plain ``jit``, of all params but those of the layers.
+      sums: reduced gradients of the layers, a tree like the params; or ``()``.
+      done: what the optimizer made of the layers in the backward loop, or ``()``.
+    """
+
+    local: PyTree
+    sums: PyTree = ()
+    done: Any = ()
+
+    def entered(self) -> PyTree:
+        """Return the gradients of one replica; with ``done`` beside them."""
+        local = self.local.local if is_per_replica(self.local) else self.local
+        if self.sums:
+            either = lambda x, y: y if trees.is_masked(x) else x  # noqa: E731
+            local = jax.tree.map(either, local, self.sums, is_leaf=trees.is_masked)
+        return Swept(local, done=self.done) if self.done else local
+
+
 # ``jax.tree`` functions ask every node, so this is ``isinstance`` without a Python function.
 is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
 

@@ -302,6 +302,7 @@ class Programs:
         self._specs: Any = step.placing and step.placing.specs(state)
         if self._placement is not None:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
+        self._oracle = step.oracle.placed(local_types(state.params), self._placement, step.gather)
         self._kept = None if step.placing else _placed(state.params)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
@@ -362,10 +363,10 @@ class Programs:
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         given = given | {"key": key, "model_state": state.model_state}
         seen = self._gathering(params, opt_state)
-        (loss, aux), grads = step.oracle.with_aux(seen(params), opt_state, batch, active, given)
+        (loss, aux), grads = self._oracle.with_aux(seen(params), opt_state, batch, active, given)
         aux = as_aux(aux)
         # This is for line searches; without one it is not called and not compiled.
-        loss_at, wanted = step.oracle.loss_at(batch, **given), asked(step.tx)
+        loss_at, wanted = self._oracle.loss_at(batch, **given), asked(step.tx)
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}

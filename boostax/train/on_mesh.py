@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from boostax._core import axes, bcoo, checks, handshake, replicas, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
-from boostax._core.replicas import PerReplica, PyTree, is_per_replica
+from boostax._core.replicas import PerReplica, PyTree, Swept, is_per_replica
 from boostax.accumulate.window import terms_of
 
 _WHO = "on_mesh"
@@ -109,7 +109,9 @@ def placed_on(
     def step_fn(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
+        swept = grads.raw if isinstance(grads.raw, Swept) else Swept(grads.raw)
+        raw = swept.local
+        raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
         if bcoo.MODULE in sys.modules:
             bcoo.require_dense(raw.local, _WHO)
         whole, params = params, trees.arrays_alone(params)
@@ -120,7 +122,7 @@ def placed_on(
 
         def change(params: PyTree, state: PyTree, grads: Pending, given: Any) -> Any:
             handshake.hand_on_state(outside, state)
-            pending = grads._replace(raw=grads.raw.local)
+            pending = grads._replace(raw=grads.raw.entered())
             gate = gate_of(tx)
             if gate is not None:
                 return gate.step(pending, state, params, apply=apply, **given, **fixed)
@@ -133,7 +135,8 @@ def placed_on(
         fixed = {k: x for k, x in extra.items() if k not in arrays}
         # Pinned to the shards of the params, gradients are cut where they are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
-        new, state = run(change, params, state, grads._replace(raw=raw), arrays)
+        swept = grads._replace(raw=swept._replace(local=raw))
+        new, state = run(change, params, state, swept, arrays)
         return (trees.put_back(new, whole) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:

@@ -32,6 +32,7 @@ from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
+from boostax.train.layers import showing
 
 PyTree = Any
 _WHO = "value_and_grad"
@@ -134,7 +135,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(trees.restored(params), *args, **kwargs)
+        return loss_fn(showing(trees.restored(params)), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
     return Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
@@ -165,6 +166,21 @@ class Oracle:
     accumulator_dtype: np.dtype[Any]
     mesh: Mesh | None = None
     watch: Callable[[list[str]], None] | None = None
+
+    def placed(self, types: PyTree, place: Any, wire: str | None) -> "Oracle":
+        """Return it for params of these types at their place."""
+        del types, place, wire
+        return self
+
+    @property
+    def reads(self) -> bool:
+        """Return whether the loss is read before it is differentiated."""
+        return self.mesh is not None
+
+    def judge(self, program: Any, trained: PyTree) -> None:
+        """Refuse a loss by its program, a function of the leaves of ``trained``."""
+        del trained
+        _require_own(program, self.names)
 
     @property
     def rows(self) -> PartitionSpec:
@@ -340,11 +356,10 @@ class Oracle:
             return auxiliary.loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
 
         watch: Any = None if scale is None else self.watch
-        if self.mesh is None and watch is None:
+        if not self.reads and watch is None:
             return of_trained(trained)
         program, run = _read(of_trained, trained)
-        if self.mesh is not None:
-            _require_own(program, self.names)
+        self.judge(program, trained)
         if watch is not None and interpret.has(program, interpret.CUSTOM[1]):
             from boostax._core import degrees
 
@@ -372,7 +387,9 @@ class Oracle:
         _, grads = self._local(params, batch, jnp.ones(()), given, True, {})
         return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads))
 
-    def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    def _mapped(
+        self, fn: Callable[..., Any], out_specs: Any, of_params: Any = None
+    ) -> Callable[..., Any]:
         """Map ``fn(params, batch, given, ...)`` over the replicas of global arrays."""
         names, whole = self.names, PartitionSpec()
 
@@ -385,8 +402,7 @@ class Oracle:
                     given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
                 return fn(params, batch, given, *more)
 
-            of_params = PartitionSpec(names) if own else whole
-            specs = of_params, self.rows, whole, *(whole for _ in more)
+            specs = of_params or (PartitionSpec(names) if own else whole), self.rows, whole, *(whole for _ in more)
             # The loss of one replica needs no types: loops may start from constants, and kernels
             # and libraries need not say over which axes their results vary.
             # A line search calls it where the axes of an Explicit mesh are Auto.
@@ -400,7 +416,8 @@ class Oracle:
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
             batch = gathered(mesh, names, batch, self.rows)
-            args = gathered(mesh, names, params), batch, given, *more
+            params = params if of_params else gathered(mesh, names, params)
+            args = params, batch, given, *more
             # Outside jit JAX maps some axes of a mesh alone only where it checks types.
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (mapped if traced else jax.jit(mapped))(*args)

@@ -17,6 +17,7 @@ from boostax.accumulate.aux import as_metrics
 from boostax.precision.policy import Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
+from boostax.train.layered import Layers, layered
 from boostax.train.oracle import value_and_grad
 
 PyTree = Any
@@ -39,6 +40,7 @@ def make_train_step(
     freeze_driver: FreezeDriver = "host",
     shard_optimizer: bool = False,
     gather: Gather | None = None,
+    layers: Layers | str | None = None,
 ) -> TrainStep:
     """Make a jitted, donating train step over one device or the axes of a mesh.
 
@@ -77,6 +79,8 @@ def make_train_step(
         arrays.
       gather: ``"bfloat16"`` or ``"int8"``: how params that are sharded over ``axis_name`` are sent
         to the replicas, while their owners keep them exact: see ``boostax.train.gather_params``.
+      layers: how the stacked layers run that ``loss_fn`` scans with ``boostax.train.scan_layers``:
+        see ``boostax.train.Layers``.
 
     Returns:
       A ``TrainStep``. Cost in addition to the transformations: one scalar collective for the loss.
@@ -121,6 +125,8 @@ def make_train_step(
     oracle = value_and_grad(loss_fn, has_aux=has_aux, **where, **how)
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
+    if layers is not None:
+        tx, oracle = layered(tx, oracle, layers, rules)
     step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))

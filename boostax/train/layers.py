@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scan over stacked layers whose backward loop does more than collect gradients.
+
+Only the loss has the loop over layers, and in its backward pass a layer's gradient exists before
+that of the next. So what a step wants to do layer by layer happens there: gather the layer's
+weights, reduce its gradient, add it to a sum, or run the optimizer.
+
+The scan is a ``jax.custom_vjp``. Its *sink* is a tree with a slice for each layer: sums of
+gradients, or params and optimizer state. The backward loop carries the sink and updates a slice in
+place, and the cotangent of the sink *is its new value*. The gradients of all layers never exist
+together.
+"""
+
+import contextvars
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from boostax._core import checks, interpret, trees
+
+PyTree = Any
+Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+_WHO = "scan_layers"
+# A cotangent is a float, so integers, bools and keys travel as the bits of floats of their size.
+_FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
+_RUN: contextvars.ContextVar["Run | None"] = contextvars.ContextVar("run", default=None)
+
+
+def scan_layers(body: Body, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+    """Scan over stacked layers like ``jax.lax.scan``, for a step with ``layers=``.
+
+    Write it in the place of ``lax.scan`` in the loss. By itself it is ``lax.scan``. In a step with
+    ``make_train_step(layers=...)`` it gathers the weights of each layer, reduces its gradient or
+    runs its optimizer in the backward loop: see ``boostax.train.Layers``. Then the forward pass
+    keeps only what ``body`` carries, and the backward pass computes each layer again, as with
+    ``jax.checkpoint(body)``.
+
+    Args:
+      body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Casts of the weights belong here.
+      init: the first carry.
+      xs: the params of the stacked layers, themselves: each leaf ``[layers, ...]``; beside them, in
+        one tree, anything else that is scanned, such as keys of dropout.
+
+    Returns:
+      ``(carry, ys)`` as ``lax.scan`` does.
+
+    Raises:
+      ValueError: within a step with ``layers=``: some layers of a stack are missing, or the stack
+        was scanned before in this loss, or under ``jax.vmap``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> layer = lambda x, w: (jnp.tanh(w * x), None)
+      >>> x, _ = boostax.train.scan_layers(layer, jnp.float32(1.0), jnp.ones(3))
+      >>> round(float(x), 3)
+      0.565
+    """
+    run = _RUN.get()
+    stack = run and run.found(xs)
+    return lax.scan(body, init, xs) if stack is None else stack.scan(body, init, xs)
+
+
+@dataclasses.dataclass(eq=False)
+class Stack:
+    """A stack of layers in one trace of a loss.
+
+    Attributes:
+      name: its path in the params.
+      weights: its params, as the device holds them.
+      sink: see the module; ``()`` in a forward pass alone.
+      read: ``read(weights, sink)`` of a layer returns its weights as ``body`` gets them.
+      update: ``update(sink, gradient, finite)`` of a layer returns its new sink; ``finite`` says
+        whether the cotangent of what the layers return is finite.
+      wrap: what is done to the body.
+      shown: the leaves that the loss was shown in the place of the params; it may not use them.
+      scanned: whether the loss has scanned it.
+    """
+
+    name: str
+    weights: list[jax.Array]
+    sink: PyTree
+    read: Callable[[list[jax.Array], PyTree], list[jax.Array]]
+    update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None
+    wrap: Callable[[Body], Body] = lambda body: body
+    shown: Sequence[Any] = ()
+    scanned: bool = False
+
+    def scan(self, body: Body, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+        """Do the work of ``scan_layers``."""
+        leaves, treedef = jax.tree.flatten(xs)
+        mine = {id(x): i for i, x in enumerate(self.shown)}
+        order = [mine.get(id(x)) for x in leaves]
+        given = sorted(i for i in order if i is not None)
+        hint, allowed = "Scan all params of the stack in one call.", "all params of the stack"
+        fits = given == [*range(len(self.shown))]
+        checks.require(_WHO, "xs", f"some of {self.name!r}", allowed, fits, hint)
+        hint = "A second scan would update its params twice: leave it out of layers=."
+        got = "scanned again" if self.scanned else ""
+        checks.absent(_WHO, f"the stack {self.name!r}", got or None, "scanned once in a loss", hint)
+        self.scanned, body = True, self.wrap(body)
+        init = jax.tree.map(lambda x: _unmapped(jnp.asarray(x)), init)
+
+        def layer(carry: PyTree, weights: list[jax.Array], others: list[Any]) -> Any:
+            rest = iter(others)
+            return body(carry, treedef.unflatten([next(rest) if i is None else weights[i] for i in order]))
+
+        others = [_unmapped(x) for x, i in zip(leaves, order, strict=True) if i is None]
+        if self.update is None:
+            each = lambda c, x: layer(c, self.read(x[0], ()), x[1])  # noqa: E731
+            return lax.scan(each, init, (self.weights, others))
+        return _swept(self, layer, init, others)
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """The stacks of one trace of a loss."""
+
+    stacks: list[Stack]
+
+    def show(self, params: PyTree) -> PyTree:
+        """Note the leaves that stand for the stacks in the params that the loss gets."""
+        named = [(name, x) for name, x in trees.named(params)]
+        for stack in self.stacks:
+            stack.shown = [x for name, x in named if inside(name, stack.name)]
+            stack.scanned = False
+        return params
+
+    def found(self, xs: PyTree) -> Stack | None:
+        """Return the stack of which ``xs`` has a leaf."""
+        leaves = {id(x) for x in jax.tree.leaves(xs)}
+        own = (x for x in self.stacks if any(id(leaf) in leaves for leaf in x.shown))
+        return next(own, None)
+
+    def traced(self, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """Call a loss in which ``scan_layers`` runs these stacks."""
+        token = _RUN.set(self)
+        try:
+            return fn(*args, **how)
+        finally:
+            _RUN.reset(token)
+
+
+def require_scanned(program: Any, shown: Sequence[bool]) -> None:
+    """Refuse a loss that does not scan a stack, or uses its params besides.
+
+    Args:
+      program: the loss, of params.
+      shown: for each of its inputs, whether it stands for a param of a stack.
+    """
+    run = _RUN.get()
+    missing = [x.name for x in (run.stacks if run else ()) if not x.scanned]
+    hint = "Scan its params themselves: casts, masks and the like belong into the body."
+    allowed = "scanned by boostax.train.scan_layers in loss_fn"
+    checks.require(_WHO, "layers", missing, allowed, not missing, hint)
+    either = lambda eqn, facts: [any(facts)] * len(eqn.outvars)  # noqa: E731
+    used = interpret.flow(program, [*shown], either, any, False)
+    hint = "No gradient would arrive there: move it into the body, or leave layers= out."
+    fits = not any(used)
+    checks.require(_WHO, "params of layers", "used outside", "used in scan_layers alone", fits, hint)
+
+
+def showing(params: PyTree) -> PyTree:
+    """Return params, and note their leaves if a step runs the layers of the loss that gets them."""
+    run = _RUN.get()
+    return params if run is None else run.show(params)
+
+
+def inside(name: str, stack: str) -> bool:
+    """Return whether a param of this path name belongs to a stack."""
+    return name == stack or name.startswith(f"{stack}/")
+
+
+@jax.custom_batching.custom_vmap
+def _look(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_look.def_vmap
+def _refuse(size: int, batched: Any, x: jax.Array) -> Any:
+    del size, batched, x
+    hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
+    raise ValueError(checks.message(_WHO, "init", "outside jax.vmap", "a mapped array", hint))
+
+
+def _unmapped(x: Any) -> Any:
+    """Refuse an array that ``jax.vmap`` maps: updates of the sink would be added up."""
+    _look(lax.stop_gradient(x))
+    return x
+
+
+def _swept(
+    stack: Stack, layer: Callable[..., Any], init: PyTree, others: list[Any]
+) -> tuple[PyTree, PyTree]:
+    """Scan, with a backward loop that updates the sink."""
+    read: Any = stack.read
+    update: Any = stack.update
+    first = jax.eval_shape(lambda *args: (read(*_at(args[:2], 0)), _at(args[2], 0)), stack.weights, stack.sink, others)
+    closed, shapes = jax.make_jaxpr(layer, return_shape=True)(init, *first)
+    structure = jax.tree.structure(shapes)
+
+    def hoisted(consts: list[Any], *args: PyTree) -> Any:
+        # What the body closes over must be an argument of a custom_vjp.
+        found = interpret.evaluate(closed.replace(consts=consts), jax.tree.leaves(args), interpret.replay)
+        return jax.tree.unflatten(structure, found)
+
+    def forward(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
+        def each(carry: PyTree, x: Any) -> Any:
+            of_layer, mine, rest = x
+            new, y = hoisted(consts, carry, read(of_layer, mine), rest)
+            return new, (y, carry)
+
+        out, (ys, carries) = lax.scan(each, init, (weights, sink, others))
+        return (out, ys), (consts, carries, others, weights, sink)
+
+    @jax.custom_vjp
+    def scanned(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
+        return forward(consts, init, others, weights, sink)[0]
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        consts, carries, others, weights, sink = kept
+        arrived, of_ys = cotangents
+        finite = _finite(cotangents)
+        like = jax.eval_shape(lambda: _at((carries, others), 0))
+
+        def each(state: Any, i: jax.Array) -> Any:
+            of_carry, of_consts, sink = state
+            mine, w = _at(sink, i), _at(weights, i)
+            _, pull = jax.vjp(hoisted, consts, _at(carries, i), read(w, mine), _at(others, i))
+            here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else np.zeros(y.shape[1:], y.dtype), of_ys)
+            more, of_carry, grads, of_others = pull((_filled(like[0], of_carry), here))
+            total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
+            new = update(mine, grads, finite)
+            put = lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, i, 0)  # noqa: E731
+            sink = jax.tree.map(put, sink, new)
+            return (_floats(of_carry), total, sink), _floats(of_others)
+
+        zeros = [jnp.zeros_like(x) for x in _floats(consts)]
+        count = jnp.arange(len(jax.tree.leaves((stack.weights, stack.sink))[0]), dtype=jnp.int32)
+        start = _floats(arrived), zeros, sink
+        (arrived, more, sink), of_others = lax.scan(each, start, count, reverse=True)
+        return (
+            _filled(consts, more),
+            _filled(like[0], arrived),
+            _filled(others, of_others),
+            None,
+            sink,
+        )
+
+    scanned.defvjp(forward, backward)
+    return scanned(closed.consts, init, others, stack.weights, stack.sink)
+
+
+def _at(tree: PyTree, i: Any) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+
+
+def _moves(x: Any) -> bool:
+    """Return whether an array, or a cotangent, is of a number that can be differentiated."""
+    return trees.is_inexact(x.dtype)
+
+
+def _floats(tree: PyTree) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if _moves(x)]
+
+
+def _filled(like: PyTree, floats: Sequence[Any]) -> PyTree:
+    """Return a cotangent of ``like`` from those of its floating leaves."""
+    found = iter(floats)
+    none = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
+    return jax.tree.map(lambda x: next(found) if _moves(x) else none(x), like)
+
+
+def _finite(cotangents: PyTree) -> jax.Array:
+    """Return whether cotangents are finite."""
+    ok = [jnp.isfinite(x).all() for x in _floats(cotangents)]
+    return jnp.stack(ok).all() if ok else jnp.asarray(True)
+
+
+def sent(tree: PyTree) -> PyTree:
+    """Return a tree whose integers, bools and keys travel as the bits of floats."""
+
+    def bits(x: Any) -> Any:
+        if trees.is_inexact(x.dtype):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+        return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
+
+    return jax.tree.map(bits, tree)
+
+
+def received(tree: PyTree, like: PyTree) -> PyTree:
+    """Return the tree that ``sent`` has sent, of the types of ``like``."""
+
+    def read(x: Any, y: Any) -> Any:
+        if trees.is_inexact(y.dtype):
+            return x
+        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
+            data = lax.bitcast_convert_type(x, jnp.uint32)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(y))
+        if y.dtype == jnp.bool_:
+            return lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.bool_)
+        return lax.bitcast_convert_type(x, y.dtype)
+
+    return jax.tree.map(read, tree, like)
