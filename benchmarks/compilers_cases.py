@@ -145,7 +145,7 @@ def decoder(
         table = params["embed"].astype(jnp.bfloat16)
         x = table[batch[:, :-1]]
         if stacked:
-            x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
+            x, _ = boostax.train.scan_layers(layer, x, params["layers"], remat=True)
         else:
             for name in sorted(params["layers"]):
                 x, _ = jax.checkpoint(layer)(x, params["layers"][name])

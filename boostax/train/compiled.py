@@ -398,6 +398,7 @@ class Programs:
             return lambda params: params
         # A carried leaf is not a weight, so its history is not rounded.
         exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
+        exact = exact | dict.fromkeys(self._oracle.gathers(params))
         return gathering("make_train_step", self._step.gather, self._placement, exact)
 
 

@@ -26,7 +26,7 @@ from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, ow
 from boostax.chain.parts import CLIPS, REDUCTIONS, read, rows
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, autocast
-from boostax.train.layers import Run, Stack, inside, received, require_scanned, sent
+from boostax.train.layers import Run, Sink, Stack, inside, received, require_scanned, sent
 from boostax.train.oracle import Oracle, gathered
 
 PyTree = Any
@@ -274,7 +274,7 @@ class Plan:
         def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
             x = x.astype(self.wire or dtype) if cut else x
             for dim, over in cut:
-                x = lax.all_gather(x, over, axis=dim + stacked, tiled=True)
+                x = _gathered(x, over, dim + stacked)
             return x.astype(dtype)
 
         return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
@@ -285,12 +285,28 @@ class Plan:
         def one(g: jax.Array, cut: Cut) -> jax.Array:
             g, left = g.astype(trees.wide_dtype(g)), list(self.names)
             for dim, over in cut:
-                g = lax.psum_scatter(g, over, scatter_dimension=dim, tiled=True)
+                g = _scattered(g, over, dim)
                 left = [x for x in left if x not in over]
             g = lax.psum(g, tuple(left)) if left else g
             return g / axes.size(self.names) if self.names else g
 
         return list(map(one, grads, self.cuts[name]))
+
+
+def _gathered(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Gather shards along a dimension.
+
+    They arrive along a leading dimension, whatever the dimension that they are shards of: XLA would
+    give the whole stack another layout, to have that dimension first.
+    """
+    parts = jnp.moveaxis(lax.all_gather(x, names), 0, dim)
+    return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def _scattered(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Sum over the replicas, each of which keeps its shard along a dimension."""
+    parts = x.reshape(*x.shape[:dim], axes.size(names), -1, *x.shape[dim + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(parts, dim, 0), names)
 
 
 def _divided(leaves: list[jax.Array], total: Any) -> list[jax.Array]:
@@ -404,7 +420,8 @@ class LayeredOracle(Oracle):
         sinks: dict[str, PyTree] = {}
         for name, leaves in stacks.items():
             if layers.release:
-                sinks[name] = leaves, sent(states[name]), jnp.zeros(len(leaves[0]), jnp.float32)
+                none = jnp.zeros(len(leaves[0]), jnp.float32)
+                sinks[name] = Sink(leaves, sent(states[name]), none)
             else:
                 sinks[name] = trees.buffers(leaves, self.accumulator_dtype)
         carried_ = _Carried(given.get("model_state"), sinks, jnp.asarray(True))
@@ -463,9 +480,9 @@ class LayeredOracle(Oracle):
         if not layers.release:
             sums = {k: _divided(x, mean) for k, x in end.sinks.items()}
             return (loss, aux), Swept(grads, layers.joined(_masked(head), sums))
-        params = {k: x[0] for k, x in end.sinks.items()}
-        new = {k: received(x[1], types[k]) for k, x in end.sinks.items()}
-        skipped = sum(x[2].sum() for x in end.sinks.values())
+        params = {k: x.params for k, x in end.sinks.items()}
+        new = {k: received(x.bits, types[k]) for k, x in end.sinks.items()}
+        skipped = sum(x.skipped.sum() for x in end.sinks.values())
         done = Released(params, new, end.finite, jnp.asarray(skipped, jnp.int32))
         return (loss, aux), Swept(grads, done=done)
 
@@ -484,6 +501,11 @@ class LayeredOracle(Oracle):
         if told.model_state is not None:
             carried_ = carried_._replace(model_state=told.model_state)
         return loss, as_given(told._replace(model_state=carried_), own_of(aux), aux)
+
+    def gathers(self, params: PyTree) -> tuple[str, ...]:
+        """Return the names of the params that it gathers itself."""
+        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
+        return tuple(trees.path_name(path) for path in paths if self.plan.layers.stack_of(path))
 
     @property
     def reads(self) -> bool:
@@ -564,13 +586,11 @@ class LayeredOracle(Oracle):
                 new = [x for x in jax.tree.leaves(new)]
                 keep = lambda a, b: jnp.where(ok, a, b)  # noqa: E731
                 new, after = jax.tree.map(keep, (new, after), (old, state))
-                return new, sent(after), skipped + ~ok
+                return Sink(new, sent(after), skipped + ~ok)
 
             if sinks is None:
-                return Stack(name, leaves, (), lambda w, _: whole(w), None, wrap=wrap)
-            if release:
-                return Stack(name, [], sinks[name], lambda _, sink: whole(sink[0]), stepped, wrap=wrap)
-            return Stack(name, leaves, sinks[name], lambda w, _: whole(w), added, wrap=wrap)
+                return Stack(name, leaves, (), whole, None, wrap)
+            return Stack(name, leaves, sinks[name], whole, stepped if release else added, wrap)
 
         return Run([stack(name, leaves) for name, leaves in stacks.items()])
 

@@ -14,7 +14,7 @@ together.
 import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +31,22 @@ _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64
 _RUN: contextvars.ContextVar["Run | None"] = contextvars.ContextVar("run", default=None)
 
 
-def scan_layers(body: Body, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+def scan_layers(
+    body: Body, init: PyTree, xs: PyTree, *, remat: bool = False
+) -> tuple[PyTree, PyTree]:
     """Scan over stacked layers like ``jax.lax.scan``, for a step with ``layers=``.
 
     Write it in the place of ``lax.scan`` in the loss. By itself it is ``lax.scan``. In a step with
     ``make_train_step(layers=...)`` it gathers the weights of each layer, reduces its gradient or
     runs its optimizer in the backward loop: see ``boostax.train.Layers``. Then the forward pass
-    keeps only what ``body`` carries, and the backward pass computes each layer again, as with
-    ``jax.checkpoint(body)``.
+    keeps only what ``body`` carries, and the backward pass computes each layer again.
 
     Args:
       body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Casts of the weights belong here.
       init: the first carry.
       xs: the params of the stacked layers, themselves: each leaf ``[layers, ...]``; beside them, in
         one tree, anything else that is scanned, such as keys of dropout.
+      remat: scan ``jax.checkpoint(body)`` where no step runs the layers.
 
     Returns:
       ``(carry, ys)`` as ``lax.scan`` does.
@@ -62,7 +64,23 @@ def scan_layers(body: Body, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
     """
     run = _RUN.get()
     stack = run and run.found(xs)
-    return lax.scan(body, init, xs) if stack is None else stack.scan(body, init, xs)
+    if stack is None:
+        return lax.scan(jax.checkpoint(body) if remat else body, init, xs)
+    return stack.scan(body, init, xs)
+
+
+class Sink(NamedTuple):
+    """The sink of layers whose optimizer runs in the backward loop.
+
+    Attributes:
+      params: the params of the layers.
+      bits: the state of their optimizer, ``sent``.
+      skipped: f32, how often each was skipped in this call.
+    """
+
+    params: list[jax.Array]
+    bits: PyTree
+    skipped: jax.Array
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,8 +90,8 @@ class Stack:
     Attributes:
       name: its path in the params.
       weights: its params, as the device holds them.
-      sink: see the module; ``()`` in a forward pass alone.
-      read: ``read(weights, sink)`` of a layer returns its weights as ``body`` gets them.
+      sink: see the module; a ``Sink`` has the params in it. ``()`` in a forward pass alone.
+      read: ``read(weights)`` of a layer returns its weights as ``body`` gets them.
       update: ``update(sink, gradient, finite)`` of a layer returns its new sink; ``finite`` says
         whether the cotangent of what the layers return is finite.
       wrap: what is done to the body.
@@ -84,7 +102,7 @@ class Stack:
     name: str
     weights: list[jax.Array]
     sink: PyTree
-    read: Callable[[list[jax.Array], PyTree], list[jax.Array]]
+    read: Callable[[list[jax.Array]], list[jax.Array]]
     update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None
     wrap: Callable[[Body], Body] = lambda body: body
     shown: Sequence[Any] = ()
@@ -111,7 +129,7 @@ class Stack:
 
         others = [_unmapped(x) for x, i in zip(leaves, order, strict=True) if i is None]
         if self.update is None:
-            each = lambda c, x: layer(c, self.read(x[0], ()), x[1])  # noqa: E731
+            each = lambda c, x: layer(c, self.read(x[0]), x[1])  # noqa: E731
             return lax.scan(each, init, (self.weights, others))
         return _swept(self, layer, init, others)
 
@@ -197,9 +215,12 @@ def _swept(
     stack: Stack, layer: Callable[..., Any], init: PyTree, others: list[Any]
 ) -> tuple[PyTree, PyTree]:
     """Scan, with a backward loop that updates the sink."""
-    read: Any = stack.read
-    update: Any = stack.update
-    first = jax.eval_shape(lambda *args: (read(*_at(args[:2], 0)), _at(args[2], 0)), stack.weights, stack.sink, others)
+    read, update = stack.read, stack.update
+    assert update is not None, "a forward pass has no backward loop"
+    # The params in a sink are read there: its cotangent, not theirs, is the new value.
+    mine = lambda weights, sink: sink.params if isinstance(sink, Sink) else weights  # noqa: E731
+    given = [] if isinstance(stack.sink, Sink) else stack.weights
+    first = jax.eval_shape(lambda *xs: (read(_at(xs[0], 0)), _at(xs[1], 0)), stack.weights, others)
     closed, shapes = jax.make_jaxpr(layer, return_shape=True)(init, *first)
     structure = jax.tree.structure(shapes)
 
@@ -210,11 +231,11 @@ def _swept(
 
     def forward(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
         def each(carry: PyTree, x: Any) -> Any:
-            of_layer, mine, rest = x
-            new, y = hoisted(consts, carry, read(of_layer, mine), rest)
+            of_layer, rest = x
+            new, y = hoisted(consts, carry, read(of_layer), rest)
             return new, (y, carry)
 
-        out, (ys, carries) = lax.scan(each, init, (weights, sink, others))
+        out, (ys, carries) = lax.scan(each, init, (mine(weights, sink), others))
         return (out, ys), (consts, carries, others, weights, sink)
 
     @jax.custom_vjp
@@ -229,18 +250,18 @@ def _swept(
 
         def each(state: Any, i: jax.Array) -> Any:
             of_carry, of_consts, sink = state
-            mine, w = _at(sink, i), _at(weights, i)
-            _, pull = jax.vjp(hoisted, consts, _at(carries, i), read(w, mine), _at(others, i))
+            w = read(_at(mine(weights, sink), i))
+            _, pull = jax.vjp(hoisted, consts, _at(carries, i), w, _at(others, i))
             here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else np.zeros(y.shape[1:], y.dtype), of_ys)
             more, of_carry, grads, of_others = pull((_filled(like[0], of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
-            new = update(mine, grads, finite)
+            new = update(_at(sink, i), grads, finite)
             put = lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, i, 0)  # noqa: E731
             sink = jax.tree.map(put, sink, new)
             return (_floats(of_carry), total, sink), _floats(of_others)
 
         zeros = [jnp.zeros_like(x) for x in _floats(consts)]
-        count = jnp.arange(len(jax.tree.leaves((stack.weights, stack.sink))[0]), dtype=jnp.int32)
+        count = jnp.arange(len(stack.weights[0]), dtype=jnp.int32)
         start = _floats(arrived), zeros, sink
         (arrived, more, sink), of_others = lax.scan(each, start, count, reverse=True)
         return (
@@ -252,7 +273,7 @@ def _swept(
         )
 
     scanned.defvjp(forward, backward)
-    return scanned(closed.consts, init, others, stack.weights, stack.sink)
+    return scanned(closed.consts, init, others, given, stack.sink)
 
 
 def _at(tree: PyTree, i: Any) -> PyTree:

@@ -172,6 +172,11 @@ class Oracle:
         del types, place, wire
         return self
 
+    def gathers(self, params: PyTree) -> tuple[str, ...]:
+        """Return the names of the params that it gathers itself."""
+        del params
+        return ()
+
     @property
     def reads(self) -> bool:
         """Return whether the loss is read before it is differentiated."""
