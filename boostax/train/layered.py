@@ -269,15 +269,19 @@ class Plan:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.layers.split(self.types)[1])
 
     def gathered(self, name: str, leaves: list[jax.Array], stacked: bool = False) -> list[jax.Array]:
-        """Return the weights of a layer, or of all, whole and in the dtype of the computation."""
+        """Return the weights of a layer, or of all, whole and in the dtype in which they are sent."""
 
         def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
             x = x.astype(self.wire or dtype) if cut else x
             for dim, over in cut:
                 x = _gathered(x, over, dim + stacked)
-            return x.astype(dtype)
+            return x
 
         return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
+
+    def cast(self, name: str, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Return weights in the dtypes in which the loss gets them."""
+        return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
 
     def reduced(self, name: str, grads: list[jax.Array]) -> list[jax.Array]:
         """Return the mean over the replicas of a layer's gradients, in f32, in the shards."""
@@ -566,7 +570,7 @@ class LayeredOracle(Oracle):
             wrap = functools.partial(autocast, dtype=plan.policy.compute_dtype)
 
         def stack(name: str, leaves: list[jax.Array]) -> Stack:
-            whole = lambda x: x if once else plan.gathered(name, x)  # noqa: E731
+            whole = lambda x: plan.cast(name, x if once else plan.gathered(name, x))  # noqa: E731
 
             def added(sums: list[jax.Array], grads: list[jax.Array], _: jax.Array) -> list[jax.Array]:
                 grads = [_weighed(g, factor) for g in grads]

@@ -255,7 +255,8 @@ def _swept(
             here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else np.zeros(y.shape[1:], y.dtype), of_ys)
             more, of_carry, grads, of_others = pull((_filled(like[0], of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
-            new = update(_at(sink, i), grads, finite)
+            old = _at(sink, i)
+            new = _computed(i, old, update(old, grads, finite))
             put = lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, i, 0)  # noqa: E731
             sink = jax.tree.map(put, sink, new)
             return (_floats(of_carry), total, sink), _floats(of_others)
@@ -274,6 +275,20 @@ def _swept(
 
     scanned.defvjp(forward, backward)
     return scanned(closed.consts, init, others, given, stack.sink)
+
+
+def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+    """Compute all new slices of layer ``i`` before one of them is written.
+
+    XLA:CPU would compute each where it is written, from the old arrays, and copy these first. It
+    drops barriers, so the new slices pass through a branch that is always taken.
+    """
+    leaves, treedef = jax.tree.flatten((new, old))
+    half = len(leaves) // 2
+    taken = lambda i, *xs: lax.cond(i >= 0, lambda *xs: xs[:half], lambda *xs: xs[half:], *xs)  # noqa: E731
+    plain = lambda i, *xs: xs[:half]  # noqa: E731
+    found = lax.platform_dependent(i, *leaves, cpu=taken, default=plain)
+    return jax.tree.unflatten(jax.tree.structure(new), found)
 
 
 def _at(tree: PyTree, i: Any) -> PyTree:
