@@ -89,7 +89,8 @@ def adagc(
 
     In the first ``warmup`` steps the whole gradient is clipped by its global norm,
     :math:`u = g \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least
-    :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped.
+    :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped. Where a step
+    releases gradients (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
 
     Put it behind the reduction, and inside a gate that skips gradients that are not finite: without
     a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the norms
@@ -137,10 +138,13 @@ def adagc(
         trees.require_gradients(updates, who)
         length = lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
         sizes, early = jax.tree.map(length, updates), state.steps < warmup
-        total = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
-        finite = jnp.isfinite(total)
+        whole = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
+        # In a loop over layers the other layers' gradients do not exist.
+        alone = axes.bound() == axes.REDUCED
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
+            total = size if alone else whole
+            finite = jnp.isfinite(total)
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)
             by_leaf = jnp.where(past > 0, jnp.minimum(size, factor * past), size)
             limit = jnp.where(early, by_total, by_leaf)
@@ -150,6 +154,6 @@ def adagc(
 
         both = jax.tree.map(clipped, updates, sizes, state.norms)
         new, kept = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
-        return new, AdaGCState(gate.counted(state.steps, finite), kept)
+        return new, AdaGCState(gate.counted(state.steps, jnp.isfinite(whole)), kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

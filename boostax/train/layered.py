@@ -23,13 +23,19 @@ from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, Swept
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, own_of
-from boostax.chain.parts import CLIPS, REDUCTIONS, read, rows
+from boostax.chain.parts import REDUCTIONS, read, rows
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, autocast
 from boostax.train.layers import Run, Sink, Stack, inside, received, require_scanned, sent
 from boostax.train.oracle import Oracle, gathered
 
 PyTree = Any
+BY_ELEMENT = frozenset(
+    "abs add add_any and bitcast_convert_type cbrt ceil clamp convert_element_type copy cos div eq "
+    "erf exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne "
+    "neg not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sqrt square sub tan tanh xor".split()
+)
 Weights = Literal["once", "by layer"]
 Path = tuple[Any, ...]
 # The dimensions of a layer's param that are sharded over replica axes, and these axes.
@@ -151,13 +157,10 @@ def released(
 
     def init_fn(params: PyTree) -> LayersState:
         layers.require_stacked(params)
-        head, stacks = layers.split(params)
-        states: dict[str, PyTree] = {}
-        for name, leaves in stacks.items():
-            alone = lambda leaves, name=name: _alone(layers, head, name, leaves)  # noqa: E731
-            states[name] = jax.vmap(lambda x, alone=alone: gate.init_inner(tx, alone(x)))(leaves)
-        none = jnp.zeros((), jnp.int32)
-        return LayersState(states, gate.init_inner(inner, head), jnp.asarray(True), none)
+        _require_apart(tx, params)
+        states, none = _first_states(tx, layers, params), jnp.zeros((), jnp.int32)
+        rest = gate.init_inner(inner, layers.split(params)[0])
+        return LayersState(states, rest, jnp.asarray(True), none)
 
     @describe("layers", "storage", inner={"rest": tx})
     def step_fn(
@@ -181,6 +184,17 @@ def released(
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
+def _first_states(tx: Any, layers: Layers, params: PyTree) -> dict[str, PyTree]:
+    """Return for each stack the first states of its layers."""
+    head, stacks = layers.split(params)
+
+    def first(name: str, leaves: list[jax.Array]) -> PyTree:
+        return gate.init_inner(tx, _alone(layers, head, name, leaves))
+
+    with axes.binding(axes.REDUCED):
+        return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
+
+
 def _masked(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda _: optax.MaskedNode(), tree)
 
@@ -202,9 +216,59 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
             plain = row.part.name == "all_reduce" and described is not None
             hint = "In the loop a layer's gradient is averaged: boostax.all_reduce()."
             checks.require(_WHO, "tx", got, "one with the plain mean with release=True", plain, hint)
-        if row.role == CLIPS[0] and row.part.name == "clip_by_global_norm":
-            hint = "Clip each tensor by its own norm: boostax.model.adagc()."
-            checks.require(_WHO, "tx", got, "one without a norm over all layers", False, hint)
+
+
+def _require_apart(tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Refuse an optimizer that computes the update of a leaf from the gradients of others."""
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_wide, params))
+
+    def update(grads: list[Any], state: PyTree, params: list[Any]) -> list[Any]:
+        given = gate.Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
+        new, _ = gate.run(optax.with_extra_args_support(tx), *given, apply=True, extra={})
+        return jax.tree.leaves(new)
+
+    with axes.binding(axes.REDUCED):
+        state = jax.eval_shape(lambda: gate.init_inner(tx, treedef.unflatten(map(_zeros, leaves))))
+        program = jax.make_jaxpr(update)(leaves, state, leaves)
+    none = frozenset[int]()
+    unite = lambda facts: none.union(*facts)  # noqa: E731
+    known = [frozenset([i]) for i in range(len(leaves))]
+    known += [none] * (len(program.in_avals) - len(known))
+    each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
+    found = interpret.flow(program, known, each, unite, none)
+    fits = all(facts <= {i} for i, facts in enumerate(found))
+    hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
+    got, allowed = "a norm of several", "one that reads the gradient of one param at a time"
+    checks.require(_WHO, "tx with release=True", got, allowed, fits, hint)
+
+
+def _by_entry(tx: optax.GradientTransformation, layer: PyTree) -> bool:
+    """Return whether an optimizer computes each entry of a layer's params from that entry alone."""
+    update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
+    with axes.binding(axes.REDUCED):
+        state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(_zeros, layer)))
+        program = jax.make_jaxpr(update)(layer, state, layer)
+    # 0 for what is equal for all entries, 1 for an array of entries, 2 for anything else.
+    rank = lambda x: int(bool(x.shape))  # noqa: E731
+
+    def each(eqn: Any, facts: list[int]) -> list[int]:
+        shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
+        fits = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1
+        fits |= eqn.primitive.name == "broadcast_in_dim" and facts == [0]
+        return [max(facts) if fits or not any(facts) else 2] * len(eqn.outvars)
+
+    join = lambda facts: max(facts, default=0)  # noqa: E731
+    found = interpret.flow(program, list(map(rank, program.in_avals)), each, join, 0)
+    return join(found) < 2
+
+
+def _wide(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the type in which an optimizer computes, without a sharding."""
+    return jax.ShapeDtypeStruct(x.shape, trees.wide_dtype(x))
+
+
+def _zeros(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,13 +305,28 @@ class Plan:
             if name is None:
                 continue
             spec = self.place.spec(path) if self.place else None
-            cut = [(dim, axes_of(entry, self.names)) for dim, entry in enumerate(spec or ())]
-            fits = not (cut and cut[0][1])
+            cut = _cut(spec or PartitionSpec(), self.names)
             allowed = f"whole along the layers over {', '.join(self.names)}"
             got, hint = f"{spec} at {trees.path_name(path)}", "Shard another dimension."
-            checks.require(_WHO, "params", got, allowed, fits, hint)
-            found[name].append(tuple((dim - 1, over) for dim, over in cut if over))
+            checks.require(_WHO, "params", got, allowed, all(dim >= 0 for dim, _ in cut), hint)
+            found[name].append(cut)
         return found
+
+    def by_entry(self, name: str) -> bool:
+        """Return whether the optimizer of a stack may see the shards of a layer."""
+        if not any(self.cuts[name]):
+            return True
+        head, stacks = self.layers.split(self.types)
+        layer = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks[name]]
+        return _by_entry(self.tx, _alone(self.layers, head, name, layer))
+
+    @functools.cached_property
+    def state_cuts(self) -> dict[str, list[Cut]]:
+        """For each stack how the arrays of a layer's state are sharded over the replicas."""
+        zeros = lambda: jax.tree.map(_zeros, self.types)  # noqa: E731
+        states = jax.eval_shape(lambda: _first_states(self.tx, self.layers, zeros()))
+        specs = self.specs(states)
+        return {k: [_cut(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
 
     @functools.cached_property
     def dtypes(self) -> dict[str, list[Any]]:
@@ -282,6 +361,28 @@ class Plan:
     def cast(self, name: str, leaves: list[jax.Array]) -> list[jax.Array]:
         """Return weights in the dtypes in which the loss gets them."""
         return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
+
+    def updated(
+        self, name: str, grads: list[jax.Array], state: PyTree, params: list[jax.Array]
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Return new params and state of a layer.
+
+        An optimizer that looks at more than an entry gets the layer whole, on each replica.
+        """
+        head = self.layers.split(self.types)[0]
+        tree = functools.partial(_alone, self.layers, head, name)
+        of_params, of_state = self.cuts[name], [()] * len(jax.tree.leaves(state))
+        shards = not self.by_entry(name)
+        if shards:
+            grads, params = (_whole(x, of_params) for x in (grads, params))
+            of_state = self.state_cuts[name]
+            state = _whole(state, of_state)
+        with axes.binding(axes.REDUCED):
+            new, state = gate.applied(self.tx, tree(grads), state, tree(params), {})
+        leaves = jax.tree.leaves(new)
+        if not shards:
+            return leaves, state
+        return _owned(leaves, of_params), _owned(state, of_state)
 
     def reduced(self, name: str, grads: list[jax.Array]) -> list[jax.Array]:
         """Return the mean over the replicas of a layer's gradients, in f32, in the shards."""
@@ -325,10 +426,37 @@ def _weighed(g: jax.Array, factor: jax.Array | None) -> jax.Array:
     return jnp.where(factor == 0, 0, wide * factor)
 
 
-def axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the replica axes in an entry of a spec."""
-    entries = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(x for x in entries if x in names)
+def _cut(spec: PartitionSpec, names: tuple[str, ...]) -> Cut:
+    """Return how a layer is sharded over the replicas, from the spec of a stack of layers."""
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for dim, entry in enumerate(spec):
+        entries = entry if isinstance(entry, tuple) else (entry,)
+        if over := tuple(x for x in entries if x in names):
+            found.append((dim - 1, over))
+    return tuple(found)
+
+
+def _whole(tree: PyTree, cuts: list[Cut]) -> PyTree:
+    """Gather the arrays of a layer."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, cut in enumerate(cuts):
+        for dim, over in cut:
+            leaves[i] = _gathered(leaves[i], over, dim)
+    return treedef.unflatten(leaves)
+
+
+def _owned(tree: PyTree, cuts: list[Cut]) -> PyTree:
+    """Return this replica's shards of the arrays of a layer."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(list(map(_own, leaves, cuts)))
+
+
+def _own(x: jax.Array, cut: Cut) -> jax.Array:
+    """Return this replica's shard of a whole array."""
+    for dim, over in cut:
+        size = x.shape[dim] // axes.size(over)
+        x = lax.dynamic_slice_in_dim(x, axes.index(over) * size, size, dim)
+    return x
 
 
 # What a scan over micro-batches carries besides the model's state: the sinks of the stacks, and
@@ -583,11 +711,7 @@ class LayeredOracle(Oracle):
                 finite = finite if factor is None else finite | (factor == 0)
                 ok = axes.agree(finite & norms.all_finite(grads), names)
                 state = received(bits, types[name])
-                head = plan.layers.split(plan.types)[0]
-                tree = functools.partial(_alone, plan.layers, head, name)
-                with axes.binding(axes.REDUCED):
-                    new, after = gate.applied(plan.tx, tree(grads), state, tree(old), {})
-                new = [x for x in jax.tree.leaves(new)]
+                new, after = plan.updated(name, grads, state, old)
                 keep = lambda a, b: jnp.where(ok, a, b)  # noqa: E731
                 new, after = jax.tree.map(keep, (new, after), (old, state))
                 return Sink(new, sent(after), skipped + ~ok)
