@@ -108,7 +108,8 @@ class TrainStep:
             state = state._replace(params=jax.tree.map(typed, state.params, params))
         else:
             state = jax.tree.map(_own, self._unplaced(*given))
-        return state if self.placing is None else self.placing.state(state)
+        state = state if self.placing is None else self.placing.state(state)
+        return self.oracle.settled(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         trees.require_arrays(params, "make_train_step")
@@ -126,8 +127,10 @@ class TrainStep:
     def shardings(self, state: PyTree) -> TrainState:
         """Return the sharding of each leaf of a state, with which a checkpoint restores it."""
         if self.placing is None:
-            return jax.tree.map(lambda x: x.sharding, state)
-        return self.placing.shardings(state)
+            where = jax.tree.map(lambda x: x.sharding, state)
+        else:
+            where = self.placing.shardings(state)
+        return self.oracle.shardings(state, where)
 
     @checks.arguments
     def __call__(
@@ -299,7 +302,7 @@ class Programs:
     def __init__(self, step: TrainStep, state: TrainState, structure: Any):
         self._step, self._structure, self._tx = step, structure, step.tx
         self._placement: Any = step.placing and step.placing.placement(state.params)
-        self._specs: Any = step.placing and step.placing.specs(state)
+        self._where: Any = step.placing and step.shardings(state)
         if self._placement is not None:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
         self._oracle = step.oracle.placed(local_types(state.params), self._placement, step.gather)
@@ -330,7 +333,7 @@ class Programs:
         if key not in self.compiled:
             where = None
             if self._placement is not None:
-                where = self._placement.shardings(self.part(depth).take(self._specs))
+                where = self.part(depth).take(self._where)
             elif self._kept is not None:
                 # XLA would give params the sharding of a state that users shard themselves.
                 where = TrainState(None, self._kept, None, None, None)

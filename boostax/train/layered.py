@@ -26,7 +26,7 @@ from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, ow
 from boostax.chain.parts import REDUCTIONS, read, rows
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, autocast
-from boostax.train.layers import Run, Sink, Stack, inside, received, require_scanned, sent
+from boostax.train.layers import Run, Sink, Stack, inside, moved, received, require_scanned, sent
 from boostax.train.oracle import Oracle, gathered
 
 PyTree = Any
@@ -54,11 +54,14 @@ class Layers:
         once; or gathered ``"by layer"`` in both passes, each layer's gradient reduced into the
         shards as soon as it exists.
       release: run the optimizer of the stack in the backward loop, layer by layer.
+      host: keep the optimizer's state of the layers in the host's memory, moved to the device a
+        layer at a time; with ``release``.
     """
 
     path: str | tuple[str, ...] = "layers"
     weights: Weights = "by layer"
     release: bool = False
+    host: bool = False
 
     def __post_init__(self) -> None:
         hint = "'by layer' holds one layer's weights, 'once' sends them once."
@@ -106,6 +109,23 @@ class Layers:
             return x if name is None else next(left[name], x)
 
         return jax.tree_util.tree_map_with_path(whole, head, is_leaf=trees.is_masked)
+
+
+def away(states: PyTree) -> list[bool]:
+    """Return for each array of a stack's state whether it can be kept in the host's memory.
+
+    Integers travel as other numbers, which a device computes, and counts are scalars of a layer.
+    """
+    return [_leaves(x) for x in jax.tree.leaves(states)]
+
+
+def _leaves(x: Any, rank: int = 0) -> bool:
+    return trees.is_inexact(x.dtype) and x.ndim > rank
+
+
+def _put(x: Any, where: Any) -> Any:
+    typed = isinstance(x, jax.ShapeDtypeStruct)
+    return x.update(sharding=where) if typed else jax.device_put(x, where)
 
 
 class LayersState(NamedTuple):
@@ -553,7 +573,11 @@ class LayeredOracle(Oracle):
         for name, leaves in stacks.items():
             if layers.release:
                 none = jnp.zeros(len(leaves[0]), jnp.float32)
-                sinks[name] = Sink(leaves, sent(states[name]), none)
+                bits = sent(states[name])
+                # A step's argument is typed as the device's, wherever it is.
+                if layers.host:
+                    bits = moved(bits, jax.memory.Space.Host, away(types[name]))
+                sinks[name] = Sink(leaves, bits, none)
             else:
                 sinks[name] = trees.buffers(leaves, self.accumulator_dtype)
         carried_ = _Carried(given.get("model_state"), sinks, jnp.asarray(True))
@@ -634,6 +658,31 @@ class LayeredOracle(Oracle):
             carried_ = carried_._replace(model_state=told.model_state)
         return loss, as_given(told._replace(model_state=carried_), own_of(aux), aux)
 
+    def shardings(self, state: PyTree, where: PyTree) -> PyTree:
+        """Return the shardings of a state, with those of the layers' in the host's memory."""
+        if not self.plan.layers.host:
+            return where
+
+        def hosted(node: Any, at: Any) -> Any:
+            if not isinstance(node, LayersState):
+                return at
+            move = lambda x, at: at.with_memory_kind("pinned_host") if _leaves(x, 1) else at  # noqa: E731
+            return at._replace(stacks=jax.tree.map(move, node.stacks, at.stacks))
+
+        return jax.tree.map(hosted, state, where, is_leaf=lambda x: isinstance(x, LayersState))
+
+    def settled(self, state: PyTree) -> PyTree:
+        """Return a step's first state where it belongs."""
+        if not self.plan.layers.host:
+            return state
+        devices = jax.tree.leaves(state)[0].sharding.device_set
+        kinds = {x.kind for d in devices for x in d.addressable_memories()}
+        fits = "pinned_host" in kinds and all(d.platform != "cpu" for d in devices)
+        hint, allowed = "Leave host= out.", "False where a backend ignores memory kinds"
+        checks.require("Layers", "host", True, allowed, fits, hint)
+        where = self.shardings(state, jax.tree.map(lambda x: x.sharding, state))
+        return jax.tree.map(_put, state, where)
+
     def gathers(self, params: PyTree) -> tuple[str, ...]:
         """Return the names of the params that it gathers itself."""
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
@@ -684,10 +733,11 @@ class LayeredOracle(Oracle):
         if jax.eval_shape(weight, head, rows) is None:
             return None
         local = jnp.asarray(weight(head, rows), jnp.float32)
-        if not self.plan.layers.release or not self.names:
+        if not self.plan.layers.release:
             return local
-        total = axes.total(local, self.names)
-        return local * axes.size(self.names) / jnp.where(total > 0, total, 1)
+        total = axes.total(local, self.names) if self.names else local
+        replicas = axes.size(self.names) if self.names else 1
+        return local * replicas / jnp.where(total > 0, total, 1)
 
     def _run(self, stacks: Any, sinks: Any, types: Any, factor: Any, once: bool) -> Run:
         """Return the stacks of a trace of the loss; without sinks those of a forward pass alone."""
@@ -716,9 +766,10 @@ class LayeredOracle(Oracle):
                 new, after = jax.tree.map(keep, (new, after), (old, state))
                 return Sink(new, sent(after), skipped + ~ok)
 
+            away_ = away(types[name]) if plan.layers.host and sinks is not None else ()
             if sinks is None:
                 return Stack(name, leaves, (), whole, None, wrap)
-            return Stack(name, leaves, sinks[name], whole, stepped if release else added, wrap)
+            return Stack(name, leaves, sinks[name], whole, stepped if release else added, wrap, away_)
 
         return Run([stack(name, leaves) for name, leaves in stacks.items()])
 
@@ -731,3 +782,5 @@ def layered(
     plan = Plan(layers, tx, policy)
     fields = {x.name: getattr(oracle, x.name) for x in dataclasses.fields(oracle)}
     return released(tx, layers) if layers.release else tx, LayeredOracle(**fields, plan=plan)
+
+

@@ -95,6 +95,7 @@ class Stack:
       update: ``update(sink, gradient, finite)`` of a layer returns its new sink; ``finite`` says
         whether the cotangent of what the layers return is finite.
       wrap: what is done to the body.
+      host: for each array of the state in the sink, whether it is in the host's memory; or ``()``.
       shown: the leaves that the loss was shown in the place of the params; it may not use them.
       scanned: whether the loss has scanned it.
     """
@@ -105,6 +106,7 @@ class Stack:
     read: Callable[[list[jax.Array]], list[jax.Array]]
     update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None
     wrap: Callable[[Body], Body] = lambda body: body
+    host: Sequence[bool] = ()
     shown: Sequence[Any] = ()
     scanned: bool = False
 
@@ -248,23 +250,33 @@ def _swept(
         finite = _finite(cotangents)
         like = jax.eval_shape(lambda: _at((carries, others), 0))
 
-        def each(state: Any, i: jax.Array) -> Any:
-            of_carry, of_consts, sink = state
+        def each(state: Any, x: Any) -> Any:
+            (i, away), (of_carry, of_consts, sink) = x, state
             w = read(_at(mine(weights, sink), i))
             _, pull = jax.vjp(hoisted, consts, _at(carries, i), w, _at(others, i))
             here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else np.zeros(y.shape[1:], y.dtype), of_ys)
             more, of_carry, grads, of_others = pull((_filled(like[0], of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
             old = _at(sink, i)
-            new = _computed(i, old, update(old, grads, finite))
+            if stack.host:
+                old = old._replace(bits=moved(away, jax.memory.Space.Device, stack.host))
+            new = update(old, grads, finite)
+            if stack.host:
+                away, new = moved(new.bits, jax.memory.Space.Host, stack.host), new._replace(bits=())
+            else:
+                new = _computed(i, old, new)
             put = lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, i, 0)  # noqa: E731
             sink = jax.tree.map(put, sink, new)
-            return (_floats(of_carry), total, sink), _floats(of_others)
+            return (_floats(of_carry), total, sink), (_floats(of_others), away)
 
         zeros = [jnp.zeros_like(x) for x in _floats(consts)]
         count = jnp.arange(len(stack.weights[0]), dtype=jnp.int32)
+        away = sink.bits if stack.host else ()
+        sink = sink._replace(bits=()) if stack.host else sink
         start = _floats(arrived), zeros, sink
-        (arrived, more, sink), of_others = lax.scan(each, start, count, reverse=True)
+        (arrived, more, sink), found = lax.scan(each, start, (count, away), reverse=True)
+        of_others, away = found
+        sink = sink._replace(bits=away) if stack.host else sink
         return (
             _filled(consts, more),
             _filled(like[0], arrived),
@@ -275,6 +287,13 @@ def _swept(
 
     scanned.defvjp(forward, backward)
     return scanned(closed.consts, init, others, given, stack.sink)
+
+
+def moved(bits: PyTree, space: jax.memory.Space, which: Sequence[bool]) -> PyTree:
+    """Move some arrays of a state to a memory."""
+    leaves, treedef = jax.tree.flatten(bits)
+    pairs = zip(leaves, which, strict=True)
+    return treedef.unflatten([jax.device_put(x, space) if move else x for x, move in pairs])
 
 
 def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:

@@ -172,6 +172,15 @@ class Oracle:
         del types, place, wire
         return self
 
+    def shardings(self, state: PyTree, where: PyTree) -> PyTree:
+        """Return the shardings of a step's state, which without it would be ``where``."""
+        del state
+        return where
+
+    def settled(self, state: PyTree) -> PyTree:
+        """Return a step's first state where it belongs."""
+        return state
+
     def gathers(self, params: PyTree) -> tuple[str, ...]:
         """Return the names of the params that it gathers itself."""
         del params
