@@ -1,6 +1,9 @@
 """Params and state in fewer bytes: the mean is kept, masters are exact, nothing is held in f32."""
 
 import functools
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +73,7 @@ def test_a_nan_of_any_payload_stays_and_is_held_back(kind, bits):
 GAPS = {
     "bfloat16": lambda x: 2.0**-7 * abs(x),
     "int8": lambda x: 0 * x + abs(x).max() / 127,
-    "log8": lambda x: 0.123 * abs(x) + 2.0**-20 * abs(x).max(),
+    "log8": lambda x: abs(x) / 6 + 2.0**-20 * abs(x).max(),
 }
 
 
@@ -80,7 +83,7 @@ def test_what_is_drawn_is_right_on_average(name):
     x, made = some(0)["w"], formats.FORMATS[name]
 
     def one(step):
-        return made.decode(*made.encode(x, formats.fold(7, step)))
+        return made.decode(*made.encode(x, formats.draw(formats.fold(7, step), x.shape)))
 
     found = np.asarray(jax.lax.map(one, jnp.arange(400)), np.float64)
     gap = GAPS[name](np.asarray(x, np.float64))
@@ -92,10 +95,10 @@ def test_what_is_drawn_is_right_on_average(name):
 @functools.partial(jax.jit, static_argnums=0)
 def rounded(name, x):
     made = formats.FORMATS[name]
-    return made.decode(*made.encode(x, formats.fold(0, 0)))
+    return made.decode(*made.encode(x, formats.draw(formats.fold(0, 0), x.shape)))
 
 
-@pytest.mark.parametrize("name, most", [("bfloat16", 2**-7), ("log8", 0.13)])
+@pytest.mark.parametrize("name, most", [("bfloat16", 2**-7), ("log8", 1 / 6)])
 def test_second_moments_keep_their_size_over_forty_octaves(name, most):
     v = 2.0 ** jax.random.uniform(jax.random.key(1), (256, 64), minval=-40.0, maxval=0.0)
     v = v.at[0].set(1.0)
@@ -105,17 +108,18 @@ def test_second_moments_keep_their_size_over_forty_octaves(name, most):
     assert float(rounded(name, tiny).min()) > 0
 
 
-def test_codes_of_log8_are_levels_below_the_largest():
-    made, codes = formats.FORMATS["log8"], np.arange(256, dtype=np.uint8).reshape(2, 128).T
-    found = np.asarray(made.decode(jnp.asarray(codes), jnp.full((1, 2), -4.0)))
-    wanted = 4 * np.where(codes > 0, 2.0 ** ((codes - 255.0) / 6), 0)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+def test_codes_of_log8_are_levels_above_the_scale():
+    """Six levels an octave, equally far apart, so that bits of f32 number them."""
+    made, codes = formats.FORMATS["log8"], np.arange(256, dtype=np.uint8).reshape(2, 128)
+    levels = lambda n: np.where(n > 0, 2.0 ** ((n - 1) // 6) * (1 + (n - 1) % 6 / 6), 0)  # noqa: E731
+    found = made.decode(jnp.asarray(codes), jnp.full((2, 1), -(2.0**-40)))
+    np.testing.assert_allclose(found, 2.0**-40 * levels(codes.astype(int)), rtol=1e-6)
     # No element of a block with signs is stored as a negative zero.
-    found = np.asarray(made.decode(jnp.asarray(codes), jnp.full((1, 2), 4.0)))
-    wanted = 4 * 2.0 ** ((codes % 128 - 127.0) / 6) * np.where(codes < 128, 1, -1)
-    np.testing.assert_allclose(found[codes % 128 > 0], wanted[codes % 128 > 0], rtol=1e-6)
-    encode = jax.jit(lambda x: made.encode(x, formats.fold(0, 0))[0])
-    assert not np.asarray(encode(jnp.full((128, 64), -1e-30).at[0].set(1.0)))[1:].any()
+    found = made.decode(jnp.asarray(codes), jnp.full((2, 1), 2.0**-40))
+    wanted = 2.0**-40 * levels(codes % 128 + 0) * np.where(codes < 128, 1, -1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    x = jnp.full((64, 128), -1e-30).at[:, 0].set(1.0)
+    assert not np.asarray(made.encode(x, formats.draw(formats.fold(0, 0), x.shape))[0])[:, 1:].any()
 
 
 @pytest.mark.parametrize("signs", [1, -1])
@@ -125,7 +129,7 @@ def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
     x = most * 2.0 ** jax.random.uniform(jax.random.key(2), (256, 64), minval=-20.0, maxval=0.0)
     x = x.at[::128].set(most).at[1::2].multiply(signs)
     found = rounded("log8", x)
-    assert float(jnp.abs(found / x - 1).max()) <= 0.13
+    assert float(jnp.abs(found / x - 1).max()) <= 1 / 6
     assert bool(jnp.isfinite(found).all())
 
 
@@ -136,7 +140,8 @@ def test_what_is_not_finite_is_seen(name, bad):
 
 
 BLOCKS = [
-    ((512, 512), (128, 1)),
+    ((512, 512), (1, 128)),
+    ((512, 100), (128, 1)),
     ((4096, 3), (128, 1)),
     ((1000,), (200,)),
     ((257,), (257,)),
@@ -217,6 +222,12 @@ def test_updates_make_what_a_step_writes(params):
         np.testing.assert_array_equal(one["w"][large], other["w"][large])
 
 
+def test_a_derivative_passes_through_a_rounding_at_random():
+    tx, start = store(optax.adamw(1e-2), params="stochastic"), jnp.ones((64, 128), jnp.bfloat16)
+    step = lambda p: applied(tx)(p, tx.init(start), start)[0].astype(jnp.float32).sum()  # noqa: E731
+    assert (jax.grad(jax.jit(step))(start) == 1).all()
+
+
 def test_a_skipped_step_draws_the_same_noise_again():
     tx = boostax.dynamic_loss_scale(store(optax.adamw(1e-2), params="stochastic", moments="log8"))
     tx = drawn(tx)
@@ -285,7 +296,7 @@ def test_what_stands_around_hands_params_on_as_they_are_stored(name):
         params, state = step(params, state, some(seed + 1))
     exact = masters(params, state)["w"]
     assert exact.dtype == jnp.float32 and bool((exact != params["w"]).any())
-    assert bool((exact.astype(jnp.bfloat16) == params["w"]).all())
+    assert bool((formats.nearest(exact) == params["w"]).all())
 
 
 def test_a_sum_in_bf16_is_right_on_average():
@@ -316,14 +327,14 @@ def test_moments_move_in_and_out_by_migration():
     codes = stored.inner_state.inner_state[0]
     assert codes.nu["w"].dtype == jnp.uint8 and int(codes.count) == 1
     back, _ = boostax.migrate_state(stored, inner, masters(params, stored))
-    np.testing.assert_allclose(back[0].nu["w"], state[0].nu["w"], rtol=0.13)
+    np.testing.assert_allclose(back[0].nu["w"], state[0].nu["w"], rtol=1 / 6)
     np.testing.assert_array_equal(back[0].nu["b"], state[0].nu["b"])
 
 
 def test_codes_and_scales_are_sharded_like_the_param():
     mesh = mesh_of(data=8)
     place = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "data") if x.ndim > 1 else P()))  # noqa: E731
-    params = jax.tree.map(place, low(some(0, (256, 128))))
+    params = jax.tree.map(place, low(some(0, (256, 1024))))
     inner = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2))
     tx = store(inner, params="remainder", moments="log8")
     on_mesh = boostax.on_mesh(tx, params, axis_name="data")
@@ -331,7 +342,7 @@ def test_codes_and_scales_are_sharded_like_the_param():
     wanted = NamedSharding(mesh, P(None, "data"))
     for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"].scales["w"]):
         assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
-    assert state.scales["1/0/nu"].scales["w"].shape == (2, 128)
+    assert state.scales["1/0/nu"].scales["w"].shape == (256, 8)
 
 
 def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
@@ -415,3 +426,18 @@ def test_residuals_of_replicas_stand_inside(reduce):
     found = ends(lambda tx: store(tx, least=1))
     # Two programs; a residual that is not the replica's own would be off by whole quanta.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, plain)
+
+
+def test_an_audit_counts_what_a_leaf_moves_on_a_cpu():
+    """The loop of a leaf has one turn; an unknown number would be no bound."""
+    tx = store(optax.adamw(1e-2), params="stochastic", moments={"*mu": "int8", "*nu": "log8"})
+    params = low({"w": jnp.ones((256, 512))})
+    step = jax.jit(applied(tx), donate_argnums=(0, 1))
+    found = boostax.audit(step, params, tx.init(params), params)
+    assert found.traffic.most / params["w"].size <= 40
+
+
+def test_a_kernel_for_tpus_computes_the_same_bits_whole_and_on_shards():
+    script = pathlib.Path(__file__).parent / "kernels.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

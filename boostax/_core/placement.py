@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import PyTree, Stepped
-from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
+from boostax._core.replicas import PerReplica, is_per_replica, shared_by, specs_like, without
 
 Path = tuple[Any, ...]
 Update = Callable[..., Stepped]
@@ -56,12 +56,14 @@ class Placement:
       names: the replica axes, over which the batch is split.
       specs: the spec of each param, by its plain path.
       own: whether each replica has its own params.
+      shared_out: whether optimizer state that is equal on all replicas is sharded over them.
     """
 
     mesh: Mesh
     names: tuple[str, ...]
     specs: Mapping[tuple[str, ...], PartitionSpec]
     own: bool = False
+    shared_out: bool = False
 
     @property
     def replicas(self) -> int:
@@ -143,6 +145,17 @@ class Placement:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
+def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None:
+    """Return the mesh, and the spec by which the state of the param at a path is sharded."""
+    here = _here()
+    spec = None if here is None else here.spec(path)
+    if here is None or spec is None:
+        return None
+    if here.shared_out:
+        spec = shared_by(spec, shape, here.names, here.replicas)
+    return here.auto_mesh, spec
+
+
 def settled(params: PyTree) -> PyTree:
     """Place new params where the old ones are, in the branch that computes them.
 
@@ -211,7 +224,8 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
         structure = jax.tree.structure(updates)
         specs = structure.unflatten([spec for _, spec in owners.values()])
         own, shared, tree = _apart(state)
-        own_specs, shared_specs, _ = _apart(specs_like(owners, state, here.names))
+        of_state = specs_like(owners, state, here.names, sizes=here.mesh.shape)
+        own_specs, shared_specs, _ = _apart(of_state)
 
         def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             grads, own, _ = local

@@ -5,6 +5,7 @@ Outside a mapped function the arrays in a ``PerReplica`` have a leading dimensio
 replicas, which is sharded over the replica axis; inside, each replica has its slice without it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -243,7 +244,12 @@ def state_specs(
 
 
 def specs_like(
-    owners: ParamSpecs, state: PyTree, names: tuple[str, ...], shared_out: int | None = None
+    owners: ParamSpecs,
+    state: PyTree,
+    names: tuple[str, ...],
+    shared_out: int | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
 ) -> PyTree:
     """Return the specs of a state of one replica, from those of the params; see ``state_specs``.
 
@@ -253,6 +259,7 @@ def specs_like(
       names: the replica axes.
       shared_out: the number of replicas, to shard over the replicas state that is equal on all of
         them.
+      sizes: the sizes of the mesh axes, to shard scales along dimensions that are cut in blocks.
     """
 
     def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
@@ -269,11 +276,19 @@ def specs_like(
         return None
 
     def scales_spec(path: tuple[Any, ...], scales: jax.Array) -> PartitionSpec:
-        """Return the spec of the dimensions that are not cut in blocks."""
+        """Return the spec of the dimensions that are not cut in blocks, or of which shards are."""
+
+        def fits(entry: Any, size: int, blocks: int) -> bool:
+            axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+            known = sizes is not None and not blocks % math.prod(sizes[name] for name in axes)
+            return size == blocks or known
+
         for shape, spec in candidates(path):
             if len(shape) == len(scales.shape):
+                if shared_out is not None:
+                    spec = shared_by(spec, shape, names, shared_out)
                 pairs = zip(spec, shape, scales.shape, strict=False)
-                whole = [entry if n == m else None for entry, n, m in pairs]
+                whole = [entry if fits(entry, n, m) else None for entry, n, m in pairs]
                 return PartitionSpec(*whole) if any(whole) else PartitionSpec()
         return PartitionSpec()
 
@@ -290,18 +305,18 @@ def specs_like(
         spec = PartitionSpec() if spec is None else spec
         if shared_out is None or not arrays:
             return spec
-        return _shared_out(spec, node, names, shared_out)
+        return shared_by(spec, node.shape, names, shared_out)
 
     marked = lambda node: is_per_replica(node) or isinstance(node, ByBlock)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=marked)
 
 
-def _shared_out(
-    spec: PartitionSpec, leaf: jax.Array, names: tuple[str, ...], replicas: int
+def shared_by(
+    spec: PartitionSpec, shape: tuple[int, ...], names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
     """Shard over the replicas the first dimension that is whole and that their number divides."""
-    entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-    pairs = zip(entries, leaf.shape, strict=True)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    pairs = zip(entries, shape, strict=True)
     free = [entry is None and size > 0 and size % replicas == 0 for entry, size in pairs]
     if spec != without(spec, names) or True not in free:
         return spec

@@ -235,7 +235,8 @@ class Program:
         """Return how often the body of a ``while`` runs; ``None`` if that is unknown.
 
         The compilers for CPU and GPU write it down. For a TPU it follows from the counter: its
-        first value, its increment, and the constant that the condition compares it with.
+        first value, its increment, and the constant that the condition compares it with. A loop
+        whose condition is a flag that its body clears has at most one turn.
         """
         loop = site.instruction
         told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
@@ -243,10 +244,18 @@ class Program:
             return int(told)
         condition, body = loop.attribute(r"condition=%([\w.\-]+)"), loop.called[0]
         test, result = self.root(condition), self.root(body)
-        if test is None or result is None or "direction=LT" not in test.attributes:
+        if test is None or result is None or result.op != "tuple":
+            return None
+        flag = self._value(condition, test.name)
+        if flag.element is not None:
+            # A flag that the body clears.
+            return (
+                1 if self._value(body, result.operands[flag.element]) == _Value(None, 0) else None
+            )
+        if "direction=LT" not in test.attributes:
             return None
         counter, limit = (self._value(condition, name) for name in test.operands)
-        if counter.element is None or result.op != "tuple":
+        if counter.element is None:
             return None
         turned = self._value(body, result.operands[counter.element])
         if turned.element != counter.element or not turned.offset > 0:
@@ -258,6 +267,8 @@ class Program:
         """Return the value of a constant, a copy, or a sum of constants and copies."""
         body = self.computations[computation]
         i = body[name]
+        if i.op == "constant" and i.literal == "false":
+            return _Value(None, 0)
         if i.op == "constant" and i.literal.lstrip("-").isdigit():
             return _Value(None, int(i.literal))
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":

@@ -4,11 +4,16 @@
 A number between two neighbours of a format is rounded to one of them, with the probabilities that
 keep its mean. So many small changes add up and are not lost. The noise is a hash of the element's
 index and of a seed. It needs no state and no array of random bits, and is the same on every mesh.
+
+Encoding and decoding are element by element, given the scale of the element's block. They compute
+on the bits of f32 as i32, which vectors of a CPU, a GPU and a TPU do alike.
 """
 
+import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,68 +23,78 @@ from jax import lax
 
 from boostax._core import trees
 
-# The least number of elements that share a scale.
+# The least number of elements that share a scale; a row of a TPU's vector.
 BLOCK = 128
 _HALF = 0x8000
-_MOST = float(jnp.finfo(jnp.float32).max)
-# An octave has six levels of log8; these are their ratios to the first.
-_SIXTHS = tuple(2.0 ** (i / 6) for i in range(6))
-# The ratio of two levels that are 128 levels apart, such as those of the codes 127 and 255.
-_HALF_DOWN = 2.0 ** (-128 / 6)
+# The bits of f32 without its sign, of infinity, and of a power of two from one to the next.
+_SIZE, _INFINITE, _OCTAVE = 0x7FFFFFFF, 0x7F800000, 1 << 23
+# A sixth of an octave, rounded down; a third of the number of sixths is missing.
+_SIXTH = _OCTAVE // 6
+# The largest number that log8 rounds up to a finite number.
+_LARGEST = _INFINITE - _SIXTH - 2
 
 
+@jax.jit
 def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
-    """Make a u32 seed from a seed and a number, such as a count of steps."""
-    return _hash(_u32(seed) * jnp.uint32(0x9E3779B9) + _u32(number))
+    """Make an i32 seed from a seed and a number, such as a count of steps."""
+    return _hash(jnp.asarray(_int32(seed)) * _int32(0x9E3779B9) + _int32(number))
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
     """Return the seed of a leaf in a step, by the leaf's path, which freezing does not change."""
-    return fold(zlib.crc32(trees.path_name(path).encode()), steps)
+    return fold(_int32(zlib.crc32(trees.path_name(path).encode())), steps)
 
 
-def _u32(number: jax.Array | int) -> jax.Array:
-    return jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
+def _int32(number: jax.Array | int) -> Any:
+    return np.uint32(number).view(np.int32) if isinstance(number, int) else number.astype(jnp.int32)
 
 
-def bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Return u32 noise: a hash of each element's index and the seed."""
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
-    for dim in reversed(range(len(shape))):
-        # Indices are taken modulo 2**32, so the noise of a larger array repeats.
-        along = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        index, stride = index + along * jnp.uint32(stride % 2**32), stride * shape[dim]
+def wrapped(number: int) -> np.int32:
+    """Return a number modulo 2**32 as i32."""
+    return np.uint32(number % 2**32).view(np.int32)
+
+
+def strides_of(shape: tuple[int, ...]) -> list[int]:
+    """Return how far neighbours along each dimension are apart in the order of rows."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def index_in(shape: tuple[int, ...], strides: Sequence[int] | None = None) -> jax.Array:
+    """Return the i32 index of each element, by default in the order of rows, modulo 2**32."""
+    index = jnp.zeros(shape, jnp.int32)
+    for dim, stride in enumerate(strides_of(shape) if strides is None else strides):
+        index = index + lax.broadcasted_iota(jnp.int32, shape, dim) * wrapped(stride)
+    return index
+
+
+def noise_of(index: jax.Array, seed: jax.Array) -> jax.Array:
+    """Return 32 random bits as i32: a hash of each element's index and the seed."""
     return _hash(index ^ seed)
 
 
 def _hash(x: jax.Array) -> jax.Array:
     """Mix the bits so that each depends on all bits of ``x`` (C. Wellons' lowbias32)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    x = (x ^ _shifted(x, 16)) * _int32(0x7FEB352D)
+    x = (x ^ _shifted(x, 15)) * _int32(0x846CA68B)
+    return x ^ _shifted(x, 16)
 
 
-def _uniform(shape: tuple[int, ...], seed: jax.Array | None) -> jax.Array:
-    """Draw f32 from [0, 1), in steps of 2**-24; without a seed return 0.5, to round to nearest."""
-    if seed is None:
-        return jnp.full(shape, 0.5)
-    return (bits(shape, seed) >> 8).astype(jnp.float32) * 2.0**-24
+def _shifted(x: jax.Array, count: int) -> jax.Array:
+    """Shift bits to the right, and zeros in from the left."""
+    return lax.shift_right_logical(x, np.int32(count))
 
 
-@jax.custom_jvp
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Round f32 to bf16, up or down at random; finite stays finite, infinite and NaN stay so."""
-    most = float(jnp.finfo(jnp.bfloat16).max)
-    noise = bits(x.shape, seed) >> 16
-    inside = lax.bitcast_convert_type(jnp.clip(x, -most, most), jnp.uint32)
-    drawn = lax.bitcast_convert_type((inside + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), drawn, x).astype(jnp.bfloat16)
-
-
-@to_bfloat16.defjvp
-def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    """Pass the tangent through unchanged, because rounding keeps the mean."""
-    return to_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
+    return _bfloat16(x, None, noise_of(index_in(x.shape), seed))
 
 
 def nearest(x: jax.Array) -> jax.Array:
@@ -89,34 +104,33 @@ def nearest(x: jax.Array) -> jax.Array:
     stays NaN, with another payload: adding to its bits would carry over into the sign or end at
     infinity.
     """
-    whole = lax.bitcast_convert_type(x, jnp.int32)
-    upper = lax.bitcast_convert_type(((whole + _HALF) >> 16) << 16, jnp.float32)
+    upper = _float(((_bits(x) + _HALF) >> 16) << 16)
     return jnp.where(jnp.isnan(x), x, upper).astype(jnp.bfloat16)
 
 
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
     """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if they are too far apart."""
-    whole = lax.bitcast_convert_type(x, jnp.int32)
-    distance = whole - lax.bitcast_convert_type(high.astype(jnp.float32), jnp.int32)
+    distance = _bits(x) - _bits(high.astype(jnp.float32))
     near = (distance >= -_HALF) & (distance < _HALF)
     return jnp.where(near, distance, 0).astype(jnp.int16)
 
 
 def joined(high: jax.Array, low: jax.Array) -> jax.Array:
     """Return the f32 of which ``high`` is the ``nearest`` bf16 and ``low`` the ``rest``."""
-    whole = lax.bitcast_convert_type(high.astype(jnp.float32), jnp.int32)
-    return lax.bitcast_convert_type(whole + low.astype(jnp.int32), jnp.float32)
+    return _float(_bits(high.astype(jnp.float32)) + low.astype(jnp.int32))
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a block: whole dimensions, and a divisor of one dimension's size.
 
-    A block has at least ``BLOCK`` elements, and as few more as possible; all blocks are equal.
-    The last dimension but one is cut first, because TPU tiles are cut along it without moving data.
+    A block has ``BLOCK`` elements of the last dimension if it divides it, as TPU vectors have.
+    Otherwise it has at least so many elements, and as few more as possible, and the last dimension
+    but one is cut first. All blocks are equal.
     """
     dims = list(reversed(range(len(shape))))
     block, wanted = [1] * len(shape), BLOCK
-    for dim in [*dims[1:2], *dims[:1], *dims[2:]]:
+    rows = bool(shape) and shape[-1] % BLOCK == 0
+    for dim in dims if rows else [*dims[1:2], *dims[:1], *dims[2:]]:
         size = shape[dim]
         block[dim] = next((x for x in range(wanted, size) if size % x == 0), size)
         wanted = math.ceil(wanted / block[dim])
@@ -125,129 +139,220 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(block)
 
 
-def blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an array ``[a, b, ...]`` in blocks: ``[a / p, p, b / q, q, ...]``."""
-    pairs = [(n // b, b) for n, b in zip(shape, block_of(shape), strict=True)]
-    return tuple(x for pair in pairs for x in pair)
+def scales_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of an array: the number of blocks along each dimension."""
+    return tuple(n // b for n, b in zip(shape, block_of(shape), strict=True))
 
 
-def _spread(scales: jax.Array) -> jax.Array:
-    """Reshape an array of one number per block so that it broadcasts over the elements."""
-    return jnp.expand_dims(scales, tuple(range(1, 2 * scales.ndim, 2)))
+class _Cut(NamedTuple):
+    """The shape of an array in which its blocks are whole dimensions, and which these are."""
+
+    shape: tuple[int, ...]
+    inside: tuple[int, ...]
 
 
-def _extremes(parts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude and the least value of each block.
-
-    It is one reduction with two results, because XLA:CPU hands a reduction with one result to a
-    library, which needs its operand in memory.
-    """
-    both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
-    zero, inside = jnp.zeros((), parts.dtype), tuple(range(1, parts.ndim, 2))
-    return tuple(lax.reduce((jnp.abs(parts), parts), (zero, zero), both, inside))
-
-
-def _bfloat16(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, None]:
-    return to_bfloat16(x, seed), None
+def cut(shape: tuple[int, ...]) -> _Cut:
+    """Return the shape of an array ``[a, b]`` cut in blocks ``(1, q)``: ``[a, b / q, q]``."""
+    found, inside = list[int](), list[int]()
+    for size, block in zip(shape, block_of(shape), strict=True):
+        if block == 1 or block < size:
+            found.append(size // block)
+        if block > 1:
+            inside.append(len(found))
+            found.append(block)
+    return _Cut(tuple(found), tuple(inside))
 
 
-def _from_bfloat16(codes: jax.Array, _: None) -> jax.Array:
+def in_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Cut an array of this shape in blocks, or reshape its scales so that they broadcast."""
+    whole, inside = cut(shape)
+    if x.shape != shape:
+        whole = tuple(1 if dim in inside else size for dim, size in enumerate(whole))
+    return x.reshape(whole)
+
+
+@jax.custom_jvp
+def _bfloat16(x: jax.Array, _: Any, noise: jax.Array) -> jax.Array:
+    bits = _bits(x)
+    size = bits & _SIZE
+    most = _INFINITE - 1
+    drawn = jnp.minimum(size + _shifted(noise, 16), most) & ~0xFFFF
+    # A NaN of any payload stays one in the conversion.
+    return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
+
+
+@_bfloat16.defjvp
+def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    """Pass the tangent through unchanged, because rounding keeps the mean."""
+    return _bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
+
+
+def _from_bfloat16(codes: jax.Array, _: Any) -> jax.Array:
     return codes.astype(jnp.float32)
 
 
-def _int8(x: jax.Array, seed: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    parts = x.reshape(blocks(x.shape))
-    most, least = _extremes(parts)
-    # This changes nothing, but XLA would remove an unused result from the reduction.
-    most = jnp.maximum(most, -least)
-    steps = (parts * _spread(127 / jnp.where(most > 0, most, 1))).reshape(x.shape)
-    drawn = jnp.clip(jnp.floor(steps + _uniform(x.shape, seed)), -127, 127)
-    return drawn.astype(jnp.int8), most / 127
+def _int8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
+    inverse = 1 / jnp.maximum(scales, float(jnp.finfo(jnp.float32).tiny))
+    chance = _shifted(noise, 8).astype(jnp.float32) * 2.0**-24
+    drawn = jnp.floor(x * inverse + chance)
+    return jnp.clip(drawn, -127.0, 127.0).astype(jnp.int32).astype(jnp.int8)
 
 
 def _from_int8(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    parts = codes.astype(jnp.float32).reshape(blocks(codes.shape))
-    return (parts * _spread(scales)).reshape(codes.shape)
+    return codes.astype(jnp.float32) * scales
 
 
-def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Encode each element as zero or as a level ``2**((k - top) / 6)`` of its block's maximum.
+def _int8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
+    return most / 127
 
-    A block with signs stores the sign in the code, and has the levels k = 1 ... 127. A block
-    without signs, such as one of second moments, has 255 levels and a negative scale. In such a
-    block a value below the lowest level is rounded up to it, never to zero, because optimizers
-    divide by second moments.
 
-    The levels are found by integer operations, because XLA:CPU writes the results of exp and log to
-    memory. They depend on a single number per block, because XLA:TPU writes each such number to
-    memory once for every element.
+def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
+    """Return the least level of a block, below zero if the block has no signs."""
+    octave = _bits(most) & _INFINITE
+    signed = least < 0
+    lowest = jnp.maximum(octave - jnp.where(signed, 20 * _OCTAVE, 41 * _OCTAVE), _OCTAVE)
+    finite = octave < _INFINITE
+    return jnp.where(signed & finite, 1, -1) * _float(jnp.where(finite, lowest, octave))
+
+
+def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
+    """Encode each element as zero or as a level of its block.
+
+    There are six levels an octave, equally far apart, so bits of f32 tell the level, and what lies
+    between two levels is the chance of the upper one. The code of a level is its number, from 1 at
+    the scale: up to 127 and with the sign beside it, or up to 253 in a block without signs. There,
+    as of second moments, what is below the lowest level is rounded up to it, never to zero, because
+    optimizers divide by second moments. If the block is not finite, neither is its scale.
     """
-    parts = x.reshape(blocks(x.shape))
-    most, least = _extremes(parts)
-    scales = jnp.where(least < 0, most, -most)
-    # The share is multiplied by four, because the inverse of the largest f32 numbers would be
-    # subnormal.
-    shares = parts * _spread(jnp.clip(4 / jnp.where(most > 0, scales, 1), -_MOST, _MOST))
-    # A negative scale has flipped each element's sign, so a second number per block is not needed.
-    before, after = (lax.bitcast_convert_type(y, jnp.int32) for y in (parts, shares))
-    signed = (before ^ after) >= 0
-    share = jnp.minimum(jnp.abs(shares), 4)
-    # Exponent and mantissa tell the level below the share; ``times`` is the share over that level.
-    whole = lax.bitcast_convert_type(share, jnp.int32)
-    mantissa = lax.bitcast_convert_type((whole & 0x7FFFFF) | (127 << 23), jnp.float32)
-    level = jnp.where(signed, 127, 255) - 6 * (129 - (whole >> 23))
-    inverse = jnp.float32(1)
-    for sixth in _SIXTHS[1:]:
-        reached = mantissa >= sixth
-        level = level + reached.astype(jnp.int32)
-        inverse = jnp.where(reached, 1 / sixth, inverse)
-    times = mantissa * inverse
-    # In a block with signs, a value below the lowest level becomes that level or zero.
-    chance = jnp.where(level > 0, (times - 1) / (_SIXTHS[1] - 1), share * 2.0**19)
-    up = chance > _uniform(x.shape, seed).reshape(parts.shape)
-    level = jnp.maximum(level, 0) + up.astype(jnp.int32)
-    level = jnp.where(parts != 0, jnp.maximum(level, jnp.where(signed, 0, 1)), 0)
+    lowest, bits = _bits(scales), _bits(x)
+    signs = (lowest >> 31) + 1
+    lowest = lowest & _SIZE
+    size = jnp.minimum(bits & _SIZE, _LARGEST)
+    above = (size - lowest) * 6 + _OCTAVE
+    below = _bits(_float(size) + _float(lowest)) - lowest
+    level = (jnp.where(size >= lowest, above, below) + _shifted(noise, 9)) >> 23
+    level = jnp.maximum(level, 1 - signs)
     # Zero must not have a sign, because code 128 is a level of blocks without signs.
-    codes = level | jnp.where((parts < 0) & (level > 0), 128, 0)
-    return codes.astype(jnp.uint8).reshape(x.shape), scales
+    sign = _shifted(bits & -level, 24) & (signs << 7)
+    return jnp.where(size > 0, level | sign, 0).astype(jnp.uint8)
 
 
 def _from_log8(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    parts = codes.astype(jnp.int32).reshape(blocks(codes.shape))
-    # Levels below the block's maximum, for signed blocks and for codes >= 128 of unsigned ones.
-    down = (255 - parts) & 127
-    octaves = (down * 171) >> 10
-    part = down - 6 * octaves
-    power = lax.bitcast_convert_type((127 - octaves) << 23, jnp.float32)
-    inverse = jnp.float32(1)
-    for i in range(1, 6):
-        inverse = jnp.where(part == i, 1 / _SIXTHS[i], inverse)
-    # Code 0 is zero, or NaN if the block's maximum was not finite.
-    value = jnp.where(parts > 0, power * inverse, 0) * _spread(scales)
-    # In a signed block the scale is positive, and codes >= 128 are negative numbers. In an unsigned
-    # block it is negative, and codes < 128 are 128 levels further down.
-    value = jnp.where(parts >= 128, -value, jnp.maximum(value, value * -_HALF_DOWN))
-    return value.reshape(codes.shape)
+    lowest, whole = _bits(scales), codes.astype(jnp.int32)
+    sign = ((lowest >> 31) + 1) << 7
+    level = whole & (255 - sign)
+    bits = (lowest & _SIZE) - _SIXTH + level * _SIXTH + ((level * 171) >> 9)
+    return _float(jnp.where(level > 0, bits | ((whole & sign) << 24), 0))
 
 
-class Format(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Format:
     """A format in which f32 arrays are stored.
 
     Attributes:
+      name: its name in ``FORMATS``.
       dtype: dtype of the codes, which have the shape of the array; no two formats share one.
-      scaled: whether there are scales, f32, one per block.
-      encode: ``encode(x, seed) -> (codes, scales)``; 8-bit formats round to nearest without a seed.
-      decode: ``decode(codes, scales) -> x``.
+      code: ``code(x, scales, noise) -> codes``, element by element, rounded by 32 bits of noise.
+      value: ``value(codes, scales) -> x``, element by element.
+      scale: ``scale(most, least) -> scales`` of blocks, f32, from the largest magnitude and the
+        least value of each; ``None`` if the format has no scales.
     """
 
+    name: str
     dtype: np.dtype[Any]
-    scaled: bool
-    encode: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
-    decode: Callable[[jax.Array, Any], jax.Array]
+    code: Callable[[jax.Array, Any, jax.Array], jax.Array]
+    value: Callable[[jax.Array, Any], jax.Array]
+    scale: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+    def encode(
+        self, x: jax.Array, noise: jax.Array | None, salt: str = ""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the codes of an array and the scales of its blocks.
+
+        Args:
+          x: an f32 array.
+          noise: 32 bits for each element, from ``draw``; without them ``x`` is rounded to nearest.
+          salt: a name; arrays with the same noise and different names are rounded independently.
+        """
+        if noise is None:
+            noise = jnp.full(x.shape, np.int32(-(2**31)))
+        scales = None if self.scale is None else codec("measure", self.name)(x)
+        given = (x, noise) if scales is None else (x, scales, noise)
+        return codec("encode", self.name, salt)(*given), scales
+
+    def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
+        """Return the array of these codes and scales."""
+        return codec("decode", self.name)(*((codes,) if scales is None else (codes, scales)))
 
 
-FORMATS = {
-    "bfloat16": Format(jnp.dtype(jnp.bfloat16), False, _bfloat16, _from_bfloat16),
-    "int8": Format(jnp.dtype(jnp.int8), True, _int8, _from_int8),
-    "log8": Format(jnp.dtype(jnp.uint8), True, _log8, _from_log8),
-}
+_BITS = Format("bfloat16", jnp.dtype(jnp.bfloat16), _bfloat16, _from_bfloat16)
+_LINEAR = Format("int8", jnp.dtype(jnp.int8), _int8, _from_int8, _int8_scale)
+_LEVELS = Format("log8", jnp.dtype(jnp.uint8), _log8, _from_log8, _log8_scale)
+FORMATS = {made.name: made for made in (_BITS, _LINEAR, _LEVELS)}
+
+
+class Codec(NamedTuple):
+    """A step of encoding or decoding, as it is found in a traced program by its name.
+
+    Attributes:
+      work: "decode", "measure", "encode" or "draw".
+      run: the step, element by element, with scales that broadcast; "measure" gets the extremes of
+        blocks, "draw" the index of each element.
+    """
+
+    work: str
+    run: Callable[..., jax.Array]
+
+
+def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return the largest magnitude over some dimensions, and whether there are signs: below zero.
+
+    It is one reduction with two results, because XLA:CPU hands a reduction with one result to a
+    library, which needs its operand in memory. It compares bits, which vectors do.
+    """
+    both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
+    bits, zero = _bits(x), np.int32(0)
+    found = lax.reduce((bits & _SIZE, bits), (zero, zero), both, inside)
+    most, least = (jnp.expand_dims(y, inside) for y in found)
+    # The maximum changes nothing, but XLA would remove an unused result from the reduction.
+    return _float(jnp.maximum(most, least)), least
+
+
+@functools.cache
+def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
+    """Return a step on whole arrays, a call that traced programs name as ``CODECS`` does."""
+    made, factor = FORMATS[kind], _int32(zlib.crc32(salt.encode()) | 1)
+
+    def encode(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        *scales, noise = rest
+        return made.code(x, scales[0] if scales else None, noise * factor if salt else noise)
+
+    def decode(codes: jax.Array, *scales: jax.Array) -> jax.Array:
+        return made.value(codes, scales[0] if scales else None)
+
+    run: Any = {"measure": made.scale, "encode": encode, "decode": decode}[work]
+
+    def whole(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        first, *others = (in_blocks(y, x.shape) for y in (x, *rest))
+        if work == "measure":
+            return run(*extremes(first, cut(x.shape).inside)).reshape(scales_of(x.shape))
+        return run(first, *others).reshape(x.shape)
+
+    return _named(f"boostax_{work}_{kind}_{salt}", Codec(work, run), whole)
+
+
+def _named(name: str, step: Codec, whole: Callable[..., jax.Array], **how: Any) -> Any:
+    CODECS[name], whole.__name__ = step, name
+    return jax.jit(whole, **how)
+
+
+# The steps by the names of their calls in a traced program.
+CODECS: dict[str, Codec] = {}
+
+
+def _draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return 32 random bits for each element of an array, as i32."""
+    return noise_of(index_in(shape), seed)
+
+
+draw = _named("boostax_draw", Codec("draw", noise_of), _draw, static_argnums=1)

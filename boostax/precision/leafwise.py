@@ -2,9 +2,10 @@
 """Change a tree leaf by leaf, so that temporaries exist for only one leaf at a time.
 
 XLA is free to order the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of all
-leaves, and keep the temporaries of each until all leaves are written. So the change of each leaf
-stands in a separate branch, whose condition is always true: it begins and ends at once, and is
-written in place.
+leaves, and keep the temporaries of each until all leaves are written. So a leaf that is changed
+element by element is one primitive, which each compiler writes in place (``entries``). The arrays
+of any other leaf are changed in separate branches, whose conditions are always true: a branch
+begins and ends at once, and is written in place.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import axes, gate, jaxprs, trees
-from boostax._core.interpret import JIT, equations, evaluate, excerpt, replay
+from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
+from boostax.precision import entries
 
+Cut = entries.Cut
 PyTree = Any
-# The leaf number of arrays that belong to no leaf: counts, rates.
-COMMON = -1
+# The leaf numbers of arrays that belong to no leaf, such as counts, and to small params.
+COMMON, SMALL = -1, 0
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -32,14 +35,18 @@ class Turn:
     Attributes:
       leaf: number of the leaf to which the array belongs, or ``COMMON``.
       place: position among the arrays of the leaf.
+      cut: the mesh and the spec of the leaf, if they are known.
     """
 
     leaf: int
     place: int = 0
+    cut: Cut = dataclasses.field(default=None, compare=False)
 
 
 class _Graph:
-    """A program without calls, and the values of it that are computed so far.
+    """A program, and the values of it that are computed so far.
+
+    Calls with one result are left whole, such as those of a format.
 
     Attributes:
       inputs: variables of the arguments.
@@ -48,12 +55,27 @@ class _Graph:
     """
 
     def __init__(self, program: jaxprs.ClosedJaxpr, given: Sequence[Any]):
-        flat = jax.make_jaxpr(lambda *args: evaluate(program, args, replay, inline=JIT))(*given)
-        self._eqns = [eqn for eqn, _ in equations(flat.jaxpr, enter=lambda *_: ())]
-        self.inputs: list[Any] = flat.jaxpr.invars
-        self.outputs: list[Any] = flat.jaxpr.outvars
-        names = [*flat.jaxpr.constvars, *self.inputs]
-        self.known = dict[Any, Any](zip(names, [*flat.consts, *given], strict=True))
+        name = jaxprs.gensym()
+        self._eqns = list[Any]()
+        self.inputs = [name(x.aval) for x in program.jaxpr.invars]
+        self.known = dict[Any, Any](zip(self.inputs, given, strict=True))
+
+        def constant(value: Any, aval: Any) -> Any:
+            if not aval.shape and not isinstance(value, jax.Array):
+                return jaxprs.Literal(value, aval)
+            var = name(aval)
+            self.known[var] = value
+            return var
+
+        def rule(eqn: jaxprs.JaxprEqn, operands: list[Any]) -> list[Any]:
+            if eqn.primitive.name in JIT and len(eqn.outvars) > 1:
+                return evaluate(body_of(eqn), operands, rule, constant)
+            results: Any = [name(x.aval) for x in eqn.outvars]
+            self._eqns.append(eqn.replace(invars=operands, outvars=results))
+            return results
+
+        self.outputs = evaluate(program, self.inputs, rule, constant)
+        self._makers = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
 
     def common(self, wanted: dict[int, list[Any]], of: dict[Any, int]) -> list[Any]:
         """Return the variables that several leaves share; ``of`` maps inputs to their leaves."""
@@ -71,28 +93,59 @@ class _Graph:
 
         def shared(var: Any, eqn: jaxprs.JaxprEqn) -> bool:
             leaves = sources[var] - {COMMON}
+            if not askers[var] or (not leaves and not var.aval.shape):
+                return bool(askers[var])
             several = len(askers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
-            return several or (bool(askers[var]) and _sends(eqn))
+            return several or _sends(eqn)
 
         return [x for eqn in self._eqns for x in eqn.outvars if shared(x, eqn)]
 
-    def program(self, wanted: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-        """Return the program that computes ``wanted`` from known values, and these values."""
-        needed, eqns = set(_variables(wanted)), list[Any]()
-        for eqn in reversed(self._eqns):
-            if any(x in needed and x not in self.known for x in eqn.outvars):
-                eqns.insert(0, eqn)
-                needed.update(_variables(eqn.invars))
-        inputs = [x for x in self.known if x in needed]
-        given = [self.known[x] for x in inputs]
-        return jaxprs.jaxpr_as_fun(excerpt(inputs, wanted, eqns)), given
+    def program(
+        self, wanted: Sequence[Any], first: Sequence[Any] = ()
+    ) -> tuple[jaxprs.ClosedJaxpr, list[Any]]:
+        """Return the program that computes ``wanted`` from known values, and these values.
+
+        The values of ``first`` come first.
+        """
+        found, inputs, ahead = set[int](), dict.fromkeys(first), [*_variables(wanted)]
+        while ahead:
+            var = ahead.pop()
+            if var in self.known:
+                inputs[var] = None
+            elif self._makers[var] not in found:
+                found.add(self._makers[var])
+                ahead.extend(_variables(self._eqns[self._makers[var]].invars))
+        program = excerpt([*inputs], wanted, [self._eqns[i] for i in sorted(found)])
+        return program, [self.known[x] for x in inputs]
 
     def learn(self, wanted: Sequence[Any]) -> list[Any]:
         """Compute the values of ``wanted``, and add them to ``known``."""
-        run, given = self.program(wanted)
-        found = run(*given)
+        program, given = self.program(wanted)
+        found = jaxprs.jaxpr_as_fun(program)(*given)
         self.known.update(x for x in zip(wanted, found, strict=True) if _variables(x[:1]))
         return found
+
+    def change(self, here: Sequence[int], cut: Cut, always: jax.Array) -> list[Any] | None:
+        """Return new arrays, computed element by element, or ``None`` if they cannot be."""
+        program, given = self._writing(here)
+        return entries.change(program, cut, always, given) if entries.fits(program) else None
+
+    def branch(self, here: Sequence[int], always: jax.Array) -> tuple[list[Any], jax.Array]:
+        """Return new arrays, computed in a branch, and the condition of the next branch."""
+        program, given = self._writing(here)
+
+        def work(go: jax.Array, *given: jax.Array) -> Any:
+            found = jaxprs.jaxpr_as_fun(program)(*given)
+            # The next branch's condition is a result of this one, so the next branch must wait.
+            return axes.unify(found, [*given[: len(here)]]), go | _seen(found)
+
+        once, types = trees.trace_once(work, always, *given)
+        hold = lambda go, *old: axes.unify(([*old[: len(here)]], go), types)  # noqa: E731
+        return gate.branch(always, lambda *given: once(*given), hold, always, *given)
+
+    def _writing(self, here: Sequence[int]) -> tuple[jaxprs.ClosedJaxpr, list[Any]]:
+        """Return a program whose results are written in the places of its first arguments."""
+        return self.program([self.outputs[i] for i in here], [self.inputs[i] for i in here])
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -111,9 +164,9 @@ def _seen(values: list[jax.Array]) -> jax.Array:
 
 def _sends(eqn: jaxprs.JaxprEqn) -> bool:
     """Return whether devices communicate in ``eqn``; XLA can combine such equations."""
-    inside = {x.primitive.name for x, _ in equations([eqn])}
-    sent = axes.of_program(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))
-    return bool(sent) or not inside.isdisjoint({"shard_map", "custom_vmap_call"})
+    inside = [x for x, _ in equations([eqn])]
+    named = any(isinstance(name, str) for x in inside for name in axes.sent_over(x))
+    return named or any(x.primitive.name in ("shard_map", "custom_vmap_call") for x in inside)
 
 
 def leaf_by_leaf(
@@ -136,30 +189,28 @@ def leaf_by_leaf(
     leaves = jax.tree.leaves(old)
     graph = _Graph(program, jax.tree.leaves((old, args)))
     order: list[Turn] = jax.tree.leaves(turns)
-    positions: dict[Turn, list[int]] = collections.defaultdict(list)
+    positions: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
     wanted: dict[int, list[Any]] = collections.defaultdict(list)
     for i, turn in enumerate(order[: len(leaves)]):
-        positions[turn].append(i)
+        positions[turn.leaf].setdefault(turn.place, []).append(i)
         wanted[turn.leaf].append(graph.outputs[i])
+    cuts = {turn.leaf: turn.cut for turn in order}
     of = {var: turn.leaf for var, turn in zip(graph.inputs, order, strict=True)}
     graph.learn(graph.common(wanted, of))
-    new = dict(enumerate(leaves))
-    for turn, here in sorted(positions.items()):
-        outputs = [graph.outputs[i] for i in here]
-        if turn.leaf == COMMON:
-            new.update(zip(here, graph.learn(outputs), strict=True))
+    new = dict[int, Any]()
+    for leaf, places in sorted(positions.items()):
+        whole = [i for place in sorted(places) for i in places[place]]
+        if leaf in (COMMON, SMALL):
+            new.update(zip(whole, graph.learn([graph.outputs[i] for i in whole]), strict=True))
             continue
-        run, given = graph.program(outputs)
-
-        def work(mine: list[Any], given: list[Any], go: jax.Array, run: Any = run) -> Any:
-            found = run(*given)
-            # The next branch's condition is a result of this one, so the next branch must wait.
-            return axes.unify(found, mine), go | _seen(found)
-
-        mine = [leaves[i] for i in here]
-        once, types = trees.trace_once(work, mine, given, always)
-        hold = lambda mine, given, go, types=types: axes.unify((mine, go), types)  # noqa: E731
-        again = lambda *given, once=once: once(*given)  # noqa: E731
-        values, always = gate.branch(always, again, hold, mine, given, always)
-        new.update(zip(here, values, strict=True))
+        values = graph.change(whole, cuts[leaf], always)
+        if values is not None:
+            new.update(zip(whole, values, strict=True))
+            continue
+        for place in sorted(places):
+            here = places[place]
+            values = graph.change(here, cuts[leaf], always)
+            if values is None:
+                values, always = graph.branch(here, always)
+            new.update(zip(here, values, strict=True))
     return jax.tree.unflatten(jax.tree.structure(old), [new[i] for i in range(len(leaves))])

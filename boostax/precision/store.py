@@ -3,7 +3,8 @@
 
 import fnmatch
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,12 +14,14 @@ import optax
 from boostax._core import axes, checks, gate, placement, replicas, trees
 from boostax._core.describe import Holds, PyTree, Stepped, describe
 from boostax.precision import formats
-from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
+from boostax.precision.formats import FORMATS
+from boostax.precision.leafwise import COMMON, SMALL, Turn, leaf_by_leaf
 from boostax.precision.updates import LostUpdatesState
 
 Moments = Literal["bfloat16", "int8", "log8"]
 Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
+Noise = Callable[[Path, tuple[int, ...]], tuple[jax.Array, str]]
 # Params (or updates) and their low bits, codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
 _WHO = "store"
@@ -69,7 +72,8 @@ def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
     def narrow(old: PyTree, node: PyTree) -> PyTree:
         if not _is_store(old):
             return node
-        codes, scales = _encoded(node.inner_state, old.inner_state, old.scales, node.steps)
+        noise = _noise_of(node.steps, {})
+        codes, scales = _encoded(node.inner_state, old.inner_state, old.scales, noise)
         return node._replace(inner_state=codes, scales=scales)
 
     return jax.tree.map(narrow, like, opt_state, is_leaf=_is_store)
@@ -94,7 +98,7 @@ def store(
 
     With rounding to nearest, an update of less than a 512th of a bf16 param would not change the
     param, and a second moment that decays by a thousandth would never change again. The noise is a
-    hash of the element's index, the leaf's path and the steps taken. So a skipped step does not
+    hash of the element's index, the param's path and the steps taken. So a skipped step does not
     change the noise, and a resumed run or another placement draws the same noise.
 
     Put it directly around the optimizer, inside all gates. A window has a separate dtype:
@@ -115,12 +119,13 @@ def store(
     ``None``       4     f32
     "bfloat16"     2     8 significant bits
     "int8"         1     127 equal steps to the largest magnitude of a block: for first moments
-    "log8"         1     levels a sixth of an octave apart, 255 without signs (second moments: 42
-                         octaves), 127 with them
+    "log8"         1     six levels an octave, equally far apart: 252 without signs (second moments:
+                         42 octaves), 126 with them
     ============== ===== ==========================================================================
 
-    A block has 128 elements or a few more along the array's own dimensions, so codes and scales
-    are sharded like the array.
+    A block has 128 elements of the last dimension, or where 128 does not divide it a few more along
+    the array's own dimensions. Codes are sharded like the array, and scales where shards have whole
+    blocks.
 
     Args:
       inner: the optimizer, without gates; it receives f32 gradients, params and state.
@@ -134,10 +139,11 @@ def store(
 
     Returns:
       A gate that never holds a step back, with a ``StoreState``. Cost: bytes as above, and 4 per
-      block for 8-bit formats; decoding and encoding of each stored element; one f32 array at a time
-      beside the donated ones, through ``boostax.apply_gradients``. The pure ``update`` returns
-      updates in the dtype of the params: after a step of more than 256 units in the last place,
-      ``params + updates`` may be a neighbour of the number that was drawn.
+      block for 8-bit formats; decoding and encoding of each stored element. Through
+      ``boostax.apply_gradients``, an optimizer that works element by element reads what is stored
+      twice (on TPUs once) and writes it once; others keep one f32 array at a time. The pure
+      ``update`` returns updates in the dtype of the params: after a step of more than 256 units in
+      the last place, ``params + updates`` may be a neighbour of the number that was drawn.
 
     Raises:
       ValueError, TypeError: ``inner`` is no transformation, or has a gate; an unknown format; at
@@ -168,7 +174,7 @@ def store(
     by_field = {} if moments is None else moments
     rules: dict[str, Moments] = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
     for name in rules.values():
-        checks.choice(_WHO, "moments", name, tuple(formats.FORMATS), "None keeps f32.")
+        checks.choice(_WHO, "moments", name, tuple(FORMATS), "None keeps f32.")
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
@@ -250,9 +256,10 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     Per-replica arrays are written together with the collectives, because a branch that waits for
     such an array would have a condition that differs by replica.
     """
-    owners = {path: jnp.size(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    large = [path for path, size in owners.items() if size >= least]
+    owners = _shapes(params)
+    large = [path for path, shape in owners.items() if math.prod(shape) >= least]
     numbers = {path: number + 1 for number, path in enumerate(large)}
+    cuts = {path: placement.cut(path, owners[path]) for path in large}
     fields: dict[str, int] = {}
 
     def turn(path: Path, x: PyTree) -> PyTree:
@@ -267,7 +274,8 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
         scales = of_state and path[2].idx == 1
         field = trees.path_name(path[3 : 4 if scales else start]) if of_state else ""
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
-        return Turn(numbers.get(path[start:], 0), place)
+        owner = path[start:]
+        return Turn(numbers.get(owner, SMALL), place, cuts.get(owner))
 
     return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=replicas.is_per_replica)
 
@@ -286,14 +294,15 @@ def _written(
     (value, low), (codes, scales) = old
     params = value if apply else params
     masters = _masters(params, low)
+    noise = _noise_of(steps, _shapes(params))
     updates, inner_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
 
     def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> tuple[Any, Any]:
         if kind is None or not _is_low(p):
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
         exact = kind == "remainder"
-        seed = formats.seed_of(steps, path)
-        new = formats.nearest(wide) if exact else formats.to_bfloat16(wide, seed)
+        drawn = lambda: FORMATS["bfloat16"].encode(wide, *noise(path, p.shape))[0]  # noqa: E731
+        new = formats.nearest(wide) if exact else drawn()
         moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
         # Without ``apply``, the low bits are those of ``p + update``, which the caller computes.
         value, stored = (new, new) if apply else (moved, p + moved)
@@ -303,7 +312,11 @@ def _written(
     both = jax.tree_util.tree_map_with_path(write, params, wide, updates)
     value, rest = (jax.tree.map(lambda _, pair, i=i: pair[i], params, both) for i in (0, 1))
     low = rest if jax.tree.leaves(low) else low
-    return (value, low), _encoded(inner_state, codes, scales, steps)
+    return (value, low), _encoded(inner_state, codes, scales, noise)
+
+
+def _shapes(params: PyTree) -> dict[Path, tuple[int, ...]]:
+    return {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def _is_low(x: jax.Array) -> bool:
@@ -314,7 +327,7 @@ def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
 ) -> tuple[PyTree, dict[str, replicas.ByBlock]]:
     """Return the codes of a new state, and for each field a tree like the params with scales."""
-    owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    owners = _shapes(params)
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
 
@@ -334,9 +347,8 @@ def _first(
         rule = rule_of(field)
         if rule is None or x.size < least:
             return x
-        made = formats.FORMATS[rules[rule]]
-        codes, found = jax.jit(made.encode)(x, jnp.zeros((), jnp.uint32))
-        if made.scaled:
+        codes, found = FORMATS[rules[rule]].encode(x, None)
+        if found is not None:
             scales[field, path[start:]] = found
         return codes
 
@@ -348,7 +360,7 @@ def _first(
     of = lambda field: replicas.ByBlock(  # noqa: E731
         jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
     )
-    scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scaled]
+    scaled = [f for f, rule in fields.items() if rule and FORMATS[rules[rule]].scale]
     return codes, {field: of(field) for field in sorted(scaled)}
 
 
@@ -387,13 +399,31 @@ def _require_blocks(state: StoreState) -> None:
         key, _ = _coding(table, path, codes)
         if key is None:
             continue
-        blocks, scales = formats.blocks(codes.shape)[::2], table[key]
+        blocks, scales = formats.scales_of(codes.shape), table[key]
         fits = blocks == scales.shape and not axes.varying(codes) - axes.varying(scales)
         checks.require(_WHO, "arrays of 8 bits", trees.path_name(path), allowed, fits, hint)
 
 
+def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
+    """Return a function that gives the noise of an array, and a salt, from its path and shape.
+
+    Arrays of the same param share the noise, because a hash costs as much as the rest of a step.
+    """
+    made: dict[Path, jax.Array] = {}
+
+    def noise(path: Path, shape: tuple[int, ...]) -> tuple[jax.Array, str]:
+        starts = (i for i in range(len(path) + 1) if owners.get(path[i:]) == shape)
+        start = next(starts, 0)
+        owner = path[start:]
+        if owner not in made:
+            made[owner] = formats.draw(formats.seed_of(steps, owner), shape)
+        return made[owner], trees.path_name(path[:start])
+
+    return noise
+
+
 def _encoded(
-    state: PyTree, like: PyTree, scales: dict[str, replicas.ByBlock], steps: jax.Array
+    state: PyTree, like: PyTree, scales: dict[str, replicas.ByBlock], noise: Noise
 ) -> tuple[PyTree, dict[str, replicas.ByBlock]]:
     """Return the codes and scales of a state, in the formats of the codes ``like``."""
     table, found = _by_field(scales), dict[Any, Any]()
@@ -402,7 +432,7 @@ def _encoded(
         key, kind = _coding(table, path, old)
         if kind is None:
             return new
-        codes, found[key] = kind.encode(new.astype(jnp.float32), formats.seed_of(steps, path))
+        codes, found[key] = kind.encode(new.astype(jnp.float32), *noise(path, new.shape))
         return codes
 
     codes = jax.tree_util.tree_map_with_path(encoded, like, state)
@@ -416,5 +446,5 @@ def _coding(
     """Return the key of an array's scale, and the array's format; either may be ``None``."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
     key = next((key for key in keys if key in table), None)
-    kind = next((x for x in formats.FORMATS.values() if x.dtype == codes.dtype), None)
-    return key, None if kind is None or (kind.scaled and key is None) else kind
+    kind = next((x for x in FORMATS.values() if x.dtype == codes.dtype), None)
+    return key, None if kind is None or (kind.scale and key is None) else kind

@@ -153,7 +153,8 @@ def placed_on(
             value, state = change(params.local if own else params, *rest)
             return (PerReplica(value) if own else value), state
 
-        mapped = functools.partial(dataclasses.replace(place, own=own).each, each)
+        here = dataclasses.replace(place, own=own, shared_out=shard_optimizer)
+        mapped = functools.partial(here.each, each)
         return place.pinned(mapped, (of_params, of_state))(params, state, *args)
 
     return gated(init_fn, step_fn, flush_fn)
@@ -176,7 +177,8 @@ def specs_of(
         owners[path] = x.shape, spec
     shared_out = place.replicas if shard_optimizer else None
     of_params = replicas.specs_like(owners, params, place.names)
-    return of_params, replicas.specs_like(owners, state, place.names, shared_out)
+    of_state = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
+    return of_params, of_state(owners, state, place.names, shared_out)
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a leaf as one Pallas kernel for TPUs: what is stored is read once, written once.
+
+Each step of the grid has 32 rows in the vector memory, as many as a tile of 8-bit codes. It loops
+over their blocks of 128 elements, and replays the program on one block at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from boostax._core import jaxprs
+from boostax._core.interpret import equations
+from boostax.precision import entries, formats
+
+Shape = tuple[int, ...]
+_ROWS, _LANES = _PART = 32, formats.BLOCK
+# The most elements of a row in the vector memory, which are 128 blocks, and the most bytes there.
+_MOST, _MEMORY = _LANES * 128, 48 * 2**20
+# Primitives that Pallas cannot compile for TPUs.
+_LACKING = frozenset({"cbrt", "expm1", "nextafter"})
+
+
+def ready(program: jaxprs.ClosedJaxpr, shape: Shape) -> bool:
+    """Return whether a leaf, or a shard of this shape, can be computed by a kernel."""
+    if len(shape) < 2 or shape[-1] % _LANES or shape[-2] % _ROWS:
+        return False
+    arrays = [x.aval for x in (*program.jaxpr.invars, *program.jaxpr.outvars)]
+    row = sum(x.dtype.itemsize for x in arrays if x.shape == entries.shape_of(program))
+    names = {eqn.primitive.name for eqn, _ in equations(program.jaxpr)}
+    # Blocks of the pipeline are held twice.
+    return names.isdisjoint(_LACKING) and 2 * row * _ROWS * _width(shape) <= _MEMORY
+
+
+def _width(shape: Shape) -> int:
+    return _MOST if shape[-1] % _MOST == 0 else shape[-1]
+
+
+def run(
+    program: jaxprs.ClosedJaxpr,
+    operands: Sequence[jax.Array],
+    shape: Shape,
+    start: jax.Array,
+    *,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Return the results of a program on a shard of a leaf, in the places of its first operands.
+
+    Args:
+      program: the program of the whole leaf.
+      operands: the shards of the operands.
+      shape: the shape of the shard.
+      start: the index in the leaf of the shard's first element.
+      interpret: run it without a TPU.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    width, count = _width(shape), len(program.jaxpr.outvars)
+
+    def flat(x: jax.Array) -> jax.Array:
+        if x.ndim:
+            return x.reshape(-1, x.shape[-1])
+        return (x.astype(jnp.int32) if x.dtype == bool else x).reshape(1)
+
+    def spec(x: jax.Array) -> Any:
+        if x.ndim == 1:
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        columns = width if x.shape[1] == shape[-1] else width // _LANES
+        return pl.BlockSpec((_ROWS, columns), lambda i, j: (i, j))
+
+    given = [flat(x) for x in (start, *operands)]
+    written = given[1 : count + 1]
+    found = pl.pallas_call(
+        functools.partial(_step, pl, program, shape, [x.dtype == bool for x in operands]),
+        grid=(math.prod(shape[:-1]) // _ROWS, shape[-1] // width),
+        in_specs=[spec(x) for x in given],
+        out_specs=[spec(x) for x in written],
+        # Types of a checked map say over which axes arrays vary.
+        out_shape=jax.eval_shape(lambda *arrays: [*arrays], *written),
+        input_output_aliases={i + 1: i for i in range(count)},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=2 * _MEMORY),
+        interpret=interpret,
+    )(*given)
+    return [x.reshape(y.shape) for x, y in zip(found, operands, strict=False)]
+
+
+def _step(
+    pl: Any, program: jaxprs.ClosedJaxpr, shape: Shape, flags: list[bool], start: Any, *refs: Any
+) -> None:
+    """Compute the rows of one step of the grid, block after block."""
+    whole, width = entries.shape_of(program), _width(shape)
+    taken, made = refs[: len(flags)], refs[len(flags) :]
+    row, *strides = pl.program_id(0) * _ROWS, *formats.strides_of(whole)
+    index = start[0] + pl.program_id(1) * width + formats.index_in(_PART, strides[-2:])
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        index, row = index + lax.rem(row, size) * formats.wrapped(stride), lax.div(row, size)
+    scales = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(made) if x.shape[-1] != width}
+
+    def block(b: jax.Array, scales: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        at = slice(None), pl.ds(pl.multiple_of(b * _LANES, _LANES), _LANES)
+        here = lambda x: lax.broadcasted_iota(jnp.int32, x.shape, 1) == b  # noqa: E731
+
+        def read(ref: Any, flag: bool) -> jax.Array:
+            if len(ref.shape) == 1:
+                return ref[0] != 0 if flag else ref[0]
+            if ref.shape[-1] == width:
+                return ref[at]
+            # A column is read by a sum, as vectors cannot be cut at any element.
+            return jnp.sum(jnp.where(here(ref), ref[...], 0), 1, keepdims=True)
+
+        def step(codec: formats.Codec, given: list[Any]) -> jax.Array:
+            if codec.work == "draw":
+                return codec.run(index + b * _LANES, *given)
+            return codec.run(*(_extremes(*given) if codec.work == "measure" else given))
+
+        found = entries.play(program, list(map(read, taken, flags)), _PART, step)
+        for i, x in enumerate(found):
+            if i not in scales:
+                made[i][at] = x
+        return {i: jnp.where(here(x), found[i], x) for i, x in scales.items()}
+
+    for i, x in lax.fori_loop(0, width // _LANES, block, scales).items():
+        made[i][...] = x
+
+
+def _extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what ``formats.extremes`` does, of rows; vectors of a TPU compare no i32 across."""
+    size = jnp.max(jnp.where(x != x, jnp.inf, jnp.abs(x)), 1, keepdims=True)
+    signed = lax.bitcast_convert_type(x, jnp.int32) < 0
+    return size, jnp.min(jnp.where(signed, -1.0, 1.0), 1, keepdims=True)
