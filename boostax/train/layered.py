@@ -240,7 +240,9 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
 
 def _require_apart(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Refuse an optimizer that computes the update of a leaf from the gradients of others."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_wide, params))
+    # Types without shardings, by which an Explicit mesh would judge the program.
+    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(jax.tree.map(typed, params))
 
     def update(grads: list[Any], state: PyTree, params: list[Any]) -> list[Any]:
         given = gate.Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
@@ -280,11 +282,6 @@ def _by_entry(tx: optax.GradientTransformation, layer: PyTree) -> bool:
     join = lambda facts: max(facts, default=0)  # noqa: E731
     found = interpret.flow(program, list(map(rank, program.in_avals)), each, join, 0)
     return join(found) < 2
-
-
-def _wide(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the type in which an optimizer computes, without a sharding."""
-    return jax.ShapeDtypeStruct(x.shape, trees.wide_dtype(x))
 
 
 def _zeros(x: Any) -> jax.Array:
