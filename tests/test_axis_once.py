@@ -41,8 +41,8 @@ def trained(tx, mesh):
     return step, follow(step, step.init(PARAMS), [BATCH] * 4)[0]
 
 
-def window(tx, axis):
-    return boostax.accumulate(tx, 2, axis_name=axis)
+def window(tx, axis, **how):
+    return boostax.accumulate(tx, 2, axis_name=axis, **how)
 
 
 def scaled_window(tx, axis):
@@ -139,6 +139,19 @@ def test_a_gate_behind_the_reduction_stays_without(mesh):
     with pytest.warns(UserWarning, match="accumulate after all_reduce"):
         _, state = trained(tx, mesh)
     assert not isinstance(state.opt_state[1].window, boostax.PerReplica)
+
+
+half = functools.partial(boostax.all_reduce, dtype="bfloat16")
+other = lambda axis: boostax.all_reduce((axis, "model"))  # noqa: E731
+MORE = (boostax.adasum, None), (boostax.int8_reduce, "data"), (half, None), (other, "data")
+
+
+@pytest.mark.parametrize(("part", "axis"), MORE)
+def test_a_window_in_shards_takes_a_plain_mean_alone(part, axis, mesh):
+    placed = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    tx = boostax.on_mesh(window(adam(part(axis)), axis, sums="sharded"), placed)
+    with pytest.raises(ValueError, match=r"accumulate: sums must be 'local' around all but all_re"):
+        tx.init(placed)
 
 
 def test_a_jitted_update_is_not_reused_where_nothing_is_bound(mesh):

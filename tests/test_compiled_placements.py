@@ -78,6 +78,25 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
 
 
 @everywhere
+def test_a_window_in_shards_holds_its_share_of_the_sum_and_reduces_in_each_call(target):
+    """A local one holds all of it, and reduces in its last call alone."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    inner = optax.chain(boostax.all_reduce(), optax.adam(1e-3))
+    forms = [boostax.accumulate(inner, WINDOW, sums=sums) for sums in ("local", "sharded")]
+    forms.append(boostax.dynamic_loss_scale(forms[1]))
+    audit = functools.partial(audited, mesh, PLACEMENTS["FSDP"], axis="data", target=target)
+    local, shards, scaled = (audit(tx=tx) for tx in forms)
+    does = ("all-reduce" if target == CPU else "reduce-scatter",)
+    counts = [over(x, "data", does, least=y) for x in (local, shards) for y in (True, False)]
+    less = (local.argument_bytes - shards.argument_bytes) / (4 * shards.params)
+    print(f"{less:.3f} P less; {counts} N reduced in calls that hold and close, of both forms")
+    assert less == pytest.approx(7 / 8, abs=0.001)
+    assert counts == pytest.approx([0, 1, 1, 1], abs=0.01)
+    # A scale is divided out behind the sum.
+    assert max(shards.temporary_bytes, scaled.temporary_bytes) <= 1.001 * local.temporary_bytes
+
+
+@everywhere
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
 def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target):
     """As ``lax.scan`` takes it; rows are not moved between devices to be scanned."""

@@ -60,6 +60,7 @@ of = functools.partial
 REFUSED = [
     (of(accumulate, every=2), {"every": COUNTS, "accumulator_dtype": DTYPES, "axis_name": AXES}),
     (of(accumulate, 2), {"normalize": ["avg", "max", None], "rounding": ["stochastic", "up"]}),
+    (of(accumulate, 2), {"sums": ["whole", None]}),
     (dynamic, {"init_scale": (*SCALES, 0.5, 2.0**25), "min_scale": SCALES, "max_scale": SCALES}),
     (dynamic, {"growth_factor": [1, 1.0, 0.5, -2, inf, nan, "2", None], "axis_name": AXES}),
     (dynamic, {"backoff_factor": [0, 1, 1.5, -0.5, nan, "0.5", None], "hysteresis": COUNTS}),

@@ -386,6 +386,7 @@ def test_a_part_of_another_package_is_unknown_and_not_judged():
 CHAINS = {
     "mean": scaled(mean, optax.adamw(1e-3), **AXIS),
     "window": boostax.dynamic_loss_scale(window(adasum, adam, **AXIS), **AXIS),
+    "shards": window(scaled(mean, adam, **AXIS), sums="sharded", **AXIS),
     "top-k": chain(top_k, sgd),
     "int8": chain(boostax.int8_reduce("data"), optax.sgd(0.1, momentum=0.9)),
     "power-sgd": chain(boostax.reduce.power_sgd_reduce("data", rank=2), record, adam),
@@ -435,6 +436,19 @@ def test_each_part_has_what_it_keeps_and_sends():
     assert parts["dynamic_loss_scale"].wire_bytes == pytest.approx(2 * 7 / 8 * 4)
     assert set(parts["top_k_reduce"].collectives) == {"all_gather", "psum"}
     assert parts["scale_by_adam"].collectives == {} and parts["scale_by_adam"].wire_bytes == 0
+
+
+@pytest.mark.parametrize("sums", ["local", "sharded"])
+def test_a_window_says_where_it_reduces_and_what_it_keeps(mesh, sums):
+    tx = boostax.accumulate(chain(mean, adam), 8, sums=sums, **AXIS)
+    parts = {x.name: x for x in boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts}
+    first, then = ("all_reduce", "accumulate")[:: 1 if sums == "local" else -1]
+    assert parts[first].collectives == {"psum": 4} and parts[then].collectives == {}
+    assert parts["accumulate"].what.startswith("Sum" if sums == "local" else "Reduce gradients")
+    how = {"mesh": mesh, "axis_name": "data", "shard_optimizer": True}
+    found = boostax.explain(boostax.make_train_step(loss, tx, **how), PARAMS)
+    kept = next(x.state_bytes for x in found.parts if x.name == "accumulate")
+    assert kept == 13 + 4 * ENTRIES / (1 if sums == "local" else 8)
 
 
 def test_optimizer_state_that_is_sharded_is_counted_once_over_all(mesh):

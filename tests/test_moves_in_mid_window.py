@@ -85,6 +85,11 @@ REPLICAS = {
         *(token_loss, lambda: scaled(weighed(reduced()))),
         {"has_aux": True, "shard_optimizer": True},
     ),
+    "mean, in shards": (mean_loss, lambda: window(reduced(), sums="sharded"), {}),
+    "by weight, in shards": (
+        *(token_loss, lambda: weighed(scaled(reduced()), sums="sharded")),
+        {"has_aux": True, "shard_optimizer": True},
+    ),
     "before a sum": (sum_loss, lambda: window(scaled(reduced("sum"))), {}),
     "sum before a sum": (sum_loss, lambda: window(reduced("sum"), normalize="sum"), {}),
 }

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
-from reducing import PLACEMENTS, loss_fn, mesh_of
+from reducing import PLACEMENTS, loss_fn, mesh_of, the_one
 from training import own_step
 
 import boostax
@@ -62,10 +62,10 @@ def alone(tx, steps, calls=1):
     return followed(tx, oracle, params, map(rows, range(steps * calls)))
 
 
-def scaled_window(axis, *inner):
+def scaled_window(axis, *inner, **how):
     """A scaler around a window of two calls."""
     inner = [boostax.all_reduce(axis), *inner] if axis else inner
-    window = boostax.accumulate(optax.chain(*inner), 2, axis_name=axis)
+    window = boostax.accumulate(optax.chain(*inner), 2, axis_name=axis, **how)
     return boostax.dynamic_loss_scale(window, axis_name=axis)
 
 
@@ -91,18 +91,27 @@ def clipped_alone():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("share", lanes([False, True], [True]), ids=["whole", "ZeRO-1"])
+@pytest.mark.parametrize("sums", ["local", "sharded"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_loop_of_ones_own_is_one_device(placement, share, kind):
-    """Scaler and window included, five steps."""
-    tx = scaled_window("data", *CLIPPED)
+def test_a_loop_of_ones_own_is_one_device(placement, sums, share, kind):
+    """Scaler and window included, five steps; sums in shards are ordinary arrays."""
+    tx = scaled_window("data", *CLIPPED, sums=sums)
     losses, params, state = trained(tx, PLACEMENTS[placement], kind=kind, share=share, calls=2)
     wanted, whole = clipped_alone()
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
     assert_near(params, whole, 2e-6)
     assert int(boostax.metrics(state)["optimizer_steps"]) == 5
+    assert isinstance(state.inner_state.window, boostax.PerReplica) == (sums == "local")
     for x, spec in zip(params, [PLACEMENTS[placement]] * DEPTH, strict=True):
         for name, leaf in x.items():
             assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, spec[name]), 2)
+
+
+def test_a_window_in_shards_takes_reduced_gradients_as_they_are():
+    inner, grads = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0)), jnp.arange(1.0, 7.0)
+    tx = boostax.accumulate(inner, 1, sums="sharded", axis_name="data")
+    update = lambda _: tx.update(grads, tx.init(grads), grads)[0]  # noqa: E731
+    assert_near(the_one(jax.vmap(update, axis_name="data")(jnp.arange(6))), -grads, 1e-6)
 
 
 def by_leaf(fn):

@@ -73,6 +73,7 @@ ROADS = {
     "a window in a scaler": ({"microbatches": 2}, lambda tx: SCALE(WINDOW(tx)), 4),
     "a window around a scaler": (on(2, microbatches=2), lambda tx: WINDOW(SCALE(tx)), 4),
     "a window of FSDP and ZeRO-1": (SHARDED | {"shard_optimizer": True}, WINDOW, 4),
+    "a window in shards": (SHARDED, functools.partial(WINDOW, sums="sharded"), 4),
     "frozen": ({"freeze_driver": "switch"}, lambda tx: FREEZE(WINDOW(tx), schedule=[0, 1]), 4),
 }
 

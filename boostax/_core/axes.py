@@ -40,8 +40,10 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
 # A placeholder for the axis that the step around a part binds later.
 UNNAMED = ("the axis of the step",)
-# The axes that are bound where gradients are reduced already: a reduction passes them on.
-REDUCED = ("reduced already",)
+# Before the axes over which a window averages the gradients of each call, for the parts inside.
+AVERAGED = ("averaged already",)
+# The same in a loop over layers, where the gradients of the other layers do not exist.
+ONE_LAYER = (*AVERAGED, "of one layer")
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
 _BOUND = jax.make_user_context(())
 
@@ -95,6 +97,16 @@ def binding(names: tuple[str, ...]) -> AbstractContextManager[None]:
 def bound() -> tuple[str, ...]:
     """Return the replica axes that are bound here; empty outside a step of boostax."""
     return _BOUND.value
+
+
+def averaged() -> bool:
+    """Return whether a window around this part has averaged the gradients over the replicas."""
+    return _BOUND.value[:1] == AVERAGED
+
+
+def of_one_layer() -> bool:
+    """Return whether the gradients here are those of one layer alone."""
+    return _BOUND.value[:2] == ONE_LAYER
 
 
 def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:

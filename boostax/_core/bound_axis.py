@@ -5,12 +5,16 @@
 without an ``axis_name`` runs over the bound one, and so does a gate inside which something reduces;
 a gate behind the reduction sees gradients that are equal on all replicas, and needs none. Each part
 reads the bound axis when it is called, so it does not matter which wrapper built the part, or when.
+
+Inside a window that averages the gradients of each call itself (``averaged``), a mean has nothing
+left to do, other reductions are refused, and no gate has an axis, whatever it was told.
 """
 
+import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +28,16 @@ Factory = TypeVar("Factory", bound=Callable[..., Extended])
 _REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("reduced", default=None)
 
 
+@contextlib.contextmanager
+def averaged(names: tuple[str, ...]) -> Generator[None]:
+    """Call parts inside on gradients that are averaged over these axes; tell gates around it."""
+    reduced = _REDUCED.get()
+    if reduced is not None:
+        reduced.update(names)
+    with axes.binding(axes.AVERAGED + names if names else axes.bound()):
+        yield
+
+
 def reduction(factory: Factory) -> Factory:
     """Make ``axis_name`` optional for a reduction, and tell gates around it its axes."""
 
@@ -33,36 +47,23 @@ def reduction(factory: Factory) -> Factory:
         who = given.arguments.get("name") or factory.__name__
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
-            named = tx._replace(init=lambda params: _reducing(tx, who).init(params))
-            return _unless_reduced(named)
+            return tx._replace(init=lambda params: _reducing(tx, who, given).init(params))
+        sample = _called(factory, given, axes.UNNAMED)
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
-        known: dict[tuple[str, ...], Extended] = {}
+        known: dict[tuple[str, ...], Extended] = {axes.UNNAMED: sample}
 
         def bound(params: PyTree) -> Extended:
-            over = axes.bound()
+            over = axes.UNNAMED if axes.averaged() else axes.bound()
             hint = f"Name it, {who}('data'), or leave it to make_train_step or on_mesh around it."
             checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
             if over not in known:
-                known[over] = _called(factory, given, [x for x in over if x not in inside])
-            return _reducing(known[over], who)
+                known[over] = _called(factory, given, tuple(x for x in over if x not in inside))
+            return _reducing(known[over], who, given)
 
-        return _unless_reduced(_delayed(_called(factory, given, axes.UNNAMED), bound))
+        return _delayed(sample, bound)
 
     return made  # type: ignore[return-value]
-
-
-def _unless_reduced(tx: Extended) -> Extended:
-    """Return a reduction that passes gradients on where they are reduced already."""
-    if gate_of(tx) is not None:
-        return tx
-
-    @functools.wraps(tx.update)
-    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Any:
-        passing = axes.bound() == axes.REDUCED
-        return (updates, state) if passing else tx.update(updates, state, params, **extra)
-
-    return tx._replace(update=update)
 
 
 def gate(factory: Factory) -> Factory:
@@ -71,16 +72,17 @@ def gate(factory: Factory) -> Factory:
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
         given, alone = checks.bind(factory, args, kwargs), factory(*args, **kwargs)
-        if given.arguments.get("axis_name") is not None:
-            return alone
+        named = given.arguments.get("axis_name") is not None
         known: dict[tuple[str, ...], Extended] = {(): alone}
 
         def bound(params: PyTree) -> Extended:
             over = axes.bound()
+            if named or axes.averaged():
+                return _called(factory, given, None) if axes.averaged() else alone
             if over not in known:
                 reduced = _reduced_inside(alone, params)
                 wanted = sorted(reduced) if over == axes.UNNAMED else over
-                agreed = [name for name in wanted if name in reduced]
+                agreed = tuple(name for name in wanted if name in reduced)
                 known[over] = _called(factory, given, agreed) if agreed else alone
             return known[over]
 
@@ -89,8 +91,8 @@ def gate(factory: Factory) -> Factory:
     return made  # type: ignore[return-value]
 
 
-def _called(factory: Callable[..., Extended], given: Any, over: Sequence[str]) -> Extended:
-    told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": tuple(over)})
+def _called(factory: Callable[..., Extended], given: Any, over: axes.AxisName | None) -> Extended:
+    told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": over})
     return factory(*told.args, **told.kwargs)
 
 
@@ -122,8 +124,22 @@ def _delayed(sample: Extended, pick: Callable[[PyTree], Extended]) -> Extended:
     return gated(init, step, flush)
 
 
-def _reducing(tx: Any, who: str) -> Extended:
+def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
+    """Refuse reductions other than a plain mean inside a window that averages gradients itself."""
+    default, asked = given.signature.parameters, given.arguments.items()
+    options = {name for name, x in asked if x != default[name].default} - {"axis_name", "divide"}
+    options |= {*tx.update.description.axes} - {*axes.bound(), *axes.UNNAMED}
+    mean, allowed = tx.update.description.role == "mean", "'local' around all but all_reduce()"
+    got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
+    hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
+    checks.require("accumulate", "sums", got, allowed, mean and not options, hint)
+
+
+def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
     """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
+    if axes.averaged():
+        _require_mean(tx, who, given)
+        return tx
     bound, reduced, over = axes.bound(), _REDUCED.get(), tx.update.description.axes
     fits, hint = set(over) <= set(bound), "Leave it out: the step names its own."
     allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)

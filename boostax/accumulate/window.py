@@ -24,10 +24,12 @@ from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import MOST, factor, weigh
 from boostax.accumulate.carried import CarryState, require_outside
 from boostax.precision import formats
+from boostax.reduce.mean import reduced
 
 # A tuple or list holds the names of the terms of a loss.
 Normalize = Literal["mean", "sum", "weight"] | tuple[str, ...] | list[str]
 Rounding = Literal["nearest", "stochastic"]
+Sums = Literal["local", "sharded"]
 Every = int | Callable[[jax.Array], jax.Array | int]
 
 _WHO = "accumulate"
@@ -55,7 +57,8 @@ class AccumulateState(NamedTuple):
       dropped_windows: i32, number of windows that closed without being applied, because their
         weights or sums were not usable or ``inner`` skipped them.
       applied: bool, whether the last call closed a window and applied its result.
-      window: a ``Window``; a ``PerReplica`` of one with ``axis_name``, ``None`` for ``every=1``.
+      window: a ``Window``; a ``PerReplica`` of one if sums are local to replicas; ``None`` for
+        ``every=1``.
       inner_state: state of the inner transformation.
     """
 
@@ -97,6 +100,7 @@ def accumulate(
     normalize: Normalize = "mean",
     accumulator_dtype: jax.typing.DTypeLike = "float32",
     rounding: Rounding = "nearest",
+    sums: Sums = "local",
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sum gradients over ``every`` calls, then run ``inner`` once on the result.
@@ -137,23 +141,30 @@ def accumulate(
       rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that their
         expected value is exact however many gradients are added. With ``"nearest"`` a gradient of
         less than a 512th of the sum does not change it.
-      axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
-        and gradients must be local: see ``boostax.train.local_params``. ``None`` is no axis, and in
-        a step the step's axis where something inside reduces.
+      sums: over replicas, ``"local"`` keeps a whole sum on each (``PerReplica``) and reduces once
+        per window. ``"sharded"`` averages the gradients of each call before it adds them: the sum
+        is an array like the params, and sharded like them (FSDP, tensor parallel) or like the
+        optimizer's state (``shard_optimizer``). Inside, ``all_reduce()`` then sends nothing, other
+        reductions are refused, and norms are those of the mean gradient. In a ``shard_map`` or
+        ``pmap`` of your own the sum stays whole, so ``"local"`` is better there.
+      axis_name: replica axis (or axes). Gradients must then be local: see
+        ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's axis where
+        something inside reduces.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
-      ``accumulator_dtype`` (none for ``every=1``); the collectives of ``inner``, once per window;
-      for ``"weight"`` and for f16 sums a collective of 4 bytes per window, and one more read of f16
+      ``accumulator_dtype`` (none for ``every=1``), on each device, or with ``sums="sharded"`` in
+      all; the collectives of ``inner``, once per window, or a mean in each call instead; for
+      ``"weight"`` and for f16 sums a collective of 4 bytes per window, and one more read of f16
       sums; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e and H100, through
       the pure ``update`` one of the params. With K terms K copies and K backward passes per call;
       on CPU a temporary copy where ``inner`` is a gate, else none.
 
     Raises:
       ValueError, TypeError: an argument out of range; in ``init``, weights around
-        ``all_reduce(noise=...)``; at trace time, a missing or unused ``weight``, already reduced
-        gradients, an unbound axis, integer gradients, a line search inside a window of several
-        calls.
+        ``all_reduce(noise=...)``, sharded sums around a reduction other than ``all_reduce()``; at
+        trace time, a missing or unused ``weight``, already reduced gradients, an unbound axis,
+        integer gradients, a line search inside a window of several calls.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -181,9 +192,13 @@ def accumulate(
     roundings: tuple[Rounding, ...] = ("nearest", "stochastic")
     roundings = roundings if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
+    hint = "'sharded' keeps 1/n of the sums on a device, and reduces in each call."
+    checks.choice(_WHO, "sums", sums, ("local", "sharded"), hint)
     names = axes.canonical(_WHO, axis_name)
-    how = _Windows(tx, every, kind, narrow, rounding == "stochastic", names, terms)
-    described = describe(_WHO, "window", names, inner={"inner_state": tx})
+    local, averaged = (names, ()) if sums == "local" else ((), names)
+    how = _Windows(tx, every, kind, narrow, rounding == "stochastic", local, averaged, terms)
+    what = "" if sums == "local" else "Reduce gradients in each call, sum, then run `inner` once"
+    described = describe(_WHO, "window", names, inner={"inner_state": tx}, what=what)
     return gate.gated(how.init, described(how.step), how.flush)
 
 
@@ -200,11 +215,13 @@ class _Windows(NamedTuple):
     narrow: np.dtype[Any]
     stochastic: bool
     names: tuple[str, ...]
+    averaged: tuple[str, ...]
     terms: tuple[str, ...]
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first state: no window is open."""
-        inner_state = gate.init_inner(self.tx, params)
+        with bound_axis.averaged(self.averaged):
+            inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)
         weighted = self.normalize == "weight"
         hint = "Weights would multiply its local gradients, and so their norms."
@@ -229,8 +246,13 @@ class _Windows(NamedTuple):
         self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         """Add a gradient, and close the window if this was its last micro-step."""
-        axes.require_local(grads.raw, self.names, _WHO)
+        axes.require_local(grads.raw, self.names + self.averaged, _WHO)
+        if self.averaged and self.normalize != "weight":
+            # Before its factors are multiplied in, because a product that is sent is written first.
+            grads = grads._replace(raw=self._over_replicas(trees.at_least_float32(grads.raw)))
         new = self._added(trees.addends(grads.value(), self.narrow), extra.pop("weight", None))
+        if self.averaged and self.normalize == "weight":
+            new = self._over_replicas(new)
         count = state.micro_step + 1
         if state.window is None:
             value, closed = self._close(new, count, state, params, apply, extra)
@@ -249,6 +271,12 @@ class _Windows(NamedTuple):
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
+    def _over_replicas(self, tree: PyTree) -> PyTree:
+        """Return the mean over the replicas; of what is weighted, with its weights, the sum."""
+        # A sum of weights stays right for another number of replicas, a mean would not.
+        divide = "never" if self.normalize == "weight" else "after"
+        return jax.tree.map(lambda x: reduced(x, self.averaged, divide), tree)
+
     def flush(self, state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
         """Close an open window, and the windows that are open inside."""
         if state.window is None:
@@ -258,7 +286,8 @@ class _Windows(NamedTuple):
         sums = handshake.assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
         params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
-        params, inner = gate.flush_inner(self.tx, inner, params, extra)
+        with bound_axis.averaged(self.averaged):
+            params, inner = gate.flush_inner(self.tx, inner, params, extra)
         return params, _next(state, jnp.zeros_like(count), (inner, applied), ends)
 
     def _added(self, grads: PyTree, weight: Any) -> Window:
@@ -275,7 +304,7 @@ class _Windows(NamedTuple):
         checks.require(_WHO, "weight", known or weight, allowed, fits, hint)
 
         def checked(x: Any) -> jax.Array:
-            x = axes.to_varying(jnp.asarray(x, jnp.float32), self.names)
+            x = axes.to_varying(jnp.asarray(x, jnp.float32), self.names + self.averaged)
             # A bad weight becomes NaN: it spoils the sum of the weights, but not the sum of the
             # gradients.
             return jnp.where((x >= 0) & (x < MOST), x, jnp.nan)
@@ -323,7 +352,8 @@ class _Windows(NamedTuple):
                 of = lambda i, x: Pending(jax.tree.map(lambda g: g[i], window.grads), (x,)).value()  # noqa: E731
                 shares = [of(*pair) for x in factors for pair in enumerate(x)]
                 grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
-            return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
+            with bound_axis.averaged(self.averaged):
+                return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
 
         how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
         if_ok = functools.partial(gate.run_or_hold, ok, run_on, params, inner_state, **how)

@@ -140,7 +140,7 @@ def adagc(
         sizes, early = jax.tree.map(length, updates), state.steps < warmup
         whole = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
         # In a loop over layers the other layers' gradients do not exist.
-        alone = axes.bound() == axes.REDUCED
+        alone = axes.of_one_layer()
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
             total = size if alone else whole

@@ -26,7 +26,7 @@ from boostax.precision import formats
 Shape = tuple[int, ...]
 Cut = tuple[Mesh, PartitionSpec] | None
 # Primitives whose result at an element depends on the operands there, each with one result.
-_BY_ELEMENT = frozenset(
+BY_ELEMENT = frozenset(
     "abs add add_any and bitcast_convert_type cbrt ceil clamp convert_element_type copy cos div eq "
     "erf exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne "
     "neg not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
@@ -53,7 +53,7 @@ def fits(program: jaxprs.ClosedJaxpr) -> bool:
         if step is not None:
             return step.work == "draw" or _shape(eqn.invars[0]) == shape
         alike = {*map(_shape, (*eqn.invars, *eqn.outvars))} <= whole
-        return alike and (name in THROUGH or name in _BY_ELEMENT or name == "broadcast_in_dim")
+        return alike and (name in THROUGH or name in BY_ELEMENT or name == "broadcast_in_dim")
 
     enter = lambda eqn, _: () if step_of(eqn) else (None,) * 9  # noqa: E731
     given = {*map(_shape, program.jaxpr.invars)} - whole

@@ -107,6 +107,8 @@ def all_reduce(
     dividing: Divide = divide if op == "mean" else "never"
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
+        if axes.averaged():
+            return updates, state
         axes.require_local(updates, names, who)
         if op == "sum":  # The mean of equal gradients is right; their sum is not.
             updates = placement.local_alone(updates, names, who)

@@ -24,18 +24,13 @@ from boostax._core.replicas import PerReplica, Swept
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, own_of
 from boostax.chain.parts import REDUCTIONS, read, rows
+from boostax.precision.entries import BY_ELEMENT
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, autocast
 from boostax.train.layers import Run, Sink, Stack, inside, moved, received, require_scanned, sent
 from boostax.train.oracle import Oracle, gathered
 
 PyTree = Any
-BY_ELEMENT = frozenset(
-    "abs add add_any and bitcast_convert_type cbrt ceil clamp convert_element_type copy cos div eq "
-    "erf exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne "
-    "neg not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sqrt square sub tan tanh xor".split()
-)
 Weights = Literal["once", "by layer"]
 Path = tuple[Any, ...]
 # The dimensions of a layer's param that are sharded over replica axes, and these axes.
@@ -211,7 +206,7 @@ def _first_states(tx: Any, layers: Layers, params: PyTree) -> dict[str, PyTree]:
     def first(name: str, leaves: list[jax.Array]) -> PyTree:
         return gate.init_inner(tx, _alone(layers, head, name, leaves))
 
-    with axes.binding(axes.REDUCED):
+    with axes.binding(axes.ONE_LAYER + axes.bound()):
         return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
 
 
@@ -249,7 +244,7 @@ def _require_apart(tx: optax.GradientTransformation, params: PyTree) -> None:
         new, _ = gate.run(optax.with_extra_args_support(tx), *given, apply=True, extra={})
         return jax.tree.leaves(new)
 
-    with axes.binding(axes.REDUCED):
+    with axes.binding(axes.ONE_LAYER + axes.bound()):
         state = jax.eval_shape(lambda: gate.init_inner(tx, treedef.unflatten(map(_zeros, leaves))))
         program = jax.make_jaxpr(update)(leaves, state, leaves)
     none = frozenset[int]()
@@ -267,7 +262,7 @@ def _require_apart(tx: optax.GradientTransformation, params: PyTree) -> None:
 def _by_entry(tx: optax.GradientTransformation, layer: PyTree) -> bool:
     """Return whether an optimizer computes each entry of a layer's params from that entry alone."""
     update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
-    with axes.binding(axes.REDUCED):
+    with axes.binding(axes.ONE_LAYER + axes.bound()):
         state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(_zeros, layer)))
         program = jax.make_jaxpr(update)(layer, state, layer)
     # 0 for what is equal for all entries, 1 for an array of entries, 2 for anything else.
@@ -394,7 +389,7 @@ class Plan:
             grads, params = (_whole(x, of_params) for x in (grads, params))
             of_state = self.state_cuts[name]
             state = _whole(state, of_state)
-        with axes.binding(axes.REDUCED):
+        with axes.binding(axes.ONE_LAYER + self.names):
             new, state = gate.applied(self.tx, tree(grads), state, tree(params), {})
         leaves = jax.tree.leaves(new)
         if not shards:

@@ -68,6 +68,7 @@ class Case:
       empty: whether there is a leaf without elements.
       numbers: whether the loss is multiplied by a number of each call.
       terms: whether the loss is two terms with counts of their own.
+      shards: whether a window reduces in each call, before a mean.
     """
 
     seed: int = 0
@@ -102,6 +103,7 @@ class Case:
     empty: bool = False
     numbers: bool = False
     terms: bool = False
+    shards: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -205,6 +207,7 @@ def draw(seed: int) -> Case:
             empty=chance(0.3),
             numbers=chance(0.3),
             terms=chance(0.2),
+            shards=chance(0.4),
         )
     )
 
@@ -241,6 +244,9 @@ def tidy(case: Case) -> Case:
         new["scale"] = min(case.scale, 256.0)
     if single:
         new["reduction"] = "mean"
+    if case.reduction != "mean" or case.spikes:
+        # The norms of local gradients, by which spikes are judged, are gone.
+        new["shards"] = False
     if (not case.gates and not case.loss) or case.reduction == "top_k":
         # Without a gate an optimizer computes in the dtype of what it is given; and half of the
         # entries of a tie would be sent.

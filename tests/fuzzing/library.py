@@ -75,7 +75,8 @@ def _window(case: Case, tx: Any, axis: str | None) -> Any:
     if case.schedule:
         every = lambda step: table[jnp.minimum(step, len(case.every) - 1)]  # noqa: E731
     normalize = ("p", "q") if case.terms else case.normalize
-    return boostax.accumulate(tx, every, normalize=normalize, axis_name=axis)
+    sums = "sharded" if case.shards else "local"
+    return boostax.accumulate(tx, every, normalize=normalize, sums=sums, axis_name=axis)
 
 
 def _scaler(case: Case, tx: Any, axis: str | None) -> Any:
