@@ -25,6 +25,8 @@ from boostax._core import checks, interpret, trees
 
 PyTree = Any
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+# The same with the weights of a layer apart from what else is scanned.
+Layer = Callable[[PyTree, list[jax.Array], list[Any]], tuple[PyTree, PyTree]]
 _WHO = "scan_layers"
 # A cotangent is a float, so integers, bools and keys travel as the bits of floats of their size.
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
@@ -90,23 +92,23 @@ class Stack:
     Attributes:
       name: its path in the params.
       weights: its params, as the device holds them.
-      sink: see the module; a ``Sink`` has the params in it. ``()`` in a forward pass alone.
       read: ``read(weights)`` of a layer returns its weights as ``body`` gets them.
+      sink: see the module; a ``Sink`` has the params in it. ``()`` in a forward pass alone.
       update: ``update(sink, gradient, finite)`` of a layer returns its new sink; ``finite`` says
         whether the cotangent of what the layers return is finite.
-      wrap: what is done to the body.
       host: for each array of the state in the sink, whether it is in the host's memory; or ``()``.
+      wrap: what is done to the body, or ``None``.
       shown: the leaves that the loss was shown in the place of the params; it may not use them.
       scanned: whether the loss has scanned it.
     """
 
     name: str
     weights: list[jax.Array]
-    sink: PyTree
     read: Callable[[list[jax.Array]], list[jax.Array]]
-    update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None
-    wrap: Callable[[Body], Body] = lambda body: body
+    sink: PyTree = ()
+    update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None = None
     host: Sequence[bool] = ()
+    wrap: Callable[[Body], Body] | None = None
     shown: Sequence[Any] = ()
     scanned: bool = False
 
@@ -122,12 +124,14 @@ class Stack:
         hint = "A second scan would update its params twice: leave it out of layers=."
         got = "scanned again" if self.scanned else ""
         checks.absent(_WHO, f"the stack {self.name!r}", got or None, "scanned once in a loss", hint)
-        self.scanned, body = True, self.wrap(body)
+        self.scanned, body = True, body if self.wrap is None else self.wrap(body)
         init = jax.tree.map(lambda x: _unmapped(jnp.asarray(x)), init)
 
         def layer(carry: PyTree, weights: list[jax.Array], others: list[Any]) -> Any:
             rest = iter(others)
-            return body(carry, treedef.unflatten([next(rest) if i is None else weights[i] for i in order]))
+            return body(
+                carry, treedef.unflatten([next(rest) if i is None else weights[i] for i in order])
+            )
 
         others = [_unmapped(x) for x, i in zip(leaves, order, strict=True) if i is None]
         if self.update is None:
@@ -181,7 +185,9 @@ def require_scanned(program: Any, shown: Sequence[bool]) -> None:
     used = interpret.flow(program, [*shown], either, any, False)
     hint = "No gradient would arrive there: move it into the body, or leave layers= out."
     fits = not any(used)
-    checks.require(_WHO, "params of layers", "used outside", "used in scan_layers alone", fits, hint)
+    checks.require(
+        _WHO, "params of layers", "used outside", "used in scan_layers alone", fits, hint
+    )
 
 
 def showing(params: PyTree) -> PyTree:
@@ -213,83 +219,86 @@ def _unmapped(x: Any) -> Any:
     return x
 
 
-def _swept(
-    stack: Stack, layer: Callable[..., Any], init: PyTree, others: list[Any]
-) -> tuple[PyTree, PyTree]:
+def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple[PyTree, PyTree]:
     """Scan, with a backward loop that updates the sink."""
-    read, update = stack.read, stack.update
-    assert update is not None, "a forward pass has no backward loop"
     # The params in a sink are read there: its cotangent, not theirs, is the new value.
-    mine = lambda weights, sink: sink.params if isinstance(sink, Sink) else weights  # noqa: E731
-    given = [] if isinstance(stack.sink, Sink) else stack.weights
-    first = jax.eval_shape(lambda *xs: (read(_at(xs[0], 0)), _at(xs[1], 0)), stack.weights, others)
-    closed, shapes = jax.make_jaxpr(layer, return_shape=True)(init, *first)
-    structure = jax.tree.structure(shapes)
-
-    def hoisted(consts: list[Any], *args: PyTree) -> Any:
-        # What the body closes over must be an argument of a custom_vjp.
-        found = interpret.evaluate(closed.replace(consts=consts), jax.tree.leaves(args), interpret.replay)
-        return jax.tree.unflatten(structure, found)
+    in_sink, change = isinstance(stack.sink, Sink), stack.update
+    assert change is not None, "a forward pass has no backward loop"
+    mine = lambda weights, sink: sink.params if in_sink else weights  # noqa: E731
+    read = lambda *xs: (stack.read(_at(xs[0], 0)), _at(xs[1], 0))  # noqa: E731
+    first = jax.eval_shape(read, stack.weights, others)
+    consts, hoisted = _hoisted(layer, init, *first)
 
     def forward(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
         def each(carry: PyTree, x: Any) -> Any:
-            of_layer, rest = x
-            new, y = hoisted(consts, carry, read(of_layer), rest)
+            new, y = hoisted(consts, carry, stack.read(x[0]), x[1])
             return new, (y, carry)
 
         out, (ys, carries) = lax.scan(each, init, (mine(weights, sink), others))
         return (out, ys), (consts, carries, others, weights, sink)
 
     @jax.custom_vjp
-    def scanned(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
-        return forward(consts, init, others, weights, sink)[0]
+    def scanned(*args: Any) -> Any:
+        return forward(*args)[0]
 
     def backward(kept: Any, cotangents: Any) -> Any:
         consts, carries, others, weights, sink = kept
         arrived, of_ys = cotangents
         finite = _finite(cotangents)
-        like = jax.eval_shape(lambda: _at((carries, others), 0))
+        like = jax.eval_shape(lambda: _at(carries, 0))
 
         def each(state: Any, x: Any) -> Any:
             (i, away), (of_carry, of_consts, sink) = x, state
-            w = read(_at(mine(weights, sink), i))
+            w = stack.read(_at(mine(weights, sink), i))
             _, pull = jax.vjp(hoisted, consts, _at(carries, i), w, _at(others, i))
-            here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else np.zeros(y.shape[1:], y.dtype), of_ys)
-            more, of_carry, grads, of_others = pull((_filled(like[0], of_carry), here))
+            here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else _none(y[0]), of_ys)
+            more, of_carry, grads, of_others = pull((_filled(like, of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
-            old = _at(sink, i)
-            if stack.host:
-                old = old._replace(bits=moved(away, jax.memory.Space.Device, stack.host))
-            new = update(old, grads, finite)
-            if stack.host:
-                away, new = moved(new.bits, jax.memory.Space.Host, stack.host), new._replace(bits=())
-            else:
-                new = _computed(i, old, new)
-            put = lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, i, 0)  # noqa: E731
-            sink = jax.tree.map(put, sink, new)
+            sink, away = _written(
+                stack, sink, away, i, lambda old: stack.update(old, grads, finite)
+            )
             return (_floats(of_carry), total, sink), (_floats(of_others), away)
 
-        zeros = [jnp.zeros_like(x) for x in _floats(consts)]
-        count = jnp.arange(len(stack.weights[0]), dtype=jnp.int32)
-        away = sink.bits if stack.host else ()
-        sink = sink._replace(bits=()) if stack.host else sink
-        start = _floats(arrived), zeros, sink
-        (arrived, more, sink), found = lax.scan(each, start, (count, away), reverse=True)
-        of_others, away = found
+        sink, away = (sink._replace(bits=()), sink.bits) if stack.host else (sink, ())
+        start = _floats(arrived), [jnp.zeros_like(x) for x in _floats(consts)], sink
+        turns = jnp.arange(len(stack.weights[0]), dtype=jnp.int32), away
+        (arrived, more, sink), (of_others, away) = lax.scan(each, start, turns, reverse=True)
         sink = sink._replace(bits=away) if stack.host else sink
-        return (
-            _filled(consts, more),
-            _filled(like[0], arrived),
-            _filled(others, of_others),
-            None,
-            sink,
-        )
+        found = (consts, more), (like, arrived), (others, of_others)
+        return *(_filled(*x) for x in found), None, sink
 
     scanned.defvjp(forward, backward)
-    return scanned(closed.consts, init, others, given, stack.sink)
+    return scanned(consts, init, others, [] if in_sink else stack.weights, stack.sink)
 
 
-def moved(bits: PyTree, space: jax.memory.Space, which: Sequence[bool]) -> PyTree:
+def _hoisted(fn: Callable[..., Any], *args: PyTree) -> tuple[list[Any], Callable[..., Any]]:
+    """Return what ``fn`` closes over, and a function of that and of its arguments.
+
+    A ``custom_vjp`` differentiates arguments alone.
+    """
+    replay, _ = trees.trace_once(fn, *args)
+
+    def hoisted(consts: list[Any], *args: PyTree) -> Any:
+        return replay._replace(program=replay.program.replace(consts=consts))(*args)
+
+    return [*replay.program.consts], hoisted
+
+
+def _written(
+    stack: Stack, sink: PyTree, away: PyTree, i: jax.Array, update: Callable[[Any], Any]
+) -> tuple[PyTree, PyTree]:
+    """Update layer ``i`` of a sink in place; of its state in the host's memory return the new."""
+    old = _at(sink, i)
+    if stack.host:
+        new = update(old._replace(bits=moved(away, jax.memory.Space.Device, stack.host)))
+        away, new = moved(new.bits, jax.memory.Space.Host, stack.host), new._replace(bits=())
+    else:
+        new = _computed(i, old, update(old))
+    put = lambda stacked, x: lax.dynamic_update_index_in_dim(stacked, x, i, 0)  # noqa: E731
+    return jax.tree.map(put, sink, new), away
+
+
+def moved(bits: PyTree, space: Any, which: Sequence[bool]) -> PyTree:
     """Move some arrays of a state to a memory."""
     leaves, treedef = jax.tree.flatten(bits)
     pairs = zip(leaves, which, strict=True)
@@ -302,12 +311,11 @@ def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     XLA:CPU would compute each where it is written, from the old arrays, and copy these first. It
     drops barriers, so the new slices pass through a branch that is always taken.
     """
-    leaves, treedef = jax.tree.flatten((new, old))
-    half = len(leaves) // 2
-    taken = lambda i, *xs: lax.cond(i >= 0, lambda *xs: xs[:half], lambda *xs: xs[half:], *xs)  # noqa: E731
-    plain = lambda i, *xs: xs[:half]  # noqa: E731
-    found = lax.platform_dependent(i, *leaves, cpu=taken, default=plain)
-    return jax.tree.unflatten(jax.tree.structure(new), found)
+
+    def taken(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+        return lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, old, new)
+
+    return lax.platform_dependent(i, old, new, cpu=taken, default=lambda i, old, new: new)
 
 
 def _at(tree: PyTree, i: Any) -> PyTree:
@@ -326,8 +334,11 @@ def _floats(tree: PyTree) -> list[Any]:
 def _filled(like: PyTree, floats: Sequence[Any]) -> PyTree:
     """Return a cotangent of ``like`` from those of its floating leaves."""
     found = iter(floats)
-    none = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
-    return jax.tree.map(lambda x: next(found) if _moves(x) else none(x), like)
+    return jax.tree.map(lambda x: next(found) if _moves(x) else _none(x), like)
+
+
+def _none(x: Any) -> Any:
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _finite(cotangents: PyTree) -> jax.Array:

@@ -416,7 +416,12 @@ class Oracle:
                     given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
                 return fn(params, batch, given, *more)
 
-            specs = of_params or (PartitionSpec(names) if own else whole), self.rows, whole, *(whole for _ in more)
+            specs = (
+                of_params or (PartitionSpec(names) if own else whole),
+                self.rows,
+                whole,
+                *(whole for _ in more),
+            )
             # The loss of one replica needs no types: loops may start from constants, and kernels
             # and libraries need not say over which axes their results vary.
             # A line search calls it where the axes of an Explicit mesh are Auto.

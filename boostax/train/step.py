@@ -17,8 +17,9 @@ from boostax.accumulate.aux import as_metrics
 from boostax.precision.policy import Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
-from boostax.train.layered import Layers, layered
+from boostax.train.layered import layered
 from boostax.train.oracle import value_and_grad
+from boostax.train.stacks import Layers
 
 PyTree = Any
 # The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
@@ -126,7 +127,7 @@ def make_train_step(
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     if layers is not None:
-        tx, oracle = layered(tx, oracle, layers, rules)
+        tx, oracle = layered(tx, oracle, layers, rules, gather)
     step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))

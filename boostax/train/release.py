@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer whose updates of stacked layers are made in the backward loop."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import axes, checks, gate, interpret
+from boostax._core.describe import Stepped, describe
+from boostax._core.replicas import Swept
+from boostax.chain.parts import REDUCTIONS, read, rows
+from boostax.train.stacks import Layers
+
+PyTree = Any
+_WHO = "make_train_step"
+# The roles of parts that need several calls, or decide about all gradients together.
+_REFUSED = frozenset(
+    "window|peer window|adder|scaler|hold|check|freeze|carry|delta|own params|subspace|"
+    "outer optimizer".split("|")
+)
+
+
+class LayersState(NamedTuple):
+    """State of a step that releases gradients: see ``boostax.train.Layers``.
+
+    Attributes:
+      stacks: for each stack the states of its layers, each array ``[layers, ...]``.
+      rest: the state of the optimizer of all other params.
+      applied: bool, whether the last step was applied.
+      skipped_layers: i32, number of updates of a layer that were skipped, because its gradient or
+        the loss was not finite.
+    """
+
+    stacks: dict[str, PyTree]
+    rest: PyTree
+    applied: jax.Array
+    skipped_layers: jax.Array
+
+    passed = gate.told_by("applied")
+    taken = gate.told_by("applied")
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Return named scalars for ``boostax.metrics``."""
+        return {"skipped_layers": self.skipped_layers}
+
+
+class Released(NamedTuple):
+    """What a backward loop returns in the place of gradients.
+
+    Attributes:
+      params: the new params of each stack.
+      states: the new states of its layers.
+      finite: whether the step is taken: the loss was finite, and a mean over something.
+      skipped: i32, number of layers that were skipped.
+    """
+
+    params: dict[str, list[Any]]
+    states: dict[str, PyTree]
+    finite: jax.Array
+    skipped: jax.Array
+
+
+def released(
+    tx: optax.GradientTransformation, layers: Layers
+) -> optax.GradientTransformationExtraArgs:
+    """Return ``tx`` for params whose stacks it updates in the backward loop."""
+    inner = optax.with_extra_args_support(tx)
+    _require_by_layer(tx)
+
+    def init_fn(params: PyTree) -> LayersState:
+        layers.require_stacked(params)
+        _require_apart(inner, params)
+        rest = gate.init_inner(inner, layers.split(params)[0])
+        none = jnp.zeros((), jnp.int32)
+        return LayersState(layers.first_states(tx, params), rest, jnp.asarray(True), none)
+
+    @describe("layers", "storage", inner={"rest": tx})
+    def step_fn(
+        grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> Stepped:
+        hint = "boostax.make_train_step(loss, tx, layers=...) makes them."
+        swept, fits = grads.raw, isinstance(grads.raw, Swept)
+        checks.require("layers", "gradients", "others", "those of scan_layers", fits, hint)
+        new: Released = swept.done
+        head = layers.split(params)[0]
+        grads = grads._replace(raw=swept.local)
+        made = gate.run(inner, grads, state.rest, head, apply=True, extra=extra)
+        # A branch around params would be one around the backward pass, where a GPU copies them.
+        keep = lambda x, old: jnp.where(new.finite, x, old)  # noqa: E731
+        value, rest = jax.tree.map(keep, made, (head, state.rest))
+        value = layers.joined(value, new.params)
+        value = value if apply else jax.tree.map(jnp.subtract, value, params)
+        skipped = state.skipped_layers + new.skipped
+        return value, LayersState(new.states, rest, new.finite, skipped)
+
+    return gate.gated(init_fn, step_fn, gate.nothing_held)
+
+
+def _require_by_layer(tx: optax.GradientTransformation) -> None:
+    """Refuse parts that need all gradients, or several calls."""
+    for row in rows(read(tx)):
+        name, fits = row.part.name, row.role not in _REFUSED
+        hint = "A layer's gradient is gone when the next one exists."
+        checks.require(_WHO, "tx", name, "an optimizer without gates with release=True", fits, hint)
+        plain = row.role not in REDUCTIONS or row.part.name == "all_reduce"
+        hint = "In the loop a layer's gradient is averaged: boostax.all_reduce()."
+        checks.require(_WHO, "tx", name, "one with the plain mean with release=True", plain, hint)
+
+
+def _require_apart(tx: gate.Extended, params: PyTree) -> None:
+    """Refuse an optimizer that computes the update of a leaf from the gradients of others."""
+    # Types without shardings, by which an Explicit mesh would judge the program.
+    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(jax.tree.map(typed, params))
+
+    def update(grads: list[Any], state: PyTree, params: list[Any]) -> list[Any]:
+        given = gate.Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
+        return jax.tree.leaves(gate.run(tx, *given, apply=True, extra={})[0])
+
+    def first() -> PyTree:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        return gate.init_inner(tx, treedef.unflatten(zeros))
+
+    with axes.binding(axes.ONE_LAYER + axes.bound()):
+        program = jax.make_jaxpr(update)(leaves, jax.eval_shape(first), leaves)
+    none = frozenset[int]()
+    unite = lambda facts: none.union(*facts)  # noqa: E731
+    known = [frozenset([i]) for i in range(len(leaves))]
+    known += [none] * (len(program.in_avals) - len(known))
+    each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
+    found = interpret.flow(program, known, each, unite, none)
+    fits = all(facts <= {i} for i, facts in enumerate(found))
+    hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
+    got, allowed = "a norm of several", "one that reads the gradient of one param at a time"
+    checks.require(_WHO, "tx with release=True", got, allowed, fits, hint)

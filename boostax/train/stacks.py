@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stacks of layers of a step: which params they are, where shards are, how they travel."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from boostax._core import axes, checks, gate, interpret, replicas, trees
+from boostax._core.placement import Placement
+from boostax.precision.entries import BY_ELEMENT
+from boostax.precision.policy import Policy
+
+PyTree = Any
+Path = tuple[Any, ...]
+Arrays = list[jax.Array]
+# The dimensions of a layer's array that are sharded over replica axes, and these axes.
+Cut = Sequence[tuple[int, tuple[str, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """How a step runs the stacked layers that its loss scans with ``boostax.train.scan_layers``.
+
+    Attributes:
+      path: the path of the stacked params, ``"layers"`` or ``"decoder/blocks"``; or several paths.
+      weights: for params that are sharded over the replicas (FSDP). ``"once"`` gathers them once
+        per call, in the dtype in which the loss computes, adds up whole gradients on each device
+        and leaves the reduction to the optimizer. ``"by layer"`` gathers a layer when it is
+        computed, in both passes, and reduces its gradient into the shards at once, so that a device
+        holds one layer besides its shards; the reduction is the plain mean.
+      release: run the optimizer of the stacks in the backward loop, layer by layer, so that the
+        gradients of two layers never exist together. Weights are then gathered by layer.
+      host: with ``release``, keep the floating arrays of the layers' optimizer state in the host's
+        memory, and move those of one layer at a time to the device.
+
+    Raises:
+      ValueError: an unknown form of ``weights``, or ``host`` without ``release``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> def loss(params, x):
+      ...   layer = lambda x, w: (jnp.tanh(x * w), None)
+      ...   return boostax.train.scan_layers(layer, x, params["layers"])[0].sum()
+      >>> layers = boostax.train.Layers("layers", release=True)
+      >>> step = boostax.make_train_step(loss, optax.sgd(0.1), layers=layers)
+      >>> state, metrics = step(step.init({"layers": jnp.ones(3)}), jnp.ones(4))
+      >>> int(metrics["skipped_layers"])
+      0
+    """
+
+    path: str | tuple[str, ...] = "layers"
+    weights: Literal["once", "by layer"] = "by layer"
+    release: bool = False
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        hint = "'by layer' holds one layer's weights, 'once' sends them once."
+        checks.choice("Layers", "weights", self.weights, ("once", "by layer"), hint)
+        hint = "Add release=True: the state is moved in the loop in which the optimizer runs."
+        checks.require("Layers", "host", True, "False", self.release or not self.host, hint)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the stacks."""
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+    @property
+    def once(self) -> bool:
+        """Whether weights are gathered once."""
+        return self.weights == "once" and not self.release
+
+    def stack_of(self, path: Path) -> str | None:
+        """Return the path of the stack to which a param belongs, or ``None``."""
+        name = f"{trees.path_name(path)}/"
+        return next((x for x in self.paths if name.startswith(f"{x}/")), None)
+
+    def split(self, params: PyTree) -> tuple[PyTree, dict[str, list[Any]]]:
+        """Return the params without the stacks, and the leaves of each stack."""
+        stacks: dict[str, list[Any]] = {name: [] for name in self.paths}
+
+        def head(path: Path, x: Any) -> Any:
+            name = self.stack_of(path)
+            if name is None:
+                return x
+            stacks[name].append(x)
+            return optax.MaskedNode()
+
+        return jax.tree_util.tree_map_with_path(head, params), stacks
+
+    def joined(self, head: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
+        """Put the leaves of stacks back that ``split`` takes out; others stay as they are."""
+        left = {name: iter(leaves) for name, leaves in stacks.items()}
+
+        def whole(path: Path, x: Any) -> Any:
+            name = self.stack_of(path)
+            return x if name is None else next(left.get(name, iter(())), x)
+
+        return jax.tree_util.tree_map_with_path(whole, head, is_leaf=trees.is_masked)
+
+    def alone(self, params: PyTree, name: str, leaves: Sequence[Any]) -> PyTree:
+        """Return a tree like the params in which a stack's leaves stand alone, at their paths."""
+        return self.joined(masked(self.split(params)[0]), {name: leaves})
+
+    def require_stacked(self, params: PyTree) -> None:
+        """Refuse params in which a path names no stack."""
+        for name, leaves in self.split(params)[1].items():
+            counts = {x.shape[:1] for x in leaves}
+            allowed = "one of stacked params, all [layers, ...] of one number of layers"
+            hint = f"The params are {', '.join(trees.names(params)[:6])}, ..."
+            fits = len(counts) == 1 and () not in counts
+            checks.require("Layers", "path", name, allowed, fits, hint)
+
+    def first_states(self, tx: optax.GradientTransformation, params: PyTree) -> dict[str, PyTree]:
+        """Return for each stack the first states of its layers, ``[layers, ...]``."""
+
+        def first(name: str, leaves: Arrays) -> PyTree:
+            return gate.init_inner(tx, self.alone(params, name, leaves))
+
+        stacks = self.split(params)[1]
+        with axes.binding(axes.ONE_LAYER + axes.bound()):
+            return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
+
+
+def masked(tree: PyTree) -> PyTree:
+    """Return a tree in which every leaf is masked."""
+    return jax.tree.map(lambda _: optax.MaskedNode(), tree)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The layers of a step on its mesh.
+
+    Attributes:
+      layers: see ``Layers``.
+      tx: the optimizer, for ``release``.
+      policy: the precision policy.
+      place: where the params are; ``None`` without a mesh.
+      wire: the dtype in which weights are gathered, if it is not that of the computation.
+      types: the types of the params.
+    """
+
+    layers: Layers
+    tx: optax.GradientTransformation
+    policy: Policy | None = None
+    place: Placement | None = None
+    wire: str | None = None
+    types: PyTree = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replica axes."""
+        return () if self.place is None else self.place.names
+
+    @functools.cached_property
+    def stacks(self) -> dict[str, list[Any]]:
+        """The types of the params of each stack."""
+        return self.layers.split(self.types)[1]
+
+    @functools.cached_property
+    def cuts(self) -> dict[str, list[Cut]]:
+        """For each stack how its params' layers are sharded over the replicas."""
+        found: dict[str, list[Cut]] = {name: [] for name in self.layers.paths}
+        for path, _ in jax.tree_util.tree_leaves_with_path(self.types):
+            name = self.layers.stack_of(path)
+            if name is not None:
+                spec = self.place.spec(path) if self.place else None
+                cut = _cut(spec or PartitionSpec(), self.names)
+                allowed = f"whole along the layers over {', '.join(self.names)}"
+                got, hint = f"{spec} at {trees.path_name(path)}", "Shard another dimension."
+                fits = all(dim >= 0 for dim, _ in cut)
+                checks.require("Layers", "params", got, allowed, fits, hint)
+                found[name].append(cut)
+        return found
+
+    @functools.cached_property
+    def state_cuts(self) -> dict[str, list[Cut]]:
+        """For each stack how the arrays of a layer's state are sharded, if it is gathered."""
+        zeros = lambda: jax.tree.map(_zeros, self.types)  # noqa: E731
+        states = jax.eval_shape(lambda: self.layers.first_states(self.tx, zeros()))
+        specs = self.specs(states)
+        return {k: [_cut(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
+
+    @functools.cached_property
+    def gathers_state(self) -> dict[str, bool]:
+        """For each stack whether its optimizer must see a whole layer of what is sharded."""
+        layer = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
+        alone = lambda k, x: self.layers.alone(self.types, k, [*map(layer, x)])  # noqa: E731
+        return {
+            k: any(self.cuts[k]) and not _by_entry(self.tx, alone(k, x))
+            for k, x in self.stacks.items()
+        }
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, list[Any]]:
+        """The dtypes in which the loss gets the params of each stack."""
+        cast = lambda x: x if self.policy is None else self.policy.cast_params(x)  # noqa: E731
+        stacks = self.layers.split(jax.eval_shape(cast, self.types))[1]
+        return {k: [x.dtype for x in xs] for k, xs in stacks.items()}
+
+    def specs(self, tree: PyTree) -> PyTree:
+        """Return the specs, over the replica axes alone, of a state, or of params."""
+        assert self.place is not None
+        leaves = jax.tree_util.tree_leaves_with_path(self.types)
+        owners = {path: (x.shape, self.place.spec(path) or PartitionSpec()) for path, x in leaves}
+        specs = replicas.specs_like(owners, tree, self.names, sizes=self.place.mesh.shape)
+        others = [x for x in self.place.mesh.axis_names if x not in self.names]
+        return jax.tree.map(lambda spec: replicas.without(spec, others), specs)
+
+    def sent(self, name: str, leaves: Arrays, stacked: bool = False) -> Arrays:
+        """Return the weights of a layer, or of all, whole, in the dtype in which they are sent."""
+
+        def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
+            return _joined(x.astype(self.wire or dtype), cut, stacked) if cut else x
+
+        return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
+
+    def cast(self, name: str, leaves: Arrays) -> Arrays:
+        """Return weights in the dtypes in which the loss gets them."""
+        return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
+
+    def reduced(self, name: str, grads: Arrays) -> Arrays:
+        """Return the mean over the replicas of a layer's gradients, in f32, in the shards."""
+
+        def one(g: jax.Array, cut: Cut) -> jax.Array:
+            g, left = g.astype(trees.wide_dtype(g)), list(self.names)
+            for dim, over in cut:
+                parts = g.reshape(*g.shape[:dim], axes.size(over), -1, *g.shape[dim + 1 :])
+                g = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
+                left = [x for x in left if x not in over]
+            g = lax.psum(g, tuple(left)) if left else g
+            return g / axes.size(self.names) if self.names else g
+
+        return list(map(one, grads, self.cuts[name]))
+
+    def updated(
+        self, name: str, grads: Arrays, state: PyTree, params: Arrays
+    ) -> tuple[Arrays, PyTree]:
+        """Return new params and state of a layer, from its mean gradient.
+
+        An optimizer that looks at more than an entry gets the layer whole, on each replica.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        cuts = self.cuts[name], self.state_cuts[name] if self.gathers_state[name] else ()
+        if self.gathers_state[name]:
+            grads, params = (list(map(_joined, x, cuts[0])) for x in (grads, params))
+            leaves = list(map(_joined, leaves, cuts[1]))
+        tree = functools.partial(self.layers.alone, self.types, name)
+        with axes.binding(axes.ONE_LAYER + self.names):
+            new, state = gate.applied(
+                self.tx, tree(grads), treedef.unflatten(leaves), tree(params), {}
+            )
+        if not self.gathers_state[name]:
+            return jax.tree.leaves(new), state
+        params, leaves = (
+            list(map(_own, jax.tree.leaves(x), y)) for x, y in zip((new, state), cuts, strict=True)
+        )
+        return params, treedef.unflatten(leaves)
+
+
+def _zeros(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _cut(spec: PartitionSpec, names: tuple[str, ...]) -> Cut:
+    """Return how a layer is sharded over the replicas, from the spec of a stack of layers."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    over = [tuple(x for x in entry if x in names) for entry in entries]
+    return [(dim - 1, names) for dim, names in enumerate(over) if names]
+
+
+def _joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
+    """Gather the shards of an array, or of a stack of arrays.
+
+    They arrive along a leading dimension, whatever the dimension that they are shards of: XLA would
+    give the whole stack another layout, to have that dimension first.
+    """
+    for dim, over in cut:
+        at = dim + stacked
+        parts = jnp.moveaxis(lax.all_gather(x, over), 0, at)
+        x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+    return x
+
+
+def _own(x: jax.Array, cut: Cut) -> jax.Array:
+    """Return this replica's shard of a whole array."""
+    for dim, over in cut:
+        size = x.shape[dim] // axes.size(over)
+        x = lax.dynamic_slice_in_dim(x, axes.index(over) * size, size, dim)
+    return x
+
+
+def _by_entry(tx: optax.GradientTransformation, layer: PyTree) -> bool:
+    """Return whether an optimizer computes each entry of a layer's params from that entry alone."""
+    update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
+    with axes.binding(axes.ONE_LAYER + axes.bound()):
+        state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(_zeros, layer)))
+        program = jax.make_jaxpr(update)(layer, state, layer)
+
+    # 0 for what is equal for all entries, 1 for an array of entries, 2 for anything else.
+    def each(eqn: Any, facts: list[int]) -> list[int]:
+        shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
+        fits = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1
+        fits |= eqn.primitive.name == "broadcast_in_dim" and facts == [0]
+        return [max(facts, default=0) if fits or not any(facts) else 2] * len(eqn.outvars)
+
+    join = lambda facts: max(facts, default=0)  # noqa: E731
+    ranks = [min(1, len(x.shape)) for x in program.in_avals]
+    return join(interpret.flow(program, ranks, each, join, 0)) < 2
