@@ -92,6 +92,16 @@ def test_what_is_drawn_is_right_on_average(name):
     assert (found == np.asarray(x)).mean() < 0.5
 
 
+@pytest.mark.parametrize("name", ["int8", "log8"])
+def test_arrays_of_a_param_share_noise_and_are_rounded_independently(name):
+    x, made, errors = 0.1 + some(0)["w"] ** 2, formats.FORMATS[name], []
+    for salt in ("", "mu", "nu"):
+        codes, scales = made.encode(x, formats.draw(formats.fold(0, 0), x.shape), salt)
+        errors.append(np.ravel(made.decode(codes, scales) - x))
+    off = np.corrcoef(errors) - np.eye(3)
+    assert abs(off).max() <= 6 / np.sqrt(x.size)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def rounded(name, x):
     made = formats.FORMATS[name]

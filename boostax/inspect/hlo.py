@@ -246,12 +246,10 @@ class Program:
         test, result = self.root(condition), self.root(body)
         if test is None or result is None or result.op != "tuple":
             return None
-        flag = self._value(condition, test.name)
-        if flag.element is not None:
-            # A flag that the body clears.
-            return (
-                1 if self._value(body, result.operands[flag.element]) == _Value(None, 0) else None
-            )
+        flag = self._value(condition, test.name).element
+        if flag is not None:
+            cleared = self._value(body, result.operands[flag]) == _Value(None, 0)
+            return 1 if cleared else None
         if "direction=LT" not in test.attributes:
             return None
         counter, limit = (self._value(condition, name) for name in test.operands)

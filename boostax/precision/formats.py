@@ -144,15 +144,11 @@ def scales_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n // b for n, b in zip(shape, block_of(shape), strict=True))
 
 
-class _Cut(NamedTuple):
-    """The shape of an array in which its blocks are whole dimensions, and which these are."""
+def cut(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of an array cut in blocks, and the dimensions inside a block.
 
-    shape: tuple[int, ...]
-    inside: tuple[int, ...]
-
-
-def cut(shape: tuple[int, ...]) -> _Cut:
-    """Return the shape of an array ``[a, b]`` cut in blocks ``(1, q)``: ``[a, b / q, q]``."""
+    An array ``[a, b]`` with blocks ``(1, q)`` is cut to ``[a, b / q, q]``.
+    """
     found, inside = list[int](), list[int]()
     for size, block in zip(shape, block_of(shape), strict=True):
         if block == 1 or block < size:
@@ -160,7 +156,7 @@ def cut(shape: tuple[int, ...]) -> _Cut:
         if block > 1:
             inside.append(len(found))
             found.append(block)
-    return _Cut(tuple(found), tuple(inside))
+    return tuple(found), tuple(inside)
 
 
 def in_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -335,7 +331,7 @@ def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
     def whole(x: jax.Array, *rest: jax.Array) -> jax.Array:
         first, *others = (in_blocks(y, x.shape) for y in (x, *rest))
         if work == "measure":
-            return run(*extremes(first, cut(x.shape).inside)).reshape(scales_of(x.shape))
+            return run(*extremes(first, cut(x.shape)[1])).reshape(scales_of(x.shape))
         return run(first, *others).reshape(x.shape)
 
     return _named(f"boostax_{work}_{kind}_{salt}", Codec(work, run), whole)

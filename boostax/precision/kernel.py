@@ -22,8 +22,8 @@ from boostax.precision import entries, formats
 
 Shape = tuple[int, ...]
 _ROWS, _LANES = _PART = 32, formats.BLOCK
-# The most elements of a row in the vector memory, which are 128 blocks, and the most bytes there.
-_MOST, _MEMORY = _LANES * 128, 48 * 2**20
+# The most bytes that a step of the grid may take; the vector memory of a TPU v4 has 16 MB.
+_MEMORY = 10 * 2**20
 # Primitives that Pallas cannot compile for TPUs.
 _LACKING = frozenset({"cbrt", "expm1", "nextafter"})
 
@@ -32,15 +32,18 @@ def ready(program: jaxprs.ClosedJaxpr, shape: Shape) -> bool:
     """Return whether a leaf, or a shard of this shape, can be computed by a kernel."""
     if len(shape) < 2 or shape[-1] % _LANES or shape[-2] % _ROWS:
         return False
-    arrays = [x.aval for x in (*program.jaxpr.invars, *program.jaxpr.outvars)]
-    row = sum(x.dtype.itemsize for x in arrays if x.shape == entries.shape_of(program))
     names = {eqn.primitive.name for eqn, _ in equations(program.jaxpr)}
-    # Blocks of the pipeline are held twice.
-    return names.isdisjoint(_LACKING) and 2 * row * _ROWS * _width(shape) <= _MEMORY
+    return names.isdisjoint(_LACKING)
 
 
-def _width(shape: Shape) -> int:
-    return _MOST if shape[-1] % _MOST == 0 else shape[-1]
+def _width(program: jaxprs.ClosedJaxpr, size: int) -> int:
+    """Return the elements of a row of this size that a step of the grid takes."""
+    arrays: Any = [x.aval for x in (*program.jaxpr.invars, *program.jaxpr.outvars)]
+    whole = entries.shape_of(program)
+    # The pipeline holds the arrays of two steps.
+    column = 2 * _ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == whole)
+    counts = range(max(1, _MEMORY // column // _LANES), 0, -1)
+    return _LANES * next(n for n in counts if size % (n * _LANES) == 0)
 
 
 def run(
@@ -63,7 +66,7 @@ def run(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    width, count = _width(shape), len(program.jaxpr.outvars)
+    count, width = len(program.jaxpr.outvars), _width(program, shape[-1])
 
     def flat(x: jax.Array) -> jax.Array:
         if x.ndim:
@@ -73,8 +76,10 @@ def run(
     def spec(x: jax.Array) -> Any:
         if x.ndim == 1:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
-        columns = width if x.shape[1] == shape[-1] else width // _LANES
-        return pl.BlockSpec((_ROWS, columns), lambda i, j: (i, j))
+        if x.shape[1] == shape[-1]:
+            return pl.BlockSpec((_ROWS, width), lambda i, j: (i, j))
+        # The scales of whole rows, because blocks of memory have 128 columns.
+        return pl.BlockSpec((_ROWS, x.shape[1]), lambda i, j: (i, 0))
 
     given = [flat(x) for x in (start, *operands)]
     written = given[1 : count + 1]
@@ -86,7 +91,6 @@ def run(
         # Types of a checked map say over which axes arrays vary.
         out_shape=jax.eval_shape(lambda *arrays: [*arrays], *written),
         input_output_aliases={i + 1: i for i in range(count)},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=2 * _MEMORY),
         interpret=interpret,
     )(*given)
     return [x.reshape(y.shape) for x, y in zip(found, operands, strict=False)]
@@ -96,17 +100,19 @@ def _step(
     pl: Any, program: jaxprs.ClosedJaxpr, shape: Shape, flags: list[bool], start: Any, *refs: Any
 ) -> None:
     """Compute the rows of one step of the grid, block after block."""
-    whole, width = entries.shape_of(program), _width(shape)
+    whole, width = entries.shape_of(program), _width(program, shape[-1])
     taken, made = refs[: len(flags)], refs[len(flags) :]
     row, *strides = pl.program_id(0) * _ROWS, *formats.strides_of(whole)
-    index = start[0] + pl.program_id(1) * width + formats.index_in(_PART, strides[-2:])
+    column = pl.program_id(1) * width
+    index = start[0] + column + formats.index_in(_PART, strides[-2:])
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
         index, row = index + lax.rem(row, size) * formats.wrapped(stride), lax.div(row, size)
-    scales = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(made) if x.shape[-1] != width}
 
-    def block(b: jax.Array, scales: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    first = lax.div(column, _LANES)
+
+    def block(b: jax.Array, _: None) -> None:
         at = slice(None), pl.ds(pl.multiple_of(b * _LANES, _LANES), _LANES)
-        here = lambda x: lax.broadcasted_iota(jnp.int32, x.shape, 1) == b  # noqa: E731
+        here = lambda x: lax.broadcasted_iota(jnp.int32, x.shape, 1) == first + b  # noqa: E731
 
         def read(ref: Any, flag: bool) -> jax.Array:
             if len(ref.shape) == 1:
@@ -122,13 +128,13 @@ def _step(
             return codec.run(*(_extremes(*given) if codec.work == "measure" else given))
 
         found = entries.play(program, list(map(read, taken, flags)), _PART, step)
-        for i, x in enumerate(found):
-            if i not in scales:
-                made[i][at] = x
-        return {i: jnp.where(here(x), found[i], x) for i, x in scales.items()}
+        for ref, x in zip(made, found, strict=True):
+            if ref.shape[-1] == width:
+                ref[at] = x
+            else:
+                ref[...] = jnp.where(here(ref), x, ref[...])
 
-    for i, x in lax.fori_loop(0, width // _LANES, block, scales).items():
-        made[i][...] = x
+    lax.fori_loop(0, width // _LANES, block, None)
 
 
 def _extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:

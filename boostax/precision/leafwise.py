@@ -199,18 +199,16 @@ def leaf_by_leaf(
     graph.learn(graph.common(wanted, of))
     new = dict[int, Any]()
     for leaf, places in sorted(positions.items()):
-        whole = [i for place in sorted(places) for i in places[place]]
+        groups = [places[place] for place in sorted(places)]
+        whole = [i for group in groups for i in group]
         if leaf in (COMMON, SMALL):
-            new.update(zip(whole, graph.learn([graph.outputs[i] for i in whole]), strict=True))
-            continue
-        values = graph.change(whole, cuts[leaf], always)
-        if values is not None:
-            new.update(zip(whole, values, strict=True))
-            continue
-        for place in sorted(places):
-            here = places[place]
-            values = graph.change(here, cuts[leaf], always)
-            if values is None:
-                values, always = graph.branch(here, always)
-            new.update(zip(here, values, strict=True))
+            values = graph.learn([graph.outputs[i] for i in whole])
+        else:
+            values = graph.change(whole, cuts[leaf], always)
+        new.update(zip(whole, values or (), strict=False))
+        for here in groups if values is None else ():
+            found = graph.change(here, cuts[leaf], always)
+            if found is None:
+                found, always = graph.branch(here, always)
+            new.update(zip(here, found, strict=True))
     return jax.tree.unflatten(jax.tree.structure(old), [new[i] for i in range(len(leaves))])
