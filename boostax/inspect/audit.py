@@ -65,6 +65,8 @@ class Audit:
       cycles: the estimate of a TPU's compiler, without the network; ``None`` for other machines.
       temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers in XLA's
         plan.
+      host_bytes: the sizes of arguments and temporaries in the host's memory, beside these; or
+        ``None``.
       overlap: the share of ``wire_bytes`` with work between the start and the end of a collective;
         ``None`` without collectives.
       flops: floating-point operations by XLA's count, the body of a loop once; NaN without a count.
@@ -96,6 +98,7 @@ class Audit:
     argument_bytes: int = field(metadata={"bytes of arguments": "params_bytes"})
     output_bytes: int = field(metadata={"bytes of results": "params_bytes"})
     aliased_bytes: int = field(metadata={"of these in arguments' buffers": "params_bytes"})
+    host_bytes: int | None = field(metadata={"bytes in the host's memory": "params_bytes"})
     overlap: float | None = field(metadata={"share of sent bytes with work meanwhile": ""})
     flops: float
     unknown_loops: tuple[str, ...]
@@ -209,6 +212,7 @@ def audit(
         temporary_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes or None,
         collectives=listed,
         traffic=traffic.traffic(parsed),
         cycles=traffic.cycles(parsed),

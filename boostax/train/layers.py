@@ -222,8 +222,8 @@ def _unmapped(x: Any) -> Any:
 def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple[PyTree, PyTree]:
     """Scan, with a backward loop that updates the sink."""
     # The params in a sink are read there: its cotangent, not theirs, is the new value.
-    in_sink, change = isinstance(stack.sink, Sink), stack.update
-    assert change is not None, "a forward pass has no backward loop"
+    change: Any = stack.update
+    in_sink = isinstance(stack.sink, Sink)
     mine = lambda weights, sink: sink.params if in_sink else weights  # noqa: E731
     read = lambda *xs: (stack.read(_at(xs[0], 0)), _at(xs[1], 0))  # noqa: E731
     first = jax.eval_shape(read, stack.weights, others)
@@ -254,9 +254,8 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
             here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else _none(y[0]), of_ys)
             more, of_carry, grads, of_others = pull((_filled(like, of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
-            sink, away = _written(
-                stack, sink, away, i, lambda old: stack.update(old, grads, finite)
-            )
+            update = lambda old: change(old, grads, finite)  # noqa: E731
+            sink, away = _written(stack, sink, away, i, update)
             return (_floats(of_carry), total, sink), (_floats(of_others), away)
 
         sink, away = (sink._replace(bits=()), sink.bits) if stack.host else (sink, ())
