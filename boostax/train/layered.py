@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks, handshake, norms, trees
 from boostax._core.placement import Placement
-from boostax._core.replicas import PerReplica, Swept
+from boostax._core.replicas import PerReplica, Swept, is_per_replica
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, own_of
@@ -70,6 +70,10 @@ class LayeredOracle(Oracle):
         plan: Plan = self.plan
         hint = "A frozen layer's gradient would be computed in the loop."
         checks.require(_WHO, "layers", "a frozen stack", "None with freezing", active is True, hint)
+        own, hint = is_per_replica(params), "Its layers would be gathered from other replicas."
+        checks.require(
+            _WHO, "params", "those of each replica", "common with layers=", not own, hint
+        )
         rules = carried.resolve(carried.declared(opt_state, params, _WHO), params)
         allowed, hint = "None with boostax.carry", "A carried leaf's cotangent is no gradient."
         checks.require(_WHO, "layers", [*rules][:3], allowed, not rules, hint)
@@ -423,12 +427,15 @@ def layered(
     layers: Layers | str,
     policy: Policy | None,
     gather: str | None,
+    shard_optimizer: bool,
 ) -> tuple[optax.GradientTransformation, LayeredOracle]:
     """Return the optimizer and the gradient function of a step with ``layers=``."""
     layers = Layers(layers) if isinstance(layers, str) else layers
     hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
     fits = oracle.count == 1 or not layers.release
     checks.require(_WHO, "microbatches", oracle.count, "1 with release=True", fits, hint)
+    fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
+    checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
     fits, hint = gather != "int8", "Blocks of int8 are of whole arrays."
     checks.require(_WHO, "gather", gather, "'bfloat16' or None with layers=", fits, hint)
     fields = {x.name: getattr(oracle, x.name) for x in dataclasses.fields(oracle)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate, interpret
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import Stepped, asked, describe
 from boostax._core.replicas import Swept
 from boostax.chain.parts import REDUCTIONS, read, rows
 from boostax.train.stacks import Layers
@@ -76,7 +76,7 @@ def released(
         none = jnp.zeros((), jnp.int32)
         return LayersState(layers.first_states(tx, params), rest, jnp.asarray(True), none)
 
-    @describe("layers", "storage", inner={"rest": tx})
+    @describe("layers", "storage", inner={"rest": tx}, what="Update layers in the backward loop")
     def step_fn(
         grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
@@ -99,7 +99,11 @@ def released(
 
 
 def _require_by_layer(tx: optax.GradientTransformation) -> None:
-    """Refuse parts that need all gradients, or several calls."""
+    """Refuse parts that need all gradients, several calls, or the loss."""
+    needed = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
+    hint = "Layers are updated before the loss is returned: leave release= out."
+    allowed = "an optimizer without them with release=True"
+    checks.require(_WHO, "tx", f"one that asks for {needed}", allowed, not needed, hint)
     for row in rows(read(tx)):
         name, fits = row.part.name, row.role not in _REFUSED
         hint = "A layer's gradient is gone when the next one exists."

@@ -127,7 +127,7 @@ def make_train_step(
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     if layers is not None:
-        tx, oracle = layered(tx, oracle, layers, rules, gather)
+        tx, oracle = layered(tx, oracle, layers, rules, gather, shard_optimizer)
     step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
