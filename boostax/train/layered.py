@@ -23,7 +23,16 @@ from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, own_of
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, autocast
-from boostax.train.layers import Run, Sink, Stack, moved, received, require_scanned, sent
+from boostax.train.layers import (
+    Run,
+    Sink,
+    Stack,
+    moved,
+    received,
+    require_scanned,
+    sent,
+    showing,
+)
 from boostax.train.oracle import Oracle, gathered
 from boostax.train.release import LayersState, Released, released
 from boostax.train.stacks import Arrays, Layers, Plan, masked
@@ -438,6 +447,13 @@ def layered(
     checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
     fits, hint = gather != "int8", "Blocks of int8 are of whole arrays."
     checks.require(_WHO, "gather", gather, "'bfloat16' or None with layers=", fits, hint)
+
+    @functools.wraps(oracle.loss_fn)
+    def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+        return oracle.loss_fn(showing(trees.restored(params)), *args, **kwargs)
+
     fields = {x.name: getattr(oracle, x.name) for x in dataclasses.fields(oracle)}
+    # The policy casts what the loss is shown, so its leaves are noted behind it.
+    fields["computed"] = of_model if policy is None else policy.compute(of_model)
     made = LayeredOracle(**fields, plan=Plan(layers, tx, policy))
     return released(tx, layers) if layers.release else tx, made

@@ -32,7 +32,6 @@ from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
-from boostax.train.layers import showing
 
 PyTree = Any
 _WHO = "value_and_grad"
@@ -135,7 +134,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(showing(trees.restored(params)), *args, **kwargs)
+        return loss_fn(trees.restored(params), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
     return Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
