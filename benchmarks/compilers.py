@@ -9,7 +9,7 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import compilers_cases as cases
@@ -21,6 +21,7 @@ from flax.training import dynamic_scale
 
 import boostax
 from boostax.inspect.audit import Audit
+from boostax.train import Layers
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
 TARGETS = {"CPU": CPU, "v5e": V5E, "H100": H100}
@@ -54,9 +55,13 @@ multiple of what `lax.pmean` leaf by leaf sends. Freezing by its host driver has
 depth, of 4 groups; by its switch driver one program for all, whose conditions exclude each other:
 *applied* adds them all up.""",
     "Reductions per optimizer step": """\
-A decoder whose layers are stacked and scanned, 8 micro-batches, 8 devices: elements that are
-reduced, in multiples of N. A reduction in a loop counts at each turn. With FSDP params are sharded
-over the batch's axis; what is written by hand gathers them for each micro-batch.""",
+A decoder of 195 M params whose 24 layers are stacked and scanned, 8 micro-batches, 8 devices:
+elements that are reduced, in multiples of N. A reduction in a loop counts at each turn. With FSDP
+params are sharded over the batch's axis; what is written by hand gathers them for each micro-batch.
+Temporaries, and the wire a step, are multiples of 4 N bytes.""",
+    "Released layers": """\
+With one micro-batch, and its optimizer in the backward loop
+([layers](cards/layers.md)).""",
     "Wire formats": """\
 Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU moves bf16 as
 f32.""",
@@ -193,11 +198,37 @@ def train_steps() -> Rows:
 
 
 def reductions() -> Rows:
-    rows: Rows = []
+    forms: dict[tuple[str, str], Callable[[Any], Audit]] = {}
     for (form, said), fsdp in itertools.product(cases.ACCUMULATED.items(), (False, True)):
-        row: dict[str, Any] = {"form": said, "params": "FSDP" if fsdp else "whole"}
+        key = said, "FSDP" if fsdp else "whole"
+        forms[key] = functools.partial(cases.accumulated, form, fsdp=fsdp, model=cases.deep())
+    split = functools.partial(cases.placed, "FSDP", microbatches=WINDOW)
+    narrow = functools.partial(split, gather="bfloat16")
+    forms['boostax, `gather="bfloat16"`', "FSDP"] = narrow
+    for weights in ("once", "by layer"):
+        said = f'boostax, `gather="bfloat16"`, layers "{weights}"'
+        forms[said, "FSDP"] = functools.partial(narrow, layers=Layers(weights=weights))
+    return counted(forms)
+
+
+def released() -> Rows:
+    forms: dict[tuple[str, str], Callable[[Any], Audit]] = {}
+    for placement in cases.PLACED:
+        for said, layers in {"boostax": None, "released": Layers(release=True)}.items():
+            forms[said, placement] = functools.partial(cases.placed, placement, layers=layers)
+    return counted(forms)
+
+
+def counted(forms: Mapping[tuple[str, str], Callable[..., Audit]]) -> Rows:
+    """Reductions, temporaries and bytes sent of steps, by form and placement of the params."""
+    rows: Rows = []
+    for (form, params), make in forms.items():
+        row: dict[str, Any] = {"form": form, "params": params}
         for name, target in TARGETS.items():
-            row[name] = cases.accumulated(form, target, fsdp).reductions
+            found = make(target=target)
+            row[name] = found.reductions
+            row[f"{name} temporaries"] = found.temporary_bytes / (4 * found.params)
+            row[f"{name} wire"] = found.per_step(found.wire_bytes) / (4 * found.params)
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -362,6 +393,7 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "Recording": recording,
     "Train steps": train_steps,
     "Reductions per optimizer step": reductions,
+    "Released layers": released,
     "Wire formats": wires,
     "Reductions beside the mean": narrow,
     "Size": size,
@@ -404,6 +436,11 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
             for name in TARGETS:
                 claim = f"boostax, {row['params']}, reductions of 8 micro-batches on {name}, N"
                 found.append(harness.Bar(claim, row[name], 1.01))
+    for row in sections["Released layers"]:
+        if row["form"] == "released":
+            for name in TARGETS:
+                claim = f"released layers, {row['params']}, temporaries on {name}, P"
+                found.append(harness.Bar(claim, row[f"{name} temporaries"], 0.5))
     beside = {row["reduction"]: row["v5e cycles"] for row in sections["Reductions beside the mean"]}
     for form, (_, limit) in cases.NARROW.items():
         claim = f"{form}, of the f32 mean's cycles on v5e"

@@ -253,14 +253,44 @@ ACCUMULATED = {
 }
 
 
-def over_replicas(tree, mesh):
-    """Each leaf sharded over the batch axis, along its last dimension: FSDP."""
+def over_replicas(tree, mesh, axis=AXIS):
+    """Each leaf sharded over an axis, the batch's for FSDP, along its last dimension."""
 
     def where(x):
-        cut = x.ndim and x.shape[-1] % mesh.size == 0
-        return NamedSharding(mesh, P(*[None] * (x.ndim - 1), AXIS) if cut else P())
+        cut = x.ndim and x.shape[-1] % mesh.shape[axis] == 0
+        return NamedSharding(mesh, P(*[None] * (x.ndim - 1), axis) if cut else P())
 
     return jax.tree.map(lambda x: x.update(sharding=where(x)), tree)
+
+
+# Shape of the mesh, and the axis over which params are sharded.
+PLACED: dict[str, tuple[tuple[int, ...], str | None]] = {
+    "whole": ((8,), None),
+    "FSDP": ((8,), AXIS),
+    "HSDP, 2 x 4": ((2, 4), "fsdp"),
+    "tensor parallel, 4 x 2": ((4, 2), "model"),
+}
+
+
+def deep():
+    """195 M params in 24 layers: a TPU keeps temporaries of small models out of sight."""
+    return decoder(24, 768, 16_384, 12, 256)
+
+
+def placed(placement, target, microbatches=1, rows=2, **options):
+    """A step of the deep decoder whose params lie as ``placement`` says."""
+    shape, axis = PLACED[placement]
+    mesh, model = mesh_of(target, shape, (AXIS, axis)[: len(shape)]), deep()
+    typed = lambda x, spec: x.update(sharding=NamedSharding(mesh, spec))  # noqa: E731
+    whole = jax.tree.map(lambda x: typed(x, P()), model.params)
+    params = whole if axis is None else over_replicas(whole, mesh, axis)
+    split = (AXIS, axis) if axis == "fsdp" else (AXIS,)
+    devices = 8 if axis == "fsdp" else mesh.shape[AXIS]
+    batch = typed(model.batch(rows * devices * microbatches), P(split))
+    how = {"mesh": mesh, "axis_name": AXIS, "microbatches": microbatches}
+    tx = optax.chain(boostax.all_reduce(), adam())
+    step = boostax.make_train_step(model.loss, tx, **how, **options)
+    return boostax.audit(step, step.init(params), batch, target=target)
 
 
 def by_hand(form, gradient, tx, mesh, window):
