@@ -88,10 +88,8 @@ class LayeredOracle(Oracle):
         checks.require(_WHO, "layers", [*rules][:3], allowed, not rules, hint)
         scale, scales = scales_of("loss_scale", opt_state)
         given = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
-        hint = "step.init(params) makes one."
-        states = {}
-        if plan.layers.release:
-            states = trees.state_of(_WHO, opt_state, LayersState, hint).stacks
+        # Here an optimizer's state keeps the nodes of its params, which may be Variables of NNX.
+        states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
         head, stacks = plan.layers.split(params)
         with handshake.scaling(opt_state):
             if self.mesh is None:

@@ -74,7 +74,9 @@ def released(
         _require_apart(inner, params)
         rest = gate.init_inner(inner, layers.split(params)[0])
         none = jnp.zeros((), jnp.int32)
-        return LayersState(layers.first_states(tx, params), rest, jnp.asarray(True), none)
+        return LayersState(
+            layers.first_states(tx, params, axes.bound()), rest, jnp.asarray(True), none
+        )
 
     @describe("layers", "storage", inner={"rest": tx}, what="Update layers in the backward loop")
     def step_fn(

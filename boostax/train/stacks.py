@@ -117,14 +117,16 @@ class Layers:
             fits = len(counts) == 1 and () not in counts
             checks.require("Layers", "path", name, allowed, fits, hint)
 
-    def first_states(self, tx: optax.GradientTransformation, params: PyTree) -> dict[str, PyTree]:
+    def first_states(
+        self, tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...]
+    ) -> dict[str, PyTree]:
         """Return for each stack the first states of its layers, ``[layers, ...]``."""
 
         def first(name: str, leaves: Arrays) -> PyTree:
             return gate.init_inner(tx, self.alone(params, name, leaves))
 
         stacks = self.split(params)[1]
-        with axes.binding(axes.ONE_LAYER + axes.bound()):
+        with axes.binding(axes.ONE_LAYER + names):
             return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
 
 
@@ -183,7 +185,7 @@ class Plan:
     def state_cuts(self) -> dict[str, list[Cut]]:
         """For each stack how the arrays of a layer's state are sharded, if it is gathered."""
         zeros = lambda: jax.tree.map(_zeros, self.types)  # noqa: E731
-        states = jax.eval_shape(lambda: self.layers.first_states(self.tx, zeros()))
+        states = jax.eval_shape(lambda: self.layers.first_states(self.tx, zeros(), self.names))
         specs = self.specs(states)
         return {k: [_cut(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
 
@@ -193,7 +195,7 @@ class Plan:
         layer = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
         alone = lambda k, x: self.layers.alone(self.types, k, [*map(layer, x)])  # noqa: E731
         return {
-            k: any(self.cuts[k]) and not _by_entry(self.tx, alone(k, x))
+            k: any(self.cuts[k]) and not _by_entry(self.tx, alone(k, x), self.names)
             for k, x in self.stacks.items()
         }
 
@@ -296,10 +298,10 @@ def _own(x: jax.Array, cut: Cut) -> jax.Array:
     return x
 
 
-def _by_entry(tx: optax.GradientTransformation, layer: PyTree) -> bool:
+def _by_entry(tx: optax.GradientTransformation, layer: PyTree, names: tuple[str, ...]) -> bool:
     """Return whether an optimizer computes each entry of a layer's params from that entry alone."""
     update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
-    with axes.binding(axes.ONE_LAYER + axes.bound()):
+    with axes.binding(axes.ONE_LAYER + names):
         state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(_zeros, layer)))
         program = jax.make_jaxpr(update)(layer, state, layer)
 
