@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax.inspect import hlo
+from boostax.train import Layers
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
 pytestmark = pytest.mark.compilers
@@ -582,3 +583,106 @@ def test_the_recipe_of_muon_keeps_an_eighth_of_its_state():
     assert kept <= 1.02 / 8
     assert found.reductions <= 1.01
     assert found.gathers <= 1.01
+
+
+# Layers that are scanned in the step.
+
+COLUMNS, ROW_CUT = P(None, None, "model"), P(None, "model")
+SPLIT = dict.fromkeys(("q", "k", "v", "up"), COLUMNS) | dict.fromkeys(("o", "down"), ROW_CUT)
+SHARDS = dict.fromkeys(("q", "k", "v", "o", "up", "down"), P(None, None, "data"))
+# The sizes of the mesh, its batch axis, and how the layers and the tables are sharded.
+SCANNED = {
+    "whole": ({"data": 8}, "data", {}, P()),
+    "FSDP": ({"data": 8}, "data", SHARDS, P("data")),
+    "HSDP": ({"replica": 2, "data": 4}, ("replica", "data"), SHARDS, P("data")),
+    "tensor parallel": ({"data": 4, "model": 2}, "data", SPLIT, P(None, "model")),
+}
+
+
+def scanning(
+    place, target, size=(24, 768, 16384, 12, 128), wrap=lambda tx: tx, dtype=jnp.float32, **options
+):
+    """A step of a decoder at a place, its state and its batch."""
+    sizes, axis, of_layers, of_tables = SCANNED[place]
+    model = cases.decoder(*size)
+    mesh = cases.mesh_of(target, tuple(sizes.values()), tuple(sizes))
+    layers = {name: of_layers.get(name, P()) for name in model.params["layers"]}
+    specs = {"embed": of_tables, "layers": layers, "norm": P(), "head": of_tables}
+    tx = wrap(optax.chain(boostax.all_reduce(), optax.adamw(1e-3)))
+    how = {"mesh": mesh, "axis_name": axis, "param_specs": specs} | options
+    step = boostax.make_train_step(model.loss, tx, **how)
+    rows = 8 // sizes.get("model", 1) * options.get("microbatches", 1)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), model.params)
+    return step, step.init(params), model.batch(rows)
+
+
+# The elements of the smallest stack of matrices; a device has a share of it, or all.
+WHOLE_STACK = 24 * 768 * 768 // 8
+# Temporaries of a released step, in P of its 195 M params.
+RELEASED = {
+    "whole": {CPU: 0.5, V5E: 0.55, H100: 0.27},
+    "FSDP": {CPU: 0.30, V5E: 0.10, H100: 0.17},
+    "HSDP": {CPU: 0.30, V5E: 0.20, H100: 0.20},
+    "tensor parallel": {CPU: 0.25, V5E: 0.15, H100: 0.15},
+}
+
+
+def share(found):
+    """Temporaries of a device, in P of all params."""
+    return found.temporary_bytes / (4 * found.params)
+
+
+@everywhere
+@pytest.mark.parametrize("place", RELEASED)
+def test_released_layers_take_a_fraction_of_the_params(place, target):
+    """Nothing holds the gradients of all layers, and no branch hands on a stack."""
+    how = {"gather": "bfloat16"} if "SDP" in place else {}
+    given = scanning(place, target, layers=Layers(release=True), **how)
+    found = boostax.audit(*given, target=target)
+    print(f"{place}: {share(found):.3f} P of temporaries")
+    assert share(found) <= RELEASED[place][target]
+    if target != CPU:
+        sites = [x.instruction for x in hlo.parse(found.text).sites]
+        arrays = {x.name: x.result for x in sites}
+        passed = [y for x in sites if x.op == "conditional" for y in x.operands]
+        assert all(x.elements < WHOLE_STACK for name in passed for x in arrays[name])
+
+
+# Temporaries, and bytes sent, of a call of 8 micro-batches on 8 devices, in P of 1.1 B params.
+GATHERED = [("once", H100, 1.7, 1.35), ("by layer", H100, 0.7, 14.5), ("by layer", V5E, 0.7, 14.5)]
+
+
+@pytest.mark.parametrize(("weights", "target", "most", "most_sent"), GATHERED)
+def test_weights_are_gathered_once_or_held_a_layer_at_a_time(weights, target, most, most_sent):
+    how = {"layers": Layers(weights=weights), "gather": "bfloat16", "microbatches": 8}
+    given = scanning("FSDP", target, (24, 1920, 16384, 30, 128), **how)
+    found = boostax.audit(*given, target=target)
+    sent = found.wire_bytes.most / (4 * found.params)
+    print(f"{weights}: {share(found):.3f} P of temporaries, {sent:.3f} P sent")
+    assert share(found) <= most and sent <= most_sent
+
+
+@on(V5E)
+def test_the_state_of_layers_stays_in_the_memory_of_the_host(target):
+    """On one device; the topology of an H100 has no such memory."""
+    model = cases.decoder(24, 832, 8192, 13, 128)
+    mesh = jax.sharding.Mesh(cases.mesh_of(target).devices[:1], (AXIS,))
+    how = {"mesh": mesh, "layers": Layers(release=True, host=True)}
+    step = boostax.make_train_step(model.loss, mean(), **how)
+    memory = step.lower(step.init(model.params), model.batch(1)).compile().memory_analysis()
+    size = 4 * sum(x.size for x in jax.tree.leaves(model.params))
+    held = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / size
+    away = memory.host_argument_size_in_bytes / size
+    print(f"{held:.3f} P on the device, {away:.3f} P in the host's memory")
+    assert held <= 1.6 and away >= 1.7
+
+
+@on(H100)
+def test_a_stored_state_of_released_layers_takes_five_bytes_a_param(target):
+    """Params, moments and scales; with all temporaries, the gradients of the tables among them."""
+    wrap = functools.partial(boostax.precision.store, params="stochastic", moments=EIGHT_BITS)
+    how = {"wrap": wrap, "dtype": jnp.bfloat16, "layers": Layers(release=True)}
+    found = boostax.audit(*scanning("whole", target, **how), target=target)
+    kept, beside = found.argument_bytes / found.params, found.temporary_bytes / found.params
+    print(f"{kept:.3f} bytes a param of params and state, {beside:.3f} of temporaries")
+    assert kept <= 4.1 and kept + beside <= 5.1

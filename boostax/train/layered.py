@@ -70,6 +70,7 @@ class LayeredOracle(Oracle):
         """Return it for params of these types at their place."""
         self.plan.layers.require_stacked(types)
         plan = dataclasses.replace(self.plan, types=types, place=place, wire=wire)
+        plan.cuts  # noqa: B018, it refuses layers that are sharded along their number
         return dataclasses.replace(self, plan=plan)
 
     def with_aux(
