@@ -4,7 +4,6 @@ Needs jax, optax and flax alone, and one GPU; without one it says so and records
 is on record as soon as it has ended, and ``--only`` runs some: ``python benchmarks/gpu.py``.
 """
 
-import dataclasses
 import functools
 import pathlib
 import sys
@@ -295,8 +294,8 @@ def main() -> None:
             f"{problems.LAYERS} x {problems.WIDTH}^2 params; the decoder, in bf16: layers, width, "
             f"vocabulary, heads and length {STACK}, {ROWS} rows; temp / params: of params in f32; "
             f"the text: {TEXT}, {STEPS} steps, {SEEDS} seeds, each form at the best of "
-            f"{len(RATES)} rates, chosen by the first seed on other text; ms are the least of {options.rounds} "
-            "rounds, ratios the median within a round. Times are those of this device."
+            f"{len(RATES)} rates, chosen by the first seed on other text; ms are the least of "
+            f"{options.rounds} rounds, ratios the median within a round. Times are those of this device."
         )
         done["To keep in mind"] = caveats([note])
         report(NAME, TITLE, [*((t, done[t]) for t in _titles() if t in done)], [])

@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 574,
-    "boostax/_core": 2581,
+    "boostax/_core": 2618,
     "boostax/accumulate": 630,
     "boostax/chain": 302,
     "boostax/config": 920,
     "boostax/freeze": 483,
-    "boostax/inspect": 1359,
-    "boostax/model": 559,
-    "boostax/precision": 1259,
+    "boostax/inspect": 1427,
+    "boostax/model": 561,
+    "boostax/precision": 1593,
     "boostax/reduce": 1706,
     "boostax/subspace": 689,
     "boostax/testing": 826,
-    "boostax/train": 1130,
+    "boostax/train": 1988,
     "examples": 1500,
-    "tests": 19191,
+    "tests": 19756,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13018
+LIBRARY = 14317
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
