@@ -295,7 +295,8 @@ def main() -> None:
             f"vocabulary, heads and length {STACK}, {ROWS} rows; temp / params: of params in f32; "
             f"the text: {TEXT}, {STEPS} steps, {SEEDS} seeds, each form at the best of "
             f"{len(RATES)} rates, chosen by the first seed on other text; ms are the least of "
-            f"{options.rounds} rounds, ratios the median within a round. Times are those of this device."
+            f"{options.rounds} rounds, ratios the median within a round. Times are those of this "
+            "device."
         )
         done["To keep in mind"] = caveats([note])
         report(NAME, TITLE, [*((t, done[t]) for t in _titles() if t in done)], [])

@@ -439,6 +439,10 @@ STEPS = {
     "micro-batches": ({"microbatches": 2}, "microbatches must be 1 with release=True, got 2"),
     "freeze": ({"wrap": lambda tx: boostax.scheduled_freeze(tx, LABELS, DEPTHS)}, WITHOUT_GATES),
     "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "the plain mean"),
+    "clip": (
+        {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
+        r"the plain mean where layers are reduced in the loop, got \('all_reduce', 'clip'\)",
+    ),
     "host": ({"layers": Layers(release=True, host=True)}, "host must be False .* Leave host= out"),
     "path": ({"layers": "blocks"}, "path must be one of stacked params"),
     "line search": (

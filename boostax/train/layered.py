@@ -34,7 +34,7 @@ from boostax.train.layers import (
     showing,
 )
 from boostax.train.oracle import Oracle, gathered
-from boostax.train.release import LayersState, Released, released
+from boostax.train.release import LayersState, Released, released, require_mean
 from boostax.train.stacks import Arrays, Layers, Plan, masked
 
 PyTree = Any
@@ -444,6 +444,8 @@ def layered(
     checks.require(_WHO, "microbatches", oracle.count, "1 with release=True", fits, hint)
     fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
     checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
+    if not layers.once:
+        require_mean(tx)
     fits, hint = gather != "int8", "Blocks of int8 are of whole arrays."
     checks.require(_WHO, "gather", gather, "'bfloat16' or None with layers=", fits, hint)
 

@@ -110,9 +110,17 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
         name, fits = row.part.name, row.role not in _REFUSED
         hint = "A layer's gradient is gone when the next one exists."
         checks.require(_WHO, "tx", name, "an optimizer without gates with release=True", fits, hint)
-        plain = row.role not in REDUCTIONS or row.part.name == "all_reduce"
-        hint = "In the loop a layer's gradient is averaged: boostax.all_reduce()."
-        checks.require(_WHO, "tx", name, "one with the plain mean with release=True", plain, hint)
+
+
+def require_mean(tx: optax.GradientTransformation) -> None:
+    """Refuse reductions that do more than average what the loop averages."""
+    for row in rows(read(tx)):
+        asked = {x: row.part.settings.get(x) for x in ("clip", "wire", "decay")}
+        options = [name for name, x in asked.items() if x is not None]
+        fits = row.role not in REDUCTIONS or (row.part.name == "all_reduce" and not options)
+        got, hint = (row.part.name, *options), "The loop averages gradients: boostax.all_reduce()."
+        allowed = "one with the plain mean where layers are reduced in the loop"
+        checks.require(_WHO, "tx", got, allowed, fits, hint)
 
 
 def _require_apart(tx: gate.Extended, params: PyTree) -> None:
