@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1706,
     "boostax/subspace": 689,
     "boostax/testing": 826,
-    "boostax/train": 1988,
+    "boostax/train": 1996,
     "examples": 1500,
-    "tests": 19756,
+    "tests": 19760,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14317
+LIBRARY = 14325
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

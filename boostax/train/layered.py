@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from boostax._core import axes, checks, handshake, norms, trees
 from boostax._core.placement import Placement
@@ -190,7 +190,9 @@ class LayeredOracle(Oracle):
         """Return a step's first state where it belongs."""
         if not self.plan.layers.host:
             return state
-        devices = jax.tree.leaves(state)[0].sharding.device_set
+        here = SingleDeviceSharding(jax.devices()[0])
+        where = jax.tree.map(lambda x: x.sharding or here, state)
+        devices = jax.tree.leaves(where)[0].device_set
         kinds = {x.kind for d in devices for x in d.addressable_memories()}
         fits = "pinned_host" in kinds and all(d.platform != "cpu" for d in devices)
         hint, allowed = "Leave host= out.", "False where a backend ignores memory kinds"
@@ -200,8 +202,7 @@ class LayeredOracle(Oracle):
             typed = isinstance(x, jax.ShapeDtypeStruct)
             return x.update(sharding=where) if typed else jax.device_put(x, where)
 
-        where = self.shardings(state, jax.tree.map(lambda x: x.sharding, state))
-        return jax.tree.map(put, state, where)
+        return jax.tree.map(put, state, self.shardings(state, where))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
