@@ -49,7 +49,7 @@ class PerReplica(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """What a loss that scans layers makes of gradients: see ``boostax.train.Layers``.
+    """Gradients of a loss that scans layers, some reduced or used: see ``boostax.train.Layers``.
 
     Attributes:
       local: gradients, ``PerReplica`` in plain ``jit``, of all params but those of the layers.

@@ -43,7 +43,7 @@ _WHO = "make_train_step"
 
 
 class _Threaded(NamedTuple):
-    """What goes from micro-batch to micro-batch, in the place of the model's state.
+    """The values that go from micro-batch to micro-batch, in the place of the model's state.
 
     Attributes:
       model_state: the model's state.

@@ -47,7 +47,7 @@ class LayersState(NamedTuple):
 
 
 class Released(NamedTuple):
-    """What a backward loop returns in the place of gradients.
+    """New params and states of layers, which a backward loop returns in the place of gradients.
 
     Attributes:
       params: the new params of each stack.
