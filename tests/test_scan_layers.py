@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 from training import follow
@@ -69,20 +70,24 @@ def loss_fn(params, batch):
     return entropy(params, batch, features(params, batch)).mean()
 
 
+def specs_at(place):
+    spec = lambda path, _: PLACES[place][2].get("/".join(x.key for x in path), P())  # noqa: E731
+    return jax.tree_util.tree_map_with_path(spec, first_params())
+
+
 def step_of(loss, tx, place="one device", kind=AxisType.Auto, wrap=lambda tx: tx, **options):
     """A step at a place; ``wrap`` is put around the reduction and the optimizer."""
-    sizes, axis, specs = PLACES[place]
+    sizes, axis, _ = PLACES[place]
     if not sizes:
         return boostax.make_train_step(loss, wrap(tx), **options)
-    spec = lambda path, _: specs.get("/".join(x.key for x in path), P())  # noqa: E731
-    specs = jax.tree_util.tree_map_with_path(spec, first_params())
-    how = {"mesh": mesh_of(kind, **sizes), "axis_name": axis, "param_specs": specs} | options
+    how = {"mesh": mesh_of(kind, **sizes), "axis_name": axis, "param_specs": specs_at(place)}
+    how |= options
     return boostax.make_train_step(loss, wrap(optax.chain(boostax.all_reduce(), tx)), **how)
 
 
-def trained(loss, tx, *where, calls=4, start=None, **options):
+def trained(loss, tx, place="one device", calls=4, start=None, **options):
     """The state after some calls, and what the last one reported."""
-    step = step_of(loss, tx, *where, **options)
+    step = step_of(loss, tx, place, **options)
     state, told = follow(step, step.init(first_params(), **(start or {})), batches(calls))
     return jax.device_get(state), told[-1]
 
@@ -169,6 +174,7 @@ def loss_of_terms(params, batch):
     return {"few": ((losses * chosen).sum(), chosen.sum()), "norm": ((x**2).sum(), x.size)}
 
 
+LINE_SEARCH = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5))
 RICH = {
     "has_aux": True,
     "start": {"key": jax.random.key(0), "model_state": {"mean": jnp.zeros(())}},
@@ -182,6 +188,7 @@ CASES = {
     "window": (loss_fn, {"wrap": lambda tx: boostax.accumulate(tx, 2)}),
     "window in shards": (loss_fn, {"wrap": lambda tx: boostax.accumulate(tx, 2, sums="sharded")}),
     "Explicit": (loss_fn, {"kind": AxisType.Explicit}),
+    "line search": (loss_fn, {"tx": LINE_SEARCH}),
 }
 
 
@@ -189,13 +196,76 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_layers_fit_what_else_a_step_does(name, weights):
     loss, how = CASES[name]
-    how = {"microbatches": 2} | how
-    expected, told = trained(loss, optax.sgd(0.1, 0.9), "FSDP", **how)
-    layers = Layers(weights=weights)
-    state, metrics = trained(loss, optax.sgd(0.1, 0.9), "FSDP", layers=layers, **how)
+    how = {"microbatches": 2, "tx": optax.sgd(0.1, 0.9)} | how
+    how = {"loss": loss, "place": "FSDP"} | how
+    expected, told = trained(**how)
+    state, metrics = trained(**how, layers=Layers(weights=weights))
     # The sums of a closed window stay where they were, and differ.
     found, wanted = ((x.params, x.model_state) for x in (state, expected))
     assert_close((found, metrics), (wanted, told), 2e-6)
+
+
+def in_own_loop(place, layers, named, kind=AxisType.Auto):
+    """The params after some calls of a loop whose gradient function is told of ``named``."""
+    sizes, axis, _ = PLACES[place]
+    mesh = mesh_of(kind, **sizes)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(put, first_params(), specs_at(place))
+    tx = optax.chain(boostax.all_reduce(), optax.adamw(1e-3))
+    tx = boostax.on_mesh(tx, params, axis_name=axis, layers=layers)
+    how = {"layers": tx} if named else {}
+    grad_fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis, **how)
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = grad_fn(params, state, batch)
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    state = tx.init(params)
+    for batch in batches():
+        params, state = step(params, state, batch)
+    return jax.device_get(params)
+
+
+@pytest.mark.parametrize("layers", [Layers(weights="once"), Layers(), RELEASE], ids=str)
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [*((x, AxisType.Auto) for x in PLACES if PLACES[x][0]), ("FSDP", AxisType.Explicit)],
+)
+def test_a_loop_of_ones_own_runs_layers(place, kind, layers):
+    assert_close(in_own_loop(place, layers, layers, kind), plain().params, 2e-6)
+
+
+def test_a_loop_of_ones_own_names_layers_in_both_places():
+    assert_close(in_own_loop("FSDP", Layers(), None), plain().params, 2e-6)
+    for layers, words in (
+        (RELEASE, "those of scan_layers"),
+        (Layers(release=True, host=True), "host"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            in_own_loop("FSDP", layers, None)
+    with pytest.raises(TypeError, match="the optimizer on a mesh"):
+        in_own_loop("FSDP", None, Layers())
+
+
+IN_SHARDS = functools.partial(boostax.accumulate, every=4, sums="sharded")
+CHOSEN = {"layers": ({"layers": Layers(), "microbatches": 4}, 1), "sums": ({"wrap": IN_SHARDS}, 4)}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_audit_does_not_advise_against_what_was_chosen(name):
+    how, calls = CHOSEN[name]
+    step = step_of(loss_fn, optax.adam(1e-3), "FSDP", **how)
+    batch = jax.tree.map(lambda x: jnp.repeat(x, 4, 0), next(batches()))
+    found = boostax.audit(step, step.init(first_params()), batch, calls=calls)
+    assert found.per_step(found.gradients) > 2 * found.params
+    assert not [x for x in found.findings if "reduce" in x.what or "gathered" in x.what]
+
+
+def test_explain_names_what_compares_the_forms_of_layers():
+    step = step_of(loss_fn, optax.adam(1e-3), "FSDP", layers=RELEASE)
+    found = boostax.explain(step, step.init(first_params()), next(batches()))
+    assert "boostax.inspect.layer_forms" in found.problem
 
 
 # The optimizer in the backward loop.
@@ -369,8 +439,17 @@ def nnx_layers():
     return nnx.to_pure_dict(layers), lambda x, w: (x + nnx.merge(graph, w)(jnp.tanh(x)), None)
 
 
+def equinox_layers():
+    """Arrays of a module that ``equinox.filter_vmap`` stacks, and their body."""
+    linear = lambda key: equinox.nn.Linear(WIDTH, WIDTH, key=key)  # noqa: E731
+    stack = equinox.filter_vmap(linear)(jax.random.split(jax.random.key(0), COUNT))
+    layers, rest = equinox.partition(stack, equinox.is_array)
+    model = lambda w: jax.vmap(jax.vmap(equinox.combine(w, rest)))  # noqa: E731
+    return layers, lambda x, w: (x + model(w)(jnp.tanh(x)), None)
+
+
 @pytest.mark.parametrize("layers", [Layers(), RELEASE], ids=["by layer", "release"])
-@pytest.mark.parametrize("library", [linen_layers, nnx_layers])
+@pytest.mark.parametrize("library", [linen_layers, nnx_layers, equinox_layers])
 def test_layers_of_flax_are_scanned_by_their_body(library, layers):
     stack, body = library()
 
@@ -445,13 +524,7 @@ STEPS = {
     ),
     "host": ({"layers": Layers(release=True, host=True)}, "host must be False .* Leave host= out"),
     "path": ({"layers": "blocks"}, "path must be one of stacked params"),
-    "line search": (
-        {
-            "tx": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
-            "layers": "layers",
-        },
-        "without a line search",
-    ),
+    "line search": ({"tx": LINE_SEARCH}, "an optimizer without them with release=True"),
 }
 
 

@@ -66,7 +66,9 @@ def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *gr
     require_order(who, call, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_as_made(who, "opt_state", opt_state, wanted)
-    odd = {*trees.names([getattr(x, "local", x) for x in grads])} - {*trees.names([params])}
+    # Gradients of a loss that scans layers have per-replica ones inside.
+    local = lambda x: local(x.local) if hasattr(x, "local") else x  # noqa: E731
+    odd = {*trees.names([local(x) for x in grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
     checks.require(who, "grads", sorted(odd)[:4], "at the paths of the params", not odd, hint)
 

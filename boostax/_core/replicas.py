@@ -61,6 +61,10 @@ class Swept(NamedTuple):
     sums: PyTree = ()
     done: Any = ()
 
+    def as_row(self) -> "Swept":
+        """Return the gradients of one replica as a row of those of all."""
+        return self._replace(local=PerReplica(as_row(self.local)))
+
     def entered(self) -> PyTree:
         """Return the gradients of one replica; with ``done`` beside them."""
         local = self.local.local if is_per_replica(self.local) else self.local
@@ -68,6 +72,11 @@ class Swept(NamedTuple):
             either = lambda x, y: y if trees.is_masked(x) else x  # noqa: E731
             local = jax.tree.map(either, local, self.sums, is_leaf=trees.is_masked)
         return Swept(local, done=self.done) if self.done else local
+
+
+def as_row(tree: PyTree) -> PyTree:
+    """Return the arrays of one replica as a row of those of all, ``[1, ...]``."""
+    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
 # ``jax.tree`` functions ask every node, so this is ``isinstance`` without a Python function.

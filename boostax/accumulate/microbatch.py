@@ -21,6 +21,8 @@ PyTree = Any
 _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
+# Keyword arguments that a micro-batch gets from the one before.
+_PASSED_ON = ("model_state", "threaded")
 PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
 SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
 
@@ -35,8 +37,8 @@ class _Sums(NamedTuple):
     means: PyTree
 
 
-# The sums over one or more micro-batches, carried values, the model's state, and other aux.
-_Terms = tuple[_Sums, carried.Carried, PyTree, PyTree]
+# The sums over one or more micro-batches, carried values, what is passed on, and other aux.
+_Terms = tuple[_Sums, carried.Carried, dict[str, PyTree], PyTree]
 
 
 def microbatch(
@@ -78,8 +80,8 @@ def microbatch(
       A function of the same signature and results, gradients in the accumulator dtype, loss and
       floating metrics in f32 or wider. A keyword argument ``key`` is folded with the micro-batch's
       index. A keyword argument ``model_state`` is passed from one micro-batch to the next through
-      ``Aux.model_state``. Cost: one copy of the gradients; activations of one micro-batch; no
-      collective.
+      ``Aux.model_state``, and ``threaded`` through a third result. Cost: one copy of the gradients;
+      activations of one micro-batch; no collective.
 
     Raises:
       ValueError: the batch is not divisible, or an argument is out of range.
@@ -100,15 +102,16 @@ def microbatch(
     def wrapped(params: PyTree, batch: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         slices, number, axis = split(batch, count, _WHO)
         micro_batch = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
-        key, model_state = kwargs.pop("key", None), kwargs.pop("model_state", None)
+        key = kwargs.pop("key", None)
+        popped = {k: kwargs.pop(k, None) for k in _PASSED_ON}
+        first = {k: x for k, x in popped.items() if x is not None}
         given_aux: PyTree = Aux()
 
-        def evaluate(index: jax.Array, state: PyTree) -> _Terms:
+        def evaluate(index: jax.Array, state: dict[str, PyTree]) -> _Terms:
             nonlocal given_aux
             given = kwargs | ({} if key is None else {"key": jax.random.fold_in(key, index)})
-            given |= {} if state is None else {"model_state": state}
             rows = jax.tree.map(lambda x: micro_batch(x, index), slices)
-            value, grads = value_and_grad_fn(params, rows, *args, **given)
+            value, grads, *threaded = value_and_grad_fn(params, rows, *args, **given, **state)
             loss, given_aux = value if has_aux else (value, Aux())
             grads = bcoo.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
@@ -118,28 +121,31 @@ def microbatch(
             sums = _Sums(loss, metrics, grads, weight, means)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight, means=means)
-            state = state if known.model_state is None else known.model_state
+            state = state | dict(zip(("threaded",), threaded, strict=False))
+            if known.model_state is not None:
+                state = state | {"model_state": known.model_state}
             return sums, new, state, own_of(given_aux)
 
-        total, new, state, stacked = _scan(evaluate, number, model_state, rules, narrow)
+        total, new, state, stacked = _scan(evaluate, number, first, rules, narrow)
         mean = divide(total, total.weight) if normalize == "mean" else total
         grads = carried.put(mean.grads, new)
+        threaded = (state["threaded"],) if "threaded" in state else ()
         if not has_aux:
-            return mean.loss, grads
+            return mean.loss, grads, *threaded
         weight = None if as_aux(given_aux).weight is None else total.weight
-        combined = Aux(weight, state, mean.metrics, total.means)
-        return (mean.loss, as_given(combined, stacked, given_aux)), grads
+        combined = Aux(weight, state.get("model_state"), mean.metrics, total.means)
+        return (mean.loss, as_given(combined, stacked, given_aux)), grads, *threaded
 
     return wrapped
 
 
 def _scan(
-    evaluate: Callable[..., _Terms], number: int, model_state: PyTree, rules: Any, narrow: Any
+    evaluate: Callable[..., _Terms], number: int, first: dict[str, PyTree], rules: Any, narrow: Any
 ) -> _Terms:
     """Add up the results of ``evaluate`` over the micro-batches."""
-    replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), model_state)
-    state = axes.unify(model_state, after)
-    if axes.types(state) != axes.types(model_state):
+    replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), first)
+    state = axes.unify(first, after)
+    if axes.types(state) != axes.types(first):
         # The new model state varies over replicas, so the first one must have a varying type too.
         replay, (like, new, *_) = trees.trace_once(evaluate, jnp.int32(0), state)
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)

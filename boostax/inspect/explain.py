@@ -25,6 +25,7 @@ from boostax.chain.parts import UNKNOWN, Row, follow, read, rows
 from boostax.inspect.tables import Cells, aligned
 from boostax.precision.loss_scale import loss_scale
 from boostax.train.compiled import TrainStep
+from boostax.train.layered import LayeredOracle
 from boostax.train.state import TrainState
 
 _WHO = "explain"
@@ -197,6 +198,8 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     sharded = step.shard_optimizer or any(any(spec) for spec in leaves)
     missing = "on global arrays XLA places it: boostax.audit counts it." if sharded else ""
+    if isinstance(step.oracle, LayeredOracle):
+        missing = "layers send it: boostax.inspect.layer_forms counts it for each form."
     missing = missing if batch is not None else "batch was not given."
     variants = variants_of(step.tx)
     depth = None if variants is None else variants.plan(params).drawn[0]

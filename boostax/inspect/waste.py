@@ -38,6 +38,9 @@ class Waste:
 WORDS = checks.table("boostax.inspect", "waste")
 # Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
+# Scopes whose collectives are repeated because the user chose less memory: ``Layers``, and a window
+# whose sums are sharded.
+_CHOSEN = ("by_layer", "boostax.accumulate")
 
 
 def _waste(name: str, where: str, **numbers: object) -> Waste:
@@ -93,6 +96,7 @@ def _over(c: CompiledCollective) -> str:
 
 def _repeated(found: Audit, known: Sequence[CompiledCollective], most: Any) -> Iterator[Waste]:
     """Yield findings of repeated collectives, counted in multiples of the params."""
+    known = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
     gradients = [c for c in known if 2 * c.uses.get("gradients", 0) > c.elements]
     always = [c for c in gradients if not c.branches and found.calls > 1]
     gathered = [c for c in known if c.does == "all-gather" and c.loops]

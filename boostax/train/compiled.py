@@ -18,7 +18,13 @@ from boostax._core.describe import PyTree, asked, variants_of
 from boostax._core.gate import applied, outermost_passed, passed
 from boostax._core.norms import all_finite
 from boostax._core.placement import own_rows
-from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
+from boostax._core.replicas import (
+    PerReplica,
+    Swept,
+    is_per_replica,
+    require_replicas,
+    stack_replicas,
+)
 from boostax._core.trees import Pruning
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
@@ -407,8 +413,10 @@ class Programs:
 
 def _mean_gradient(grads: PyTree) -> PyTree:
     """Return the gradient of the mean loss, in the units of the local gradients."""
-    wide = trees.at_least_float32(grads)
-    return jax.tree.map(lambda g: g.mean(0), wide.local) if is_per_replica(wide) else wide
+    wide = trees.at_least_float32(grads if isinstance(grads, Swept) else Swept(grads))
+    own = is_per_replica(wide.local)
+    local = jax.tree.map(lambda g: g.mean(0), wide.local.local) if own else wide.local
+    return wide._replace(local=local).entered()
 
 
 def _placed(params: PyTree) -> PyTree | None:

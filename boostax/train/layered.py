@@ -8,20 +8,18 @@ runs there. See ``boostax.train.layers`` for the loop, and ``boostax.train.stack
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from boostax._core import axes, checks, handshake, norms, trees
+from boostax._core import axes, checks, gate, handshake, norms, trees
 from boostax._core.placement import Placement
-from boostax._core.replicas import PerReplica, Swept, is_per_replica
+from boostax._core.replicas import Swept, is_per_replica
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, Beside, as_aux, as_given, drop_empty, own_of
-from boostax.precision.loss_scale import scales as scales_of
+from boostax.accumulate.aux import as_aux, drop_empty
 from boostax.precision.policy import Policy, autocast
 from boostax.train.layers import (
     Run,
@@ -34,26 +32,12 @@ from boostax.train.layers import (
     showing,
 )
 from boostax.train.oracle import Oracle, gathered
-from boostax.train.release import LayersState, Released, released, require_mean
+from boostax.train.release import LayersState, Released
 from boostax.train.stacks import Arrays, Layers, Plan, masked
 
 PyTree = Any
 Stacks = dict[str, Arrays]
-_WHO = "make_train_step"
-
-
-class _Threaded(NamedTuple):
-    """The values that go from micro-batch to micro-batch, in the place of the model's state.
-
-    Attributes:
-      model_state: the model's state.
-      sinks: for each stack its ``Sink``, or the sums of its gradients.
-      finite: whether the loss was finite.
-    """
-
-    model_state: PyTree
-    sinks: dict[str, PyTree]
-    finite: jax.Array
+_WHO = "Layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,77 +57,45 @@ class LayeredOracle(Oracle):
         plan.cuts  # noqa: B018, it refuses layers that are sharded along their number
         return dataclasses.replace(self, plan=plan)
 
-    def with_aux(
-        self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        """Return ``((loss, aux), grads)``; see ``Oracle.with_aux``."""
+    def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return params and the states of released layers, and the specs of their shards."""
         plan: Plan = self.plan
-        hint = "A frozen layer's gradient would be computed in the loop."
-        checks.require(_WHO, "layers", "a frozen stack", "None with freezing", active is True, hint)
         own, hint = is_per_replica(params), "Its layers would be gathered from other replicas."
         checks.require(
             _WHO, "params", "those of each replica", "common with layers=", not own, hint
         )
-        rules = carried.resolve(carried.declared(opt_state, params, _WHO), params)
+        # An optimizer's state keeps the nodes of its params, which may be Variables of NNX.
+        states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
+        if self.mesh is None:
+            return (params, states), None
+        (head, stacks), (_, of_stacks) = map(plan.layers.split, (params, plan.specs(params)))
+        of_head = jax.tree.map(lambda _: PartitionSpec(), head)
+        of_states = {k: plan.specs(x) for k, x in states.items()}
+        params = plan.layers.joined(gathered(self.mesh, self.names, head), stacks)
+        return (params, states), (plan.layers.joined(of_head, of_stacks), of_states)
+
+    def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
+        """Return the specs of what a ``Swept`` has besides local gradients."""
+        layers: Layers = self.plan.layers
+        if layers.once:
+            return ()
+        head, of_stacks = layers.split(specs[0])
+        if layers.release:
+            whole: Any = PartitionSpec()
+            return (), Released(of_stacks, specs[1], whole, whole)
+        return (layers.joined(masked(head), of_stacks),)
+
+    def swept(self, params: PyTree, *args: Any) -> tuple[Any, Swept]:
+        """Return loss, aux and gradients of one replica; for the arguments see ``_local``."""
+        batch, scale, given, active, rules, _ = args
+        hint = "A frozen layer's gradient would be computed in the loop."
+        checks.require(_WHO, "layers", "a frozen stack", "None with freezing", active is True, hint)
+        params, states = params
+        rules = carried.resolve(rules, params)
         allowed, hint = "None with boostax.carry", "A carried leaf's cotangent is no gradient."
         checks.require(_WHO, "layers", [*rules][:3], allowed, not rules, hint)
-        scale, scales = scales_of("loss_scale", opt_state)
-        given = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
-        # Here an optimizer's state keeps the nodes of its params, which may be Variables of NNX.
-        states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
-        head, stacks = plan.layers.split(params)
-        with handshake.scaling(opt_state):
-            if self.mesh is None:
-                value, grads = _Sweep(self, stacks, states, given_batch).run(head, given, scale)
-                return value, grads.entered()
-            return self._over_mesh((head, stacks, states), given_batch, given, scale, scales)
-
-    def _over_mesh(
-        self, params: Any, batch: PyTree, given: Any, scale: jax.Array, scales: jax.Array | None
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        """Map ``_Sweep`` over the replicas: on the shards of the stacks, and whole other params."""
-        plan: Plan = self.plan
-        given_aux: PyTree = Aux()
-
-        def each(params: PyTree, batch: PyTree, given: Any, scale: jax.Array) -> Any:
-            nonlocal given_aux
-            handshake.hand_on(scales, given.get("scales"))
-            head, stacks, states = params
-            (loss, given_aux), grads = _Sweep(self, stacks, states, batch).run(head, given, scale)
-            own = jax.tree.map(lambda x: x[None], (own_of(given_aux), grads.local))
-            return (loss, as_aux(given_aux)), own, grads[1:]
-
-        head, _, states = params
-        whole: Any = PartitionSpec()
-        of_params = plan.specs(plan.types)
-        of_stacks = plan.layers.split(of_params)[1]
-        of_states = {k: plan.specs(x) for k, x in states.items()}
-        sums = plan.layers.joined(masked(head), of_stacks)
-        done = Released(of_stacks, of_states, whole, whole)
-        handed: Any = (
-            ((), done) if plan.layers.release else ((), ()) if plan.layers.once else (sums, ())
-        )
-        specs = whole, of_stacks, of_states
-        run = self._mapped(each, (whole, PartitionSpec(self.names), handed), specs)
-        params = gathered(self.mesh, self.names, head), *params[1:]
-        (loss, told), (own, local), rest = run(params, batch, given, scale)
-        aux = as_given(told, PerReplica(own), given_aux)
-        return (loss, aux), Swept(PerReplica(local), *rest)
-
-    def _loss_and_aux(
-        self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any, scale: Any = None
-    ) -> Any:
-        """Return the result of the loss, which gets zeros in the place of the layers."""
-        shown = self.plan.layers.joined(trained, jax.tree.map(_zeros, self.plan.stacks))
-        threaded = kwargs.get("model_state")
-        if not isinstance(threaded, _Threaded):
-            return super()._loss_and_aux(shown, shown, batch, kwargs, scale)
-        kwargs = _with_state(kwargs, threaded.model_state)
-        loss, aux = super()._loss_and_aux(shown, shown, batch, kwargs, scale)
-        told = as_aux(aux)
-        if told.model_state is not None:
-            threaded = threaded._replace(model_state=told.model_state)
-        return loss, as_given(told._replace(model_state=threaded), own_of(aux), aux)
+        head, stacks = self.plan.layers.split(params)
+        return _Sweep(self, stacks, states, batch).run(head, given, scale)
 
     @property
     def reads(self) -> bool:
@@ -151,7 +103,7 @@ class LayeredOracle(Oracle):
         return True
 
     def judge(self, program: Any, trained: PyTree) -> None:
-        """Refuse a loss that uses the layers in another way."""
+        """Refuse a loss that uses the layers in another way than by the scan that runs them."""
         if self.mesh is not None:
             super().judge(program, trained)
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(trained))
@@ -161,17 +113,6 @@ class LayeredOracle(Oracle):
         """Return the names of the params that it gathers itself."""
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
         return tuple(trees.path_name(path) for path in paths if self.plan.layers.stack_of(path))
-
-    def loss_at(self, batch: PyTree, /, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
-        """Refuse a line search, which would evaluate the loss at other params."""
-        del batch, kwargs
-
-        def refused(params: PyTree) -> jax.Array:
-            del params
-            allowed = "an optimizer without a line search with layers="
-            raise ValueError(checks.message(_WHO, "tx", allowed, "one", "Leave layers= out."))
-
-        return refused
 
     def shardings(self, state: PyTree, where: PyTree) -> PyTree:
         """Return the shardings of a state, with those of the layers' in the host's memory."""
@@ -252,34 +193,33 @@ class _Sweep:
         self, head: PyTree, given: dict[str, Any], scale: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], Swept]:
         """Return loss, aux and gradients; those of ``once`` are local like the head's."""
-        names, layers, once = self.plan.names, self.plan.layers, self.plan.layers.once
-        first = _Threaded(given.get("model_state"), self.sinks(), jnp.asarray(True))
-        like: list[Any] = []
-        how: Any = {"accumulator_dtype": self.oracle.accumulator_dtype}
-        evaluate = functools.partial(self.evaluate, like)
-        args = evaluate, head, self.batch, given | {"model_state": first}, scale
-        forward = self.traced(None, None)
-        ((loss, aux), grads), terms = forward.traced(self.oracle._sliced, *args, **how)
-        told, aux = as_aux(aux), as_given(_own(as_aux(aux), like[0]), own_of(aux), like[0])
-        last: _Threaded = told.model_state
-        local = self.slices if told.weight is None else told.weight
-        if once:
-            grads = layers.joined(grads, {k: _mean(x, local) for k, x in last.sinks.items()})
+        names, layers, oracle = self.plan.names, self.plan.layers, self.oracle
+        # The loss gets zeros in the place of the layers.
+        shown = layers.joined(head, jax.tree.map(_zeros, self.plan.stacks))
+        how: Any = {"accumulator_dtype": oracle.accumulator_dtype}
+        how["more"] = {"threaded": (self.sinks(), jnp.asarray(True))}
+        args = self.evaluate, shown, self.batch, given, scale
+        found, terms = self.traced(None, None).traced(oracle._sliced, *args, **how)
+        (loss, aux), grads, (sinks, finite) = found
+        weight = as_aux(aux).weight
+        local = self.slices if weight is None else weight
+        if layers.once:
+            grads = layers.joined(grads, {k: _mean(x, local) for k, x in sinks.items()})
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
         weight = as_aux(aux).weight
         aux = auxiliary.reported(aux, terms, self.replicas)
-        if once:
+        if layers.once:
             return (loss, aux), Swept(grads)
         if not layers.release:
             # The mean over the replicas of the weights divides the mean of what they weigh.
             total = self.slices if weight is None else weight
-            sums = {k: _mean(x, total) for k, x in last.sinks.items()}
+            sums = {k: _mean(x, total) for k, x in sinks.items()}
             return (loss, aux), Swept(grads, layers.joined(masked(head), sums))
-        new = {k: received(x.bits, self.types[k]) for k, x in last.sinks.items()}
-        params = {k: x.params for k, x in last.sinks.items()}
-        skipped = jnp.stack([x.skipped.sum() for x in last.sinks.values()]).sum()
-        done = Released(params, new, last.finite, skipped.astype(jnp.int32))
+        new = {k: received(x.bits, self.types[k]) for k, x in sinks.items()}
+        params = {k: x.params for k, x in sinks.items()}
+        skipped = jnp.stack([x.skipped.sum() for x in sinks.values()]).sum()
+        done = Released(params, new, finite, skipped.astype(jnp.int32))
         return (loss, aux), Swept(grads, done=done)
 
     def sinks(self) -> dict[str, PyTree]:
@@ -301,59 +241,57 @@ class _Sweep:
 
     def evaluate(
         self,
-        like: list[Any],
-        head: PyTree,
+        params: PyTree,
         rows: PyTree,
         counts: Any,
         scale: jax.Array,
         /,
         *,
-        model_state: _Threaded,
+        threaded: tuple[dict[str, PyTree], jax.Array],
         **given: Any,
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        """Return the loss and the head's gradient of one micro-batch; its aux threads the sinks."""
-        given, oracle = _with_state(given, model_state.model_state), self.oracle
-        factor = self.factor(head, rows, given)
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree, Any]:
+        """Return loss, aux and the head's gradient of one micro-batch, and the sinks after it."""
+        oracle, layers, (sinks, finite) = self.oracle, self.plan.layers, threaded
+        factor = self.factor(params, rows, given)
+        head, shown = layers.split(params)
 
         def scaled_loss(head: PyTree, sinks: PyTree) -> Any:
+            params = layers.joined(head, shown)
             run = self.traced(sinks, factor)
-            result = run.traced(oracle._loss_and_aux, head, head, rows, given, scale)
+            result = run.traced(oracle._loss_and_aux, params, params, rows, given, scale)
             loss, _, aux = auxiliary.of_slice(result, counts, None, 1 / self.slices)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
         with handshake.multiplied(scale):
-            args = head, model_state.sinks
-            value, pull, (loss, aux) = jax.vjp(scaled_loss, *args, has_aux=True)
-        finite, seed = model_state.finite, jnp.ones_like(value)
-        if self.plan.layers.release:
+            value, pull, (loss, aux) = jax.vjp(scaled_loss, head, sinks, has_aux=True)
+        seed = jnp.ones_like(value)
+        if layers.release:
             # A replica without items has no say; without any the step is held.
             counted = jnp.asarray(True) if factor is None else factor > 0
             finite = axes.agree(jnp.isfinite(value) | ~counted, self.plan.names)
             finite &= ~axes.agree(~counted, self.plan.names)
             seed = jnp.where(finite, seed, jnp.nan)
         grads, sinks = pull(seed)
-        told, like[:] = as_aux(aux), [aux]
-        if told.weight is not None:
-            loss, grads = drop_empty((loss, grads), jnp.asarray(told.weight))
-        state = model_state.model_state if told.model_state is None else told.model_state
-        told = told._replace(model_state=_Threaded(state, sinks, finite))
-        return (loss, Beside(told, own_of(aux))), grads
+        weight = as_aux(aux).weight
+        if weight is not None:
+            loss, grads = drop_empty((loss, grads), jnp.asarray(weight))
+        return (loss, aux), grads, (sinks, finite)
 
-    def factor(self, head: PyTree, rows: PyTree, given: dict[str, Any]) -> jax.Array | None:
+    def factor(self, params: PyTree, rows: PyTree, given: dict[str, Any]) -> jax.Array | None:
         """Return the weight of a micro-batch's gradients in the loop; ``None`` if all are alike.
 
         It is known before the pass that needs it: XLA removes from this one what only the loss
         needs.
         """
 
-        def weight(head: PyTree, rows: PyTree) -> Any:
+        def weight(params: PyTree, rows: PyTree) -> Any:
             run = self.traced(None, None)
-            _, aux = run.traced(self.oracle._loss_and_aux, head, head, rows, given)
+            _, aux = run.traced(self.oracle._loss_and_aux, params, params, rows, given)
             return as_aux(aux).weight
 
-        if jax.eval_shape(weight, head, rows) is None:
+        if jax.eval_shape(weight, params, rows) is None:
             return None
-        local = jnp.asarray(weight(head, rows), jnp.float32)
+        local = jnp.asarray(weight(params, rows), jnp.float32)
         if not self.plan.layers.release:
             return local
         total = auxiliary.total(local, self.plan.names)
@@ -396,17 +334,6 @@ class _Sweep:
         return Sink(params, sent(state), sink.skipped + ~ok)
 
 
-def _with_state(given: dict[str, Any], model_state: PyTree) -> dict[str, Any]:
-    others = {name: x for name, x in given.items() if name != "model_state"}
-    return others if model_state is None else others | {"model_state": model_state}
-
-
-def _own(told: Aux, like: PyTree) -> Aux:
-    """Return the aux with the model's state alone, if the loss returned one."""
-    state = None if as_aux(like).model_state is None else told.model_state.model_state
-    return told._replace(model_state=state)
-
-
 def _mean(sums: Arrays, weight: Any) -> Arrays:
     return auxiliary.divide(sums, jnp.asarray(weight, jnp.float32))
 
@@ -430,25 +357,11 @@ def _zeros(x: Any) -> jax.Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def layered(
-    tx: optax.GradientTransformation,
-    oracle: Oracle,
-    layers: Layers | str,
-    policy: Policy | None,
-    gather: str | None,
-    shard_optimizer: bool,
-) -> tuple[optax.GradientTransformation, LayeredOracle]:
-    """Return the optimizer and the gradient function of a step with ``layers=``."""
-    layers = Layers(layers) if isinstance(layers, str) else layers
+def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
+    """Return a gradient function that runs layers, for params that it is not told yet."""
     hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
-    fits = oracle.count == 1 or not layers.release
+    fits = oracle.count == 1 or not plan.layers.release
     checks.require(_WHO, "microbatches", oracle.count, "1 with release=True", fits, hint)
-    fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
-    checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
-    if not layers.once:
-        require_mean(tx)
-    fits, hint = gather != "int8", "Blocks of int8 are of whole arrays."
-    checks.require(_WHO, "gather", gather, "'bfloat16' or None with layers=", fits, hint)
 
     @functools.wraps(oracle.loss_fn)
     def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
@@ -457,5 +370,29 @@ def layered(
     fields = {x.name: getattr(oracle, x.name) for x in dataclasses.fields(oracle)}
     # The policy casts what the loss is shown, so its leaves are noted behind it.
     fields["computed"] = of_model if policy is None else policy.compute(of_model)
-    made = LayeredOracle(**fields, plan=Plan(layers, tx, policy))
-    return released(tx, layers) if layers.release else tx, made
+    return LayeredOracle(**fields, plan=dataclasses.replace(plan, policy=policy))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayeredUpdate(gate.GatedUpdate):
+    """The ``update`` of an optimizer on a mesh, which knows how its layers run.
+
+    Attributes:
+      around: returns a gradient function that runs them, from a plain one and its policy.
+    """
+
+    around: Callable[[Oracle, Policy | None], Oracle]
+
+
+def on_place(update: Any, plan: Plan, types: PyTree, place: Placement) -> LayeredUpdate:
+    """Return the ``update`` of an optimizer on a mesh for params of these types at their place."""
+    hint = "boostax.make_train_step(layers=) returns a state that is in the host's memory."
+    checks.require(_WHO, "host", True, "False in on_mesh", not plan.layers.host, hint)
+
+    def around(oracle: Oracle, policy: Policy | None) -> Oracle:
+        got, wanted = (oracle.mesh, oracle.names), (place.mesh, place.names)
+        hint = "Pass value_and_grad the mesh and the axis of on_mesh: mesh=mesh, axis_name=..."
+        checks.require("value_and_grad", "mesh", got, f"{wanted}", got == wanted, hint)
+        return layered(plan, oracle, policy).placed(types, place, None)
+
+    return LayeredUpdate(update.step, update.flush, around, init=update.init)

@@ -170,14 +170,16 @@ class Run:
 
 
 def require_scanned(program: Any, shown: Sequence[bool]) -> None:
-    """Refuse a loss that does not scan a stack, or uses its params besides.
+    """Refuse a loss that does not scan a stack that a step runs, or uses its params besides.
 
     Args:
       program: the loss, of params.
       shown: for each of its inputs, whether it stands for a param of a stack.
     """
     run = _RUN.get()
-    missing = [x.name for x in (run.stacks if run else ()) if not x.scanned]
+    if run is None:
+        return
+    missing = [x.name for x in run.stacks if not x.scanned]
     hint = "Scan its params themselves: casts, masks and the like belong into the body."
     allowed = "scanned by boostax.train.scan_layers in loss_fn"
     checks.require(_WHO, "layers", missing, allowed, not missing, hint)

@@ -15,6 +15,9 @@ from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, PyTree, Swept, is_per_replica
 from boostax.accumulate.window import terms_of
+from boostax.train.layered import on_place
+from boostax.train.release import planned
+from boostax.train.stacks import Layers
 
 _WHO = "on_mesh"
 
@@ -26,6 +29,7 @@ def on_mesh(
     *,
     axis_name: axes.AxisName | None = None,
     shard_optimizer: bool = False,
+    layers: Layers | str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run ``tx`` in plain ``jit``, on params that XLA shards over the mesh in any way.
 
@@ -47,6 +51,8 @@ def on_mesh(
         of the mesh.
       shard_optimizer: shard over the replicas all optimizer state that is equal on all of them
         (ZeRO). Each leaf is sharded along its first whole dimension that their number divides.
+      layers: how the stacked layers run that the loss scans with ``boostax.train.scan_layers``: see
+        ``boostax.train.Layers``. Pass the result to ``boostax.value_and_grad(layers=)``.
 
     Returns:
       A gate, used like the other gates of boostax. ``init`` makes a placed state: an array shaped
@@ -81,7 +87,14 @@ def on_mesh(
       Cross-Replica Sharding of Weight Update, https://arxiv.org/abs/2004.13336, 2020.
     """
     checks.transformation(_WHO, "tx", tx)
-    return placed_on(tx, placement_of(_WHO, params, axis_name), shard_optimizer)
+    place = placement_of(_WHO, params, axis_name)
+    if layers is None:
+        return placed_on(tx, place, shard_optimizer)
+    tx, plan = planned(tx, layers, shard_optimizer)
+    made = placed_on(tx, place, shard_optimizer)
+    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    types = jax.tree.map(typed, trees.arrays_alone(params))
+    return made._replace(update=on_place(made.update, plan, types, place))
 
 
 def placed_on(

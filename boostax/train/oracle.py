@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, bcoo, checks, handshake, interpret, jaxprs, mismatch, trees
-from boostax._core.replicas import PerReplica, is_per_replica, without
+from boostax._core.replicas import PerReplica, Swept, as_row, is_per_replica, without
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
@@ -56,6 +57,7 @@ def value_and_grad(
     microbatches: Count = 1,
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
+    layers: optax.GradientTransformation | None = None,
 ) -> "Oracle":
     r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax.
 
@@ -97,6 +99,7 @@ def value_and_grad(
         ``[microbatches]``; inside ``shard_map`` or ``pmap`` each replica returns its own; with
         ``mesh`` it is a ``PerReplica`` of stacked arrays, like the gradients.
       accumulator_dtype: dtype of the gradient sum over micro-batches.
+      layers: the optimizer that ``boostax.on_mesh(layers=)`` returns, if it runs the layers.
 
     Returns:
       ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
@@ -137,7 +140,13 @@ def value_and_grad(
         return loss_fn(trees.restored(params), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
-    return Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
+    made = Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
+    if layers is None:
+        return made
+    around = getattr(getattr(layers, "update", None), "around", None)
+    hint, allowed = "boostax.on_mesh(tx, params, layers=...) returns it.", "the optimizer on a mesh"
+    checks.require(_WHO, "layers", layers, allowed, around is not None, hint, TypeError)
+    return around(made, precision)  # pyright: ignore[reportOptionalCall]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +188,21 @@ class Oracle:
     def settled(self, state: PyTree) -> PyTree:
         """Return a step's first state where it belongs."""
         return state
+
+    def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return what ``swept`` differentiates, and its specs; ``None`` for whole params."""
+        del opt_state
+        return params, None
+
+    def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
+        """Return the specs of what a ``Swept`` has besides local gradients."""
+        del specs
+        return ()
+
+    def swept(self, params: PyTree, *args: Any) -> tuple[Any, Swept]:
+        """Return loss, aux and gradients of one replica; for the arguments see ``_local``."""
+        value, grads = self._local(params, *args)
+        return value, Swept(grads)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
         """Return the names of the params that it gathers itself."""
@@ -236,30 +260,32 @@ class Oracle:
         given = _given(kwargs | {"scales": scales})
         apart = terms_of(opt_state)
         with handshake.scaling(opt_state):
+            params, specs = self.entering(params, opt_state)
             if self.mesh is None:
-                value, grads = self._local(params, given_batch, scale, given, active, rules, apart)
-                return value, trees.without_gradient(grads, said)
+                value, swept = self.swept(params, given_batch, scale, given, active, rules, apart)
+                return value, trees.without_gradient(swept.entered(), said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
             given_aux: PyTree = Aux()
 
             def each(
                 params: PyTree, batch: PyTree, given: dict[str, Any], scale: jax.Array, at: Any
-            ) -> tuple[Any, PyTree]:
+            ) -> tuple[Any, PyTree, Swept]:
                 nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else Choice(at, options)
-                value, grads = self._local(params, batch, scale, given, chosen, rules, apart)
+                value, swept = self.swept(params, batch, scale, given, chosen, rules, apart)
                 loss, given_aux = value
-                stackable = functools.partial(jnp.expand_dims, axis=0)
-                stacked = jax.tree.map(stackable, (own_of(given_aux), grads))
-                return (loss, as_aux(given_aux)), stacked
+                return (loss, as_aux(given_aux)), as_row(own_of(given_aux)), swept.as_row()
 
-            run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
-            (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
+            local = PartitionSpec(self.names)
+            handed = PartitionSpec(), local, Swept(local, *self.leaving(specs))
+            run = self._mapped(each, handed, specs)
+            (loss, told), own, swept = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        grads = PerReplica(trees.without_gradient(grads, said))
-        return (loss, aux), grads
+        said = said if said is True else Swept(PerReplica(said))
+        swept = trees.without_gradient(swept, said)
+        return (loss, aux), swept if any(swept[1:]) else swept.local
 
     def loss_at(self, batch: PyTree, /, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """Return the loss of a batch as a function of the params."""
@@ -332,15 +358,18 @@ class Oracle:
         grads = carried.put(grads, new)
         return (loss, aux), grads
 
-    def _sliced(self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, **how: Any) -> Any:
+    def _sliced(
+        self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, more: Any = (), **how: Any
+    ) -> Any:
         """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches, and the terms.
 
-        ``counts`` is ``None``, or of a loss of terms their mean counts in a slice.
+        ``counts`` is ``None``, or of a loss of terms their mean counts in a slice. ``more`` are
+        keywords that only ``fn`` gets.
         """
         params = axes.to_varying(params, self.names)
         run = microbatch(fn, self.count, has_aux=True, **how)
         try:
-            return run(params, batch, None, *args, **given), ()
+            return run(params, batch, None, *args, **given, **dict(more)), ()
         except auxiliary.UncountedError:
             pass
 
@@ -351,7 +380,7 @@ class Oracle:
         # XLA removes what the counts do not need, so the count of a mask does not cost a pass.
         (_, aux), _ = microbatch(counted, self.count, has_aux=True)(params, batch, **given)
         counts = {x: total(n, self.names) / self._slices(batch) for x, (_, n) in aux.means.items()}
-        return run(params, batch, counts, *args, **given), tuple(counts)
+        return run(params, batch, counts, *args, **given, **dict(more)), tuple(counts)
 
     def _slices(self, batch: PyTree) -> int:
         """Return the number of micro-batches of all replicas."""

@@ -11,10 +11,10 @@ from boostax._core import axes, checks, gate, interpret
 from boostax._core.describe import Stepped, asked, describe
 from boostax._core.replicas import Swept
 from boostax.chain.parts import REDUCTIONS, read, rows
-from boostax.train.stacks import Layers
+from boostax.train.stacks import Layers, Plan
 
 PyTree = Any
-_WHO = "make_train_step"
+_WHO = "Layers"
 # The roles of parts that need several calls, or decide about all gradients together.
 _REFUSED = frozenset(
     "window|peer window|adder|scaler|hold|check|freeze|carry|delta|own params|subspace|"
@@ -82,7 +82,7 @@ def released(
     def step_fn(
         grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
-        hint = "boostax.make_train_step(loss, tx, layers=...) makes them."
+        hint = "Make them by boostax.value_and_grad(loss, mesh=mesh, layers=tx)."
         swept, fits = grads.raw, isinstance(grads.raw, Swept)
         checks.require("layers", "gradients", "others", "those of scan_layers", fits, hint)
         new: Released = swept.done
@@ -100,6 +100,18 @@ def released(
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
+def planned(
+    tx: optax.GradientTransformation, layers: Layers | str, shard_optimizer: bool
+) -> tuple[optax.GradientTransformation, Plan]:
+    """Return an optimizer as a step with ``layers=`` runs it, and the plan of its layers."""
+    layers = Layers(layers) if isinstance(layers, str) else layers
+    fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
+    checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
+    if not layers.once:
+        _require_mean(tx)
+    return released(tx, layers) if layers.release else tx, Plan(layers, tx)
+
+
 def _require_by_layer(tx: optax.GradientTransformation) -> None:
     """Refuse parts that need all gradients, several calls, or the loss."""
     needed = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
@@ -112,7 +124,7 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
         checks.require(_WHO, "tx", name, "an optimizer without gates with release=True", fits, hint)
 
 
-def require_mean(tx: optax.GradientTransformation) -> None:
+def _require_mean(tx: optax.GradientTransformation) -> None:
     """Refuse reductions that do more than average what the loop averages."""
     for row in rows(read(tx)):
         asked = {x: row.part.settings.get(x) for x in ("clip", "wire", "decay")}

@@ -20,6 +20,8 @@ from boostax.precision.policy import Policy
 PyTree = Any
 Path = tuple[Any, ...]
 Arrays = list[jax.Array]
+# The scope of collectives that are repeated in each layer, by which ``audit`` knows them.
+BY_LAYER = "by_layer"
 # The dimensions of a layer's array that are sharded over replica axes, and these axes.
 Cut = Sequence[tuple[int, tuple[str, ...]]]
 
@@ -221,7 +223,8 @@ class Plan:
         def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
             return _joined(x.astype(self.wire or dtype), cut, stacked) if cut else x
 
-        return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
+        with jax.named_scope("at_once" if stacked else BY_LAYER):
+            return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
 
     def cast(self, name: str, leaves: Arrays) -> Arrays:
         """Return weights in the dtypes in which the loss gets them."""
@@ -239,7 +242,8 @@ class Plan:
             g = lax.psum(g, tuple(left)) if left else g
             return g / axes.size(self.names) if self.names else g
 
-        return list(map(one, grads, self.cuts[name]))
+        with jax.named_scope(BY_LAYER):
+            return list(map(one, grads, self.cuts[name]))
 
     def updated(
         self, name: str, grads: Arrays, state: PyTree, params: Arrays

@@ -19,6 +19,7 @@ from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
 from boostax.train.layered import layered
 from boostax.train.oracle import value_and_grad
+from boostax.train.release import planned
 from boostax.train.stacks import Layers
 
 PyTree = Any
@@ -127,7 +128,10 @@ def make_train_step(
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     if layers is not None:
-        tx, oracle = layered(tx, oracle, layers, rules, gather, shard_optimizer)
+        hint = "Blocks of int8 are of whole arrays."
+        checks.require(who, "gather", gather, "'bfloat16' with layers=", gather != "int8", hint)
+        tx, plan = planned(tx, layers, shard_optimizer)
+        oracle = layered(plan, oracle, rules)
     step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
