@@ -371,52 +371,48 @@ class Grid(NamedTuple):
 
     Attributes:
       shape: ``(slices, *shape of one)``.
-      own: whether rows run along the leaf's last dimension; if not, they are elements in order.
-      parts: the number of parts of each row of the leaf.
+      lines: the number of lines that a slice is cut into rows by: those of the leaf's last
+        dimension, or a single one of all elements in order.
+      parts: the number of rows of each line.
       width: elements of a row.
       multiple: the number of rows is padded to a multiple of this.
     """
 
     shape: tuple[int, ...]
-    own: bool
+    lines: int
     parts: int
     width: int
     multiple: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
-        """Choose rows of up to ``block`` elements, and of up to 1024 if ``own`` is False."""
+        """Choose rows of up to ``block`` elements, and of up to 1024 if elements are in order."""
         size, last = math.prod(shape[1:]), shape[-1]
         parts = math.ceil(last / block)
         height = size // last * parts
         if last >= LANES and 16 * (-height % multiple) <= height:
-            return cls(shape, True, parts, math.ceil(last / parts), multiple)
+            return cls(shape, size // last, parts, math.ceil(last / parts), multiple)
         width, most = WIDTH, min(block, 4 * WIDTH)
         while 2 * width <= most and size >= 64 * multiple * width:
             width *= 2
-        return cls(shape, False, 1, min(width, most), multiple)
+        width = min(width, most)
+        return cls(shape, 1, math.ceil(size / width), width, multiple)
 
     @property
     def one(self) -> tuple[int, int]:
         """Return the number of rows of a slice and their width."""
-        size = math.prod(self.shape[1:])
-        rows = size // self.shape[-1] * self.parts if self.own else math.ceil(size / self.width)
-        return math.ceil(rows / self.multiple) * self.multiple, self.width
+        return math.ceil(self.lines * self.parts / self.multiple) * self.multiple, self.width
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Return ``(slices, rows, width)``, padded with zeros."""
-        lines = x.reshape(len(x), -1, x.shape[-1]) if self.own else x.reshape(len(x), 1, -1)
-        lines = padded(lines, 2, self.parts if self.own else self.width)
+        lines = padded(x.reshape(len(x), self.lines, -1), 2, self.parts * self.width)
         return padded(lines.reshape(len(x), -1, self.width), 1, self.multiple)
 
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows`` for any number of slices."""
-        shape = (len(rows), *self.shape[1:])
-        if not self.own:
-            return rows.reshape(len(rows), -1)[:, : math.prod(shape[1:])].reshape(shape)
-        height = math.prod(shape[1:-1])
-        lines = rows[:, : height * self.parts].reshape(len(rows), height, -1)
-        return lines[..., : shape[-1]].reshape(shape)
+        shape, length = (len(rows), *self.shape[1:]), math.prod(self.shape[1:]) // self.lines
+        lines = rows[:, : self.lines * self.parts].reshape(len(rows), self.lines, -1)
+        return lines[..., :length].reshape(shape)
 
 
 def spread(who: str, argument: str, allowed: str, value: PyTree, params: PyTree) -> list[Any]:

@@ -258,8 +258,8 @@ class Largest(Codec):
         grid = exchange.Grid.of((1, *shape), block, 1)
         most = 1.1 * size / block * self.count(block)
         # Every run rounds its share up, so short runs send more.
-        if not grid.own or grid.one[0] * self.count(grid.width) > most:
-            grid = exchange.Grid((1, *shape), False, 1, block, 1)
+        if grid.shape[-1] < exchange.LANES or grid.one[0] * self.count(grid.width) > most:
+            grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
         return Runs(grid, min(self.count(grid.width), grid.width))
 
 
