@@ -264,8 +264,11 @@ def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
     return {int(owners[start]): total(sums[..., start:stop]) for start, stop in runs}
 
 
-def _by_leaf(sums: dict[int, jax.Array]) -> jax.Array:
-    """Return ``(terms, leaves)``."""
+def _by_leaf(rows: Rows, terms: Callable[[Bucket], Arrays]) -> jax.Array:
+    """Return ``(terms, leaves)``: the sums of the terms of each bucket over each leaf."""
+    sums: dict[int, jax.Array] = {}
+    for bucket in rows.buckets:
+        sums |= _sums(terms(bucket), bucket)
     return jnp.stack([sums[leaf] for leaf in range(len(sums))], 1)
 
 
@@ -277,27 +280,23 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
     common = rows.factors(units)
-    sums: dict[int, jax.Array] = {}
-    for bucket in rows.buckets:
+
+    def of_pairs(bucket: Bucket) -> list[jax.Array]:
         values = _tree(bucket, nodes.factors, nodes.level)
         terms: list[jax.Array] = []
         for a, b in zip(values[0::2], values[1::2], strict=False):
             terms += [a * a, a * b, b * b, jnp.abs(a - b)]
-        if last:
-            terms.append(_tree(bucket, common, nodes.level + 1)[0] ** 2)
-        sums |= _sums(terms, bucket)
-    by_leaf = _by_leaf(sums)
-    of_pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
-    products = Products(jnp.moveaxis(of_pairs[:, :3], 0, 1), of_pairs[:, 3] + (left != right))
+        return [*terms, _tree(bucket, common, nodes.level + 1)[0] ** 2] if last else terms
+
+    by_leaf = _by_leaf(rows, of_pairs)
+    pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
+    products = Products(jnp.moveaxis(pairs[:, :3], 0, 1), pairs[:, 3] + (left != right))
     return products, [by_leaf[4]] if last else []
 
 
 def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
     """Return ``(leaves,)``: the squared norms of the last row."""
-    sums: dict[int, jax.Array] = {}
-    for bucket in rows.buckets:
-        sums |= _sums([_tree(bucket, factors, 0)[-1] ** 2], bucket)
-    return _by_leaf(sums)[0]
+    return _by_leaf(rows, lambda bucket: [_tree(bucket, factors, 0)[-1] ** 2])[0]
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
