@@ -195,8 +195,7 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
         return _explained(step.tx, params, _Place(), list, "", step, more)
     specs, sizes = step.placing.of_params(state.params), dict(step.placing.mesh.shape)
     place = _Place(step.names, sizes, specs, step.shard_optimizer)
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    sharded = step.shard_optimizer or any(any(spec) for spec in leaves)
+    sharded = step.shard_optimizer or any(map(any, jax.tree.leaves(specs)))
     missing = "on global arrays XLA places it: boostax.audit counts it." if sharded else ""
     if isinstance(step.oracle, LayeredOracle):
         missing = "layers send it: boostax.inspect.layer_forms counts it for each form."

@@ -221,8 +221,8 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
 
-    donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
-    donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
+    donated = [any(x.donated for x in jax.tree.leaves(info)) for info in args_info[0]]
+    donate = tuple(i for i, given in enumerate(donated) if given)
     again = jax.jit(lambda *args: exported.call(*args), donate_argnums=donate)
     # A program with explicit axes needs a mesh in its context.
     plain = jax.sharding.get_mesh().empty or there is None
@@ -249,7 +249,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
             raise RuntimeError(words) from error
         seconds = time.perf_counter() - begun
 
-    infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info, is_leaf=_is_info)
+    infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
     shardings = tree.flatten_up_to(compiled.input_shardings)
     pairs = zip(infos, shardings, strict=True)
     # The first key only separates positional arguments from named ones.
@@ -266,9 +266,3 @@ def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
 def _sharding(x: object) -> Any:
     """Return the sharding of an array; ``None`` if the array may be placed anywhere."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
-
-
-def _is_info(x: object) -> bool:
-    # A test for attributes would be wrong, because Flax's variables have the attributes of their
-    # values.
-    return isinstance(x, jax.stages.ArgInfo)
