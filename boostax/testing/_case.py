@@ -65,9 +65,11 @@ class Case:
         """Make the transformation for one device."""
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
-    def mapped(self, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    def mapped(
+        self, axis_name: AxisName, inner: Any = None
+    ) -> optax.GradientTransformationExtraArgs:
         """Make the transformation for a mapped function, with a mean if it does not reduce."""
-        inner = optimizer()
+        inner = optimizer() if inner is None else inner
         if not self.reduces:
             inner = optax.chain(all_reduce(axis_name), inner)
         return drawn(self.make(inner, axis_name))

@@ -90,8 +90,7 @@ def results_are_typed_equal(case: Case) -> None:
     tx, replicas = case.mapped(AXIS), jax.device_count()
     start = _case.start(case, tx, replicas)
     specs = states.state_specs(tx, arrays.even_params(), AXIS)
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(start[1])
+    assert jax.tree.structure(specs) == jax.tree.structure(start[1])
 
     def local(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
         grads = jax.tree.map(lambda g: g[0], grads)
@@ -225,11 +224,6 @@ class Placed:
         """The number of replicas."""
         return self.mesh.shape[AXIS]
 
-    @property
-    def others(self) -> int:
-        """The number of shards of a replica's gradient."""
-        return self.mesh.shape.get(_OTHER, 1)
-
     def place(self, params: PyTree) -> PyTree:
         """Place a tree like the params on the mesh."""
         where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
@@ -244,11 +238,6 @@ class Placed:
         """Return the dimension of a param that is sharded within a replica."""
         spec = without(self.specs[name], (AXIS,))
         return next((i for i, element in enumerate(spec) if element == _OTHER), 0)
-
-    def shard(self, tree: PyTree, index: int, before: int = 0) -> PyTree:
-        """Cut one shard of a replica out of arrays with ``before`` leading dimensions."""
-        part = lambda name, x: jnp.split(x, self.others, before + self.cut(name))[index]  # noqa: E731
-        return {name: part(name, x) for name, x in tree.items()}
 
 
 def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
@@ -287,15 +276,20 @@ def run_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
 
 
 def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
-    """Train replicas with whole params, by ``vmap`` with a named axis."""
-    if not case.by_shard:
-        return run(case, "vmap", windows)[0]
+    """Train replicas by ``vmap`` with a named axis: with whole params, or shard by shard."""
+    count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
+
+    def shard(index: int, tree: PyTree, before: int) -> PyTree:
+        """Cut one shard of a replica out of arrays with ``before`` leading dimensions."""
+        part = lambda name, x: jnp.split(x, count, before + placed.cut(name))[index]  # noqa: E731
+        return {name: part(name, x) for name, x in tree.items()}
+
     found: list[PyTree] = []
-    for i in range(placed.others):
-        shards = [placed.shard(g, i, 1) for g in windows]
-        found.append(run(case, "vmap", shards, placed.shard(arrays.even_params(), i))[0])
-    dims = {name: 1 + placed.cut(name) for name in placed.specs}
-    return {name: jnp.concatenate([x[name] for x in found], dims[name]) for name in dims}
+    for i in range(count):
+        shards = [shard(i, grads, 1) for grads in windows]
+        found.append(run(case, "vmap", shards, shard(i, arrays.even_params(), 0))[0])
+    joined = lambda name: jnp.concatenate([x[name] for x in found], 1 + placed.cut(name))  # noqa: E731
+    return {name: joined(name) for name in placed.specs}
 
 
 def any_placement_means_the_same(case: Case) -> None:

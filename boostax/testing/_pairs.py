@@ -19,7 +19,6 @@ from boostax._core.replicas import PyTree, is_per_replica, reshard_state
 from boostax.accumulate.window import accumulate
 from boostax.config.migrate import holds, migrate_state
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
-from boostax.reduce.mean import all_reduce
 from boostax.testing import _arrays as arrays
 from boostax.testing import _case
 from boostax.testing._case import Carry, Case, follow, laws_in
@@ -47,7 +46,7 @@ class Setting:
         """Draw the setting: one device or replicas, always replicas if the case reduces."""
         rng = np.random.default_rng(seed)
         replicas = int(rng.integers(2, 5)) if case.distributed else None
-        return cls(_steep(case), rng, replicas if case.reduces or rng.random() < 0.3 else None)
+        return cls(case, rng, replicas if case.reduces or rng.random() < 0.3 else None)
 
     @property
     def axis(self) -> str | None:
@@ -55,8 +54,10 @@ class Setting:
         return None if self.replicas is None else AXIS
 
     def tx(self) -> optax.GradientTransformationExtraArgs:
-        """Make the transformation."""
-        return self.case.single() if self.replicas is None else self.case.mapped(AXIS)
+        """Make it around an optimizer that depends on the scale of gradients, unlike Adam."""
+        rate = optax.linear_schedule(1e-1, 1e-3, 20)
+        steep = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(rate, momentum=0.9))
+        return self.case.single(steep) if self.axis is None else self.case.mapped(self.axis, steep)
 
     def grads(self, count: int) -> Grads:
         """Draw the gradients of ``count`` calls in eighths, whose sums and halves are exact."""
@@ -98,18 +99,6 @@ class Setting:
     def run(self, tx: optax.GradientTransformation, grads: Grads) -> Carry:
         """Train from the beginning."""
         return follow(self.step(tx), self.start(tx), grads)
-
-
-def _steep(of: Case) -> Case:
-    """Put a case around an optimizer that depends on the scale of gradients, unlike Adam."""
-
-    def make(inner: Any, axis_name: Any) -> optax.GradientTransformation:
-        reduction = [] if axis_name is None or of.reduces else [all_reduce(axis_name)]
-        rate = optax.linear_schedule(1e-1, 1e-3, 20)
-        steep = (optax.add_decayed_weights(1e-2), optax.sgd(rate, momentum=0.9))
-        return of.make(optax.chain(*reduction, *steep), axis_name)
-
-    return dataclasses.replace(of, make=make)
 
 
 def _scalers(state: PyTree) -> list[Any]:
