@@ -6,7 +6,7 @@ brings the sum back, quantised again.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, un
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
-Send = Callable[[jax.Array, Names], jax.Array]
 LEVELS = 127
 
 
@@ -56,11 +55,14 @@ class Int8(Codec):
         rows = slices.rows
         codes, scales = quantize(rows, first)
         received = [axes.exchange(x, names) for x in codes]
-        summed = dequantize(received, _together(scales, axes.exchange, names), rows)
+        # The scales of all leaves are one message.
+        theirs = unpacked(axes.exchange(packed(scales, 1), names), scales, 1)
+        summed = dequantize(received, theirs, rows)
         means = [x.mean(0) for x in summed]
         codes_of_mean, scales_of_mean = quantize(means, second)
         gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
-        decoded = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
+        of_means = unpacked(axes.gather(packed(scales_of_mean), names), scales_of_mean)
+        decoded = dequantize(gathered, of_means, means)
         held = unsent(rows, dequantize(codes, scales, rows))
         lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, means))
         residual, late = slices.charged(held, lost, names)
@@ -120,12 +122,6 @@ class _Slices(NamedTuple):
                 more += lax.dynamic_index_in_dim(held[k], replica, 0, keepdims=False)
                 rows[k] = lax.dynamic_update_index_in_dim(held[k], more, replica, 0)
         return self.joined(rows), late
-
-
-def _together(arrays: Arrays, send: Send, names: Names) -> list[jax.Array]:
-    """Send small arrays in one message; for an exchange they have a leading axis of replicas."""
-    lead = 1 if send is axes.exchange else 0
-    return unpacked(send(packed(arrays, lead), names), arrays, lead)
 
 
 def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
