@@ -11,7 +11,7 @@ directions below 3e-4 of the largest, which a product with ``X`` itself finds.
 
 import functools
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -247,7 +247,7 @@ def principal(
     rows: PyTree = None
     s = turn = u
     for _ in range(2):
-        rows = _orthonormal(jax.tree.map(functools.partial(_spanned, u), snapshots))
+        rows = _orthonormal(jax.tree.map(lambda x, u=u: _spanned(x, u), snapshots))
         along = total(jax.tree.map(_coordinates, snapshots, rows))
         u, s, turn = np_.linalg.svd(along, full_matrices=False)
     eps = max(np.finfo(wide_dtype(x)).eps for x in jax.tree.leaves(snapshots))
@@ -437,23 +437,17 @@ def _mean(x: jax.Array) -> jax.Array:
     return wide(x[0]) + (wide(x) - wide(x[:1])).mean(0)
 
 
-@jax.jit
-def _gram(x: jax.Array) -> jax.Array:
-    """Return inner products of the centred snapshots: (m, m)."""
-    gaps = _centred(x)
-    return dot(gaps, gaps)
+def _of_gaps(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make a function of snapshots that computes a product of the centred ones."""
+    return jax.jit(lambda x, *others: product(_centred(x), *others))
 
 
-@jax.jit
-def _spanned(u: ArrayLike, x: jax.Array) -> jax.Array:
-    """Return combinations of the centred snapshots, by the columns of ``u`` (m, r): (r, ...)."""
-    return mix(u, _centred(x))
-
-
-@jax.jit
-def _coordinates(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return inner products of the centred snapshots with rows: (m, r)."""
-    return dot(_centred(x), rows)
+# Inner products of the snapshots: (m, m).
+_gram = _of_gaps(lambda gaps: dot(gaps, gaps))
+# Inner products of the snapshots with rows (r, ...): (m, r).
+_coordinates = _of_gaps(dot)
+# Combinations of the snapshots, by the columns of ``u`` (m, r): (r, ...).
+_spanned = _of_gaps(lambda gaps, u: mix(u, gaps))
 
 
 @jax.jit
