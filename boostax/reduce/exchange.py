@@ -411,8 +411,9 @@ class Grid(NamedTuple):
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows`` for any number of slices."""
         shape, length = (len(rows), *self.shape[1:]), math.prod(self.shape[1:]) // self.lines
-        lines = rows[:, : self.lines * self.parts].reshape(len(rows), self.lines, -1)
-        return lines[..., :length].reshape(shape)
+        # The rows of padding behind a single line are cut off with the rest of its padding.
+        kept = rows if self.lines == 1 else rows[:, : self.lines * self.parts]
+        return kept.reshape(len(rows), self.lines, -1)[..., :length].reshape(shape)
 
 
 def spread(who: str, argument: str, allowed: str, value: PyTree, params: PyTree) -> list[Any]:
