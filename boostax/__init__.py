@@ -63,5 +63,4 @@ _LATE = {
     **dict.fromkeys(("auto", "migrate_state"), "boostax.config"),
     "less_bn": "boostax.model.less_bn",
 }
-if not TYPE_CHECKING:  # Without this guard a type checker would accept any name of the package.
-    __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))
+_late(__name__, _LATE, ("checkpoint", "nnx"))

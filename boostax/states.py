@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state classes of the transformations, and the marks of state that differs by replica."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late
 from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
@@ -33,5 +31,4 @@ from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.train.state import metrics as metrics
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

@@ -12,7 +12,9 @@ from boostax._core import checks
 def late(
     package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package.
+    """Give a package a ``__getattr__`` and a ``__dir__``, and return them.
+
+    A type checker does not see them, so it still refuses names that the package does not have.
 
     Args:
       package: the package's name.
@@ -40,6 +42,7 @@ def late(
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
 
+    vars(sys.modules[package]).update(__getattr__=load, __dir__=listed)
     return load, listed
 
 

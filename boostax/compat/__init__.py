@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drop-in forms of wrappers of Optax, built on the transformations of boostax."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.late import late as _late
 from boostax.compat.wrappers import ApplyIfFiniteState as ApplyIfFiniteState
 from boostax.compat.wrappers import MultiSteps as MultiSteps
@@ -10,5 +8,4 @@ from boostax.compat.wrappers import MultiStepsState as MultiStepsState
 from boostax.compat.wrappers import MultiStepsSumState as MultiStepsSumState
 from boostax.compat.wrappers import apply_if_finite as apply_if_finite
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations as data, the chains built from them, and states carried to another chain."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.late import late as _late
 from boostax.config.auto import Boost as Boost
 from boostax.config.auto import auto as auto
 from boostax.config.migrate import MigrationReport as MigrationReport
 from boostax.config.migrate import migrate_state as migrate_state
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Freeze by schedule: the transformation, its groups, its schedules."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.groups import mindspore_groups as mindspore_groups
 from boostax._core.groups import param_groups as param_groups
 from boostax._core.groups import prefix_groups as prefix_groups
@@ -14,5 +12,4 @@ from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Half precision: loss scales, boundaries between them, policies, checks of what is finite."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.handshake import current_scale as current_scale
 from boostax._core.late import late as _late
@@ -24,5 +22,4 @@ from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates
 from boostax.precision.updates import count_lost_updates as count_lost_updates
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)
