@@ -18,7 +18,6 @@ import contextvars
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -185,22 +184,35 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
         return grads
 
-    @custom_vmap
-    def look(mark: jax.Array, grads: PyTree) -> PyTree:
-        return grads
-
-    @look.def_vmap
-    def rule(size: int, batched: Any, mark: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
-        local, got = any(jax.tree.leaves(batched[1])), f"equal ones over {', '.join(names)}"
+    def judge(differs: Any) -> None:
+        local, got = any(jax.tree.leaves(differs[1])), f"equal ones over {', '.join(names)}"
         hint = "Remove the reduction before it."
         checks.require(who, "gradients", got, "local to each replica", local, hint)
-        return grads, batched[1]
 
     for name in names:
-        # The index differs per replica, so the rule is called. Inside the branch of a gate, which
-        # is traced first, it is called when that trace is mapped.
-        grads = look(lax.axis_index(name), grads)
+        # The index differs per replica, so the mapping is seen.
+        _, grads = _seen((lax.axis_index(name), grads), judge)
     return grads
+
+
+def _seen(values: PyTree, judge: Callable[[Any], None]) -> PyTree:
+    """Return values; each ``jax.vmap`` around that maps one of them calls ``judge``.
+
+    Its argument is a tree of bools that are True for the values that differ. Inside the branch of a
+    gate, which is traced first, it is called when that trace is mapped.
+    """
+
+    @custom_vmap
+    def look(values: PyTree) -> PyTree:
+        return values
+
+    @look.def_vmap
+    def rule(size: int, differs: Any, values: PyTree) -> tuple[PyTree, Any]:
+        judge(differs[0])
+        # A value that this vmap does not map may be mapped by one around it.
+        return look(values), differs[0]
+
+    return look(values)
 
 
 def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
@@ -336,28 +348,19 @@ def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
 def _require_common(shared: list[PyTree]) -> None:
     """Refuse arrays that differ per replica outside a ``PerReplica``."""
     leaves = jax.tree.leaves(shared)
-    differing = [False] * len(leaves)
 
-    @custom_vmap
-    def look(values: list[Any]) -> list[Any]:
-        return values
-
-    @look.def_vmap
-    def rule(size: int, mapped: Any, values: list[Any]) -> tuple[list[Any], list[bool]]:
-        differing[:] = map(operator.or_, differing, mapped[0])
-        # A value that this vmap does not map may be mapped by one around it.
-        return look(values), mapped[0]
+    def judge(differs: list[bool]) -> None:
+        shapes = sorted({x.shape for x, apart in zip(leaves, differs, strict=True) if apart})
+        hint = (
+            "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in "
+            "the innermost chain, and give every scaler and window around it the axis_name "
+            "(optax.MultiSteps has none: boostax.accumulate takes its place)."
+        )
+        what, allowed = "params and updates", "the same on all replicas"
+        checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
 
     if leaves:
-        look(leaves)
-    shapes = sorted({x.shape for x, differs in zip(leaves, differing, strict=True) if differs})
-    hint = (
-        "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in the "
-        "innermost chain, and give every scaler and window around it the axis_name "
-        "(optax.MultiSteps has none: boostax.accumulate takes its place)."
-    )
-    what, allowed = "params and updates", "the same on all replicas"
-    checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
+        _seen(leaves, judge)
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
