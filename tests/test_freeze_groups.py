@@ -21,13 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from boostax._core import trees
-from boostax._core.groups import (
-    as_groups,
-    group_count,
-    mindspore_groups,
-    param_groups,
-    prefix_groups,
-)
+from boostax._core.groups import as_groups, mindspore_groups, param_groups, prefix_groups
 from boostax.freeze.order import forward_order
 
 MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -35,6 +29,11 @@ VECTOR = jax.ShapeDtypeStruct((4,), jnp.float32)
 DENSE = {"kernel": MATRIX, "bias": VECTOR}
 NORM = {"scale": VECTOR, "bias": VECTOR}
 X = jnp.ones((2, 4))
+
+
+def tree_of(who, groups, params):
+    """The group of each leaf."""
+    return as_groups(who, groups, params).tree
 
 
 def by_module(groups):
@@ -162,7 +161,7 @@ def test_nnx_variables_are_no_modules():
         found = dict(trees.named(groups))
         assert {found["gain/value"], found["stem/bias/value"]} == {0}
         assert [found[f"blocks/{i}/linear/bias/value"] for i in range(11)] == [*range(1, 12)]
-        assert as_groups("who", groups, params) == groups
+        assert tree_of("who", groups, params) == groups
 
 
 def test_partitioned_params_are_no_modules():
@@ -388,30 +387,30 @@ FORMS = [
 
 @pytest.mark.parametrize("groups", FORMS)
 def test_groups_in_every_form(groups):
-    found = as_groups("who", groups, PARAMS)
+    found = tree_of("who", groups, PARAMS)
     assert found == {"a": {"kernel": 0, "bias": 0}, "b": [1, 1], "c": None}
     assert all(type(label) is int for label in jax.tree.leaves(found))
-    assert group_count(found) == 2
+    assert as_groups("who", groups, PARAMS).count == 2
 
 
 def test_a_list_of_ints_is_a_tree():
-    assert as_groups("who", [1, 0], [MATRIX, MATRIX]) == [1, 0]
-    assert as_groups("who", (0, [1, 1]), (MATRIX, [MATRIX] * 2)) == (0, [1, 1])
-    assert as_groups("who", ["0"], [MATRIX, MATRIX]) == [0, 1]
-    assert as_groups("who", 0, PARAMS)["b"] == [0, 0]
-    assert as_groups("who", [], []) == [] and group_count([]) == 0
+    assert tree_of("who", [1, 0], [MATRIX, MATRIX]) == [1, 0]
+    assert tree_of("who", (0, [1, 1]), (MATRIX, [MATRIX] * 2)) == (0, [1, 1])
+    assert tree_of("who", ["0"], [MATRIX, MATRIX]) == [0, 1]
+    assert tree_of("who", 0, PARAMS)["b"] == [0, 0]
+    assert tree_of("who", [], []) == []
 
 
 def test_params_whose_arrays_were_donated_have_groups_all_the_same():
     """Defect guarded against: a newer JAX prints the leaves of a tree that it refuses."""
     params = [jnp.ones(3), jnp.ones(3)]
     jax.tree.map(lambda x: x.delete(), params)
-    assert as_groups("who", {"0": 1, "1": 0}, params) == [1, 0]
+    assert tree_of("who", {"0": 1, "1": 0}, params) == [1, 0]
 
 
 def test_a_pattern_stands_for_a_module_and_not_for_its_namesakes():
     params = {"block_1": DENSE, "block_10": DENSE}
-    assert by_module(as_groups("who", ["block_1"], params)) == {"block_1": 0, "block_10": 1}
+    assert by_module(tree_of("who", ["block_1"], params)) == {"block_1": 0, "block_10": 1}
 
 
 def test_a_tree_that_can_be_called_is_a_tree():
@@ -419,12 +418,12 @@ def test_a_tree_that_can_be_called_is_a_tree():
         def __call__(self):
             raise AssertionError
 
-    assert as_groups("who", Callable(0, 1), Callable(MATRIX, MATRIX)) == (0, 1)
+    assert tree_of("who", Callable(0, 1), Callable(MATRIX, MATRIX)) == (0, 1)
 
 
 NAMES = {f"layer_{i}": DENSE for i in range(8)}
 prefix = functools.partial(prefix_groups, ZMA)
-given_as = functools.partial(as_groups, "prefix_groups")
+given_as = functools.partial(tree_of, "prefix_groups")
 PAIR = [1.0, 2.0]
 ODD, TWICE = ["z", "q", "m", "a", "m/k"], [["m", "z"], "*/bias"]
 REFUSED = [
@@ -481,11 +480,11 @@ def test_mindspore_groups_are_those_of_mindspore(golden, network, n):
     found = json.loads((golden / "grad_freeze.json").read_text())["groups"]
     params = layers_of(found[f"{network}_params"])
     groups = mindspore_groups(params, n)
-    labels = jax.tree.leaves(as_groups("scheduled_freeze", groups, params))
+    labels = jax.tree.leaves(tree_of("scheduled_freeze", groups, params))
     names = [f"{module}.{leaf}" for module, leaves in params.items() for leaf in leaves]
     trained = [[x for x, k in zip(names, labels, strict=True) if k >= i] for i in range(n)]
     assert trained == found[f"{network}_g{n}"]
-    assert group_count(labels, groups) == n
+    assert as_groups("scheduled_freeze", groups, params).count == n
 
 
 def test_mindspore_groups_put_the_matrices_of_a_module_first():
@@ -532,7 +531,7 @@ def test_a_dictionary_of_names_is_groups():
     """By path names where the params are no dictionary of those keys; JSON has no other keys."""
     params = [listed(), listed()]
     groups = {"0": 0, "1/conv1": 2, "1/fc*": 1}
-    labels = as_groups("scheduled_freeze", groups, params)
+    labels = tree_of("scheduled_freeze", groups, params)
     assert jax.tree.leaves(labels[0]) == [0] * 4
     assert labels[1] == {"conv1": {"kernel": 2, "bias": 2}, "fc[0]": {"kernel": 1}, "fc*": 1}
 
@@ -552,7 +551,7 @@ def test_lists_of_params_are_groups_by_name():
     groups = param_groups(params, lists)
     assert [len(group) for group in groups] == [2, 1, 1]
     others = jax.tree.map(lambda x: x + 1, params)
-    assert as_groups("scheduled_freeze", groups, others) == {
+    assert tree_of("scheduled_freeze", groups, others) == {
         "conv1": {"kernel": 1, "bias": 0},
         "fc[0]": {"kernel": 2},
         "fc*": 0,

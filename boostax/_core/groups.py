@@ -80,8 +80,11 @@ def prefix_groups(
     return treedef.unflatten(labels[i] for i in range(len(leaves)))
 
 
-def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
-    """Return a tree like ``params`` of the ints 0, 1, ... without a gap.
+def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
+    """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
+
+    Without params (``optax.tree.map_params`` calls ``init`` so) the number is read from ``groups``.
+    If ``groups`` is a function, the result is a number that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.
@@ -93,11 +96,14 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
       params: the params.
     """
     named, treedef = trees.named(params), jax.tree.structure(params)
-    if not named:
-        return params
     names = [name for name, _ in named]
     if isinstance(groups, Labels):
-        return treedef.unflatten(_spread(who, groups.tree, params))
+        tree = treedef.unflatten(_spread(who, groups.tree, params)) if named else params
+        return Labels(tree, groups.count)
+    if not named:
+        numbers = [63] if _is_function(groups) else jax.tree.leaves(groups)
+        last = len(groups) if _are_patterns(groups) else max(numbers, default=0)
+        return Labels(params, last + 1)
     if _are_patterns(groups):
         labels = _matched(who, groups, names)
     elif _is_function(groups):
@@ -112,7 +118,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     allowed = "the integers 0, 1, ... without a gap"
     hint = f"No leaf is in group {missing}; boostax.freeze.prefix_groups(params, n) makes n groups."
     checks.require(who, "groups", present, allowed, missing is None, hint)
-    return treedef.unflatten(numbers)
+    return Labels(treedef.unflatten(numbers), len(present))
 
 
 def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
@@ -123,26 +129,9 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
     leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
     stand_in = jax.ShapeDtypeStruct((), jnp.float32)
     whole = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
-    labels = as_groups(who, groups, whole)
-    numbers = jax.tree.leaves(labels)
-    kept = [number for number, x in zip(numbers, leaves, strict=True) if not trees.is_masked(x)]
-    return kept, group_count(labels, groups)
-
-
-def group_count(labels: PyTree, groups: Any = None) -> int:
-    """Return the number of groups in a tree that ``as_groups`` made of ``groups``.
-
-    Without params (``optax.tree.map_params`` calls ``init`` so) the number is read from ``groups``.
-    If ``groups`` is a function, the result is a number that every schedule accepts.
-    """
-    if isinstance(groups, Labels):
-        return groups.count
-    numbers = jax.tree.leaves(labels)
-    if numbers or groups is None:
-        return max(numbers, default=-1) + 1
-    if _are_patterns(groups):
-        return len(groups) + 1
-    return 64 if _is_function(groups) else max(jax.tree.leaves(groups), default=0) + 1
+    found = as_groups(who, groups, whole)
+    pairs = zip(jax.tree.leaves(found.tree), leaves, strict=True)
+    return [number for number, x in pairs if not trees.is_masked(x)], found.count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -246,15 +235,13 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
         found.append([])
         for leaf in jax.tree.leaves(group):
             known = names.pop(id(leaf), [])
-            if len(known) != 1:
-                got = f"{known} as one array" if known else f"an array that is none, in group {i}"
-                hint = "Give the arrays of these params, each once; or patterns of their names."
-                raise ValueError(f"{who}: groups must be {allowed}, got {got}. {hint}")
+            got = f"{known} as one array" if known else f"an array that is none, in group {i}"
+            hint = "Give the arrays of these params, each once; or patterns of their names."
+            checks.require(who, "groups", got, allowed, len(known) == 1, hint)
             # A character that is a wildcard in a pattern may be an ordinary part of a name.
             found[-1].append(glob.escape(known[0]))
-    if names:
-        left = few([name for known in names.values() for name in known])
-        raise ValueError(f"{who}: groups must be {allowed}, got none with {left}. Add them to one.")
+    left = few([name for known in names.values() for name in known])
+    checks.require(who, "groups", f"none with {left}", allowed, not names, "Add them to one.")
     return found
 
 
@@ -332,9 +319,9 @@ def _reordered(
 ) -> dict[Any, list[int]]:
     """Return the layers by the first entry of ``order`` that matches one of their leaves."""
     allowed = "path names or prefixes of them, in the order of the forward pass"
-    if isinstance(order, str) or not all(isinstance(entry, str) for entry in order):
-        hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
-        raise TypeError(checks.message(who, "order", allowed, order, hint))
+    fits = not isinstance(order, str) and all(isinstance(entry, str) for entry in order)
+    hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
+    checks.require(who, "order", order, allowed, fits, hint, TypeError)
     # An entry that stands twice counts where it stands first.
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}

@@ -117,10 +117,9 @@ class _Carry(NamedTuple):
         found, every = resolve(self.rules, params), trees.names(params)
         idle = [words for words in self.rules if not resolve({words: "last"}, params)]
         # scheduled_freeze calls init with only some of the params; the others are masked.
-        if idle and not any(map(trees.is_masked, trees.nodes(params))):
-            hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
-            raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
-
+        fits = not idle or any(map(trees.is_masked, trees.nodes(params)))
+        hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
+        checks.require(_WHO, "rules", idle, "paths of params", fits, hint)
         zeros = jax.tree.map(jnp.zeros_like, params)
         windows: dict[Rule, PyTree] = {}
         for rule in sorted(set(self.rules.values())):

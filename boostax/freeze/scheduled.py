@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import checks, gate, handshake, replicas, trees
 from boostax._core.describe import Holds, PyTree, describe, elsewhere
-from boostax._core.groups import as_groups, group_count
+from boostax._core.groups import as_groups
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
@@ -69,8 +69,8 @@ class Freezing:
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
-        labels = as_groups(_WHO, self.groups, params)
-        return Plan(labels, group_count(labels, self.groups), self.schedule, self.repeat)
+        found = as_groups(_WHO, self.groups, params)
+        return Plan(found.tree, found.count, self.schedule, self.repeat)
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Return a tree of bools that are True for the leaves trained at this depth."""
