@@ -231,13 +231,12 @@ class _Windows(NamedTuple):
         window = None
         # Only a Python 1 needs no buffer, because a schedule or a traced value may be larger later.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
-            weight = jnp.zeros((), jnp.float32) if weighted else None
             # Around optax.lookahead gradients are those of the fast params alone.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
-            window = Window(trees.buffers(fast, self.narrow), weight)
-            if count := len(self.terms):
-                sums = jax.tree.map(lambda x: jnp.stack([x] * count), window.grads)
-                window = Window(sums, {x: jnp.zeros((), jnp.float32) for x in self.terms})
+            weight: PyTree = jnp.zeros((), jnp.float32) if weighted else None
+            if self.terms:
+                weight = {x: jnp.zeros((), jnp.float32) for x in self.terms}
+            window = Window(trees.buffers(fast, self.narrow, len(self.terms) or None), weight)
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
         a, b, c = (jnp.zeros((), jnp.int32) for _ in range(3))
         return AccumulateState(a, b, c, jnp.asarray(False), window, inner_state)
