@@ -217,12 +217,8 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, (list, tuple)):
-            stack.extend(thing)
-        elif isinstance(thing, dict):
-            stack.extend(thing.values())
-        elif isinstance(thing, functools.partial):
-            stack.append(thing.func)
+        if isinstance(thing, (list, tuple, dict)):
+            stack.extend(thing.values() if isinstance(thing, dict) else thing)
         elif inspect.isfunction(thing):
             signature = inspect.signature(thing, follow_wrapped=False)
             for name, parameter in signature.parameters.items():
@@ -232,7 +228,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         elif not inspect.isclass(thing) and (
             callable(thing) or isinstance(thing, optax.MultiSteps)
         ):
-            # It is a gate, a bound method or a jitted function, for example.
+            # It is a gate, a bound method, a partial or a jitted function, for example.
             stack.extend(getattr(thing, "__dict__", {}).values())
-            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__"))
+            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__", "func"))
     return found
