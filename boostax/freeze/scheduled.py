@@ -177,20 +177,15 @@ def _changed(
     plan = freezing.plan(params)
     index = plan.index(whole[1].next_depth)
     depths = plan.drawn if depth is None else (_require_drawn(depth, plan.drawn),)
-
-    def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
-        # The counts in this depth's state did not advance in steps of other depths.
-        if freezing.moments == "per_group":
-            state = state._replace(inner_state=_at_step(state.inner_state, state.steps))
-        return change(at, value, state)
-
     for place, at in enumerate(depths):
         (value, state), cut = whole, freezing.cut(params, at)
         # A train step may have taken out this depth's part already; then it also puts it back.
         apart = jax.tree.structure(state.inner_state) == cut.part
         inner = state.inner_state if apart else cut.take(state.inner_state)
         old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
-        run = functools.partial(timed, at, *old)
+        # The counts in this depth's state did not advance in steps of other depths.
+        now = inner if freezing.moments == "shared" else _at_step(inner, state.steps)
+        run = functools.partial(change, at, old[0], state._replace(inner_state=now))
         held = functools.partial(gate.run_or_hold, index == place, run, *old, apply=True, who=_WHO)
         found, new = run() if len(depths) == 1 else held()
         if not apart:
