@@ -15,12 +15,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, mismatch, replicas, trees
+from boostax._core.describe import variants_of
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
-from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 from boostax.train.oracle import gathered, value_and_grad
@@ -91,7 +91,7 @@ class Optimizer(nnx.Optimizer[_M]):
         **more: Any,
     ):
         checks.transformation(_WHO, "tx", tx)
-        self.freezing = tx if isinstance(tx, ScheduledFreeze) else None
+        self.freezing = variants_of(tx)
         self.axis_name, self.shard_optimizer = axis_name, shard_optimizer
         self.mesh: Any = None
         self.more = more
@@ -264,8 +264,7 @@ class Optimizer(nnx.Optimizer[_M]):
         """Return a tree of bools that are True for the differentiated params."""
         if self.freezing is None:
             return True
-        first, *others = self.freezing.freezing.plan(params).drawn
-        freezing = self.freezing
+        freezing, (first, *others) = self.freezing, self.freezing.plan(params).drawn
         return freezing.choice(params, opt_state) if others else freezing.active(params, first)
 
 
