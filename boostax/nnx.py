@@ -14,8 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, mismatch, replicas, trees
-from boostax._core.describe import variants_of
+from boostax._core import axes, checks, describe, mismatch, replicas, trees
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, PyTree
 from boostax.accumulate import aux as auxiliary
@@ -91,7 +90,7 @@ class Optimizer(nnx.Optimizer[_M]):
         **more: Any,
     ):
         checks.transformation(_WHO, "tx", tx)
-        self.freezing = variants_of(tx)
+        self.freezing = describe.variants_of(tx)
         self.axis_name, self.shard_optimizer = axis_name, shard_optimizer
         self.mesh: Any = None
         self.more = more

@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 574,
-    "boostax/_core": 2618,
-    "boostax/accumulate": 630,
+    "boostax": 567,
+    "boostax/_core": 2602,
+    "boostax/accumulate": 634,
     "boostax/chain": 302,
-    "boostax/config": 920,
-    "boostax/freeze": 483,
-    "boostax/inspect": 1424,
+    "boostax/config": 918,
+    "boostax/freeze": 478,
+    "boostax/inspect": 1429,
     "boostax/model": 561,
-    "boostax/precision": 1593,
+    "boostax/precision": 1591,
     "boostax/reduce": 1696,
     "boostax/subspace": 684,
     "boostax/testing": 817,
-    "boostax/train": 1996,
+    "boostax/train": 1998,
     "examples": 1500,
-    "tests": 19760,
+    "tests": 19809,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14298
+LIBRARY = 14277
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
