@@ -3,16 +3,14 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from boostax._core import checks
 
 
-def late(
-    package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Give a package a ``__getattr__`` and a ``__dir__``, and return them.
+def late(package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()) -> None:
+    """Give a package a ``__getattr__`` and a ``__dir__``.
 
     A type checker does not see them, so it still refuses names that the package does not have.
 
@@ -43,7 +41,6 @@ def late(
         return sorted({*vars(sys.modules[package]), *names})
 
     vars(sys.modules[package]).update(__getattr__=load, __dir__=listed)
-    return load, listed
 
 
 def told(name: str) -> str | None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explain a chain or a train step, audit any compiled program."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.late import late as _late
 from boostax.chain.findings import Finding as Finding
 from boostax.inspect.audit import Audit as Audit
@@ -15,5 +13,4 @@ from boostax.inspect.layer_forms import LayerForms as LayerForms
 from boostax.inspect.layer_forms import layer_forms as layer_forms
 from boostax.inspect.targets import target_devices as target_devices
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

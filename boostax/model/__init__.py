@@ -20,5 +20,4 @@ _LATE = {
     "NormalizedDense": "boostax.model.normalized_dense",
 }
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__, _LATE)
+_late(__name__, _LATE)

@@ -4,8 +4,6 @@
 To add a codec, subclass ``Codec``; ``compress`` makes a transformation of it.
 """
 
-from typing import TYPE_CHECKING
-
 from boostax._core.late import late as _late
 from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.adasum import adasum_delta as adasum_delta
@@ -23,5 +21,4 @@ from boostax.reduce.quantized import int8_reduce as int8_reduce
 from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train in subspaces: bases, recorded trajectories, DimReduce."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.late import late as _late
 from boostax.subspace.basis import Basis as Basis
 from boostax.subspace.basis import pca_basis as pca_basis
@@ -15,5 +13,4 @@ from boostax.subspace.trajectory import record_trajectory as record_trajectory
 from boostax.subspace.trajectory import trajectory as trajectory
 from boostax.subspace.trajectory import trajectory_basis as trajectory_basis
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)

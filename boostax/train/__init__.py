@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train steps: the gradient function, applying gradients, the compiled step and its state."""
 
-from typing import TYPE_CHECKING
-
 from boostax._core.axes import local_params as local_params
 from boostax._core.late import late as _late
 from boostax.accumulate.aux import Aux as Aux
@@ -21,5 +19,4 @@ from boostax.train.state import TrainState as TrainState
 from boostax.train.state import metrics as metrics
 from boostax.train.step import make_train_step as make_train_step
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _late(__name__)
+_late(__name__)
