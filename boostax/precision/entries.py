@@ -123,18 +123,23 @@ def _played(
 ) -> tuple[list[Any], list[Any]]:
     """Return the results on arrays that are cut in blocks, and the scales, which may be known."""
     shape, inside = formats.cut(shape_of(program))
+    outside = [dim for dim in range(len(shape)) if dim not in inside]
     ready, scales = iter(known), list[Any]()
+
+    def wide(x: Any) -> Any:
+        return lax.broadcast_in_dim(x, shape, outside) if x.ndim == len(outside) else x
 
     def step(codec: formats.Codec, given: list[Any]) -> Any:
         if codec.work == "draw":
             return codec.run(formats.index_in(shape), *given)
         if codec.work != "measure":
-            return codec.run(*given)
+            return codec.run(*map(wide, given))
         found = next(ready, None)
-        scales.append(found)
         if found is None:
-            scales[-1] = codec.run(*formats.extremes(given[0], inside))
-        return scales[-1]
+            # A dimension of size one gets a layout of its own, and XLA:CPU copies between the two.
+            found = jnp.squeeze(codec.run(*formats.extremes(given[0], inside)), inside)
+        scales.append(found)
+        return found
 
     return play(program, operands, shape, step), scales
 
@@ -148,8 +153,11 @@ def _twice(program: jaxprs.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 def _cut(program: jaxprs.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Cut the arrays of a leaf in blocks; scales have one element for each block."""
     shape = shape_of(program)
-    return [formats.in_blocks(x, shape) if x.ndim else x for x in operands]
+    whole, inside = formats.cut(shape)
+    blocks = [n for dim, n in enumerate(whole) if dim not in inside]
+    return [x.reshape(whole if x.shape == shape else blocks) if x.ndim else x for x in operands]
 
 
 def _uncut(program: jaxprs.ClosedJaxpr, results: Sequence[Any]) -> list[Any]:
