@@ -25,17 +25,17 @@ CEILINGS = {
     "boostax/freeze": 478,
     "boostax/inspect": 1427,
     "boostax/model": 560,
-    "boostax/precision": 1591,
+    "boostax/precision": 1596,
     "boostax/reduce": 1694,
     "boostax/subspace": 682,
     "boostax/testing": 817,
     "boostax/train": 1996,
     "examples": 1500,
-    "tests": 19809,
+    "tests": 19811,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14265
+LIBRARY = 14270
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
