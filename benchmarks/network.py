@@ -1,0 +1,281 @@
+"""Seconds and bytes of a step on hosts whose links are limited: Linux network namespaces and `tc`.
+
+A host is a network namespace with one JAX process. All forms run in turns at each rate, on the same
+model and batch; bytes are those that the interface sends and receives. Needs root and iproute2.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from harness import Bar, arguments, report
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+PyTree = Any
+# 30 leaves of one width, and micro-batches of 8 rows a host.
+LEAVES, WIDTH, SLICES, ROWS = 30, 192, 8, 8
+ADDRESS, PORT, BRIDGE = "10.99.0", 7777, "boostax-net"
+BY_HAND = "one packed message by hand"
+Call = Callable[[PyTree], PyTree]
+
+
+def init() -> PyTree:
+    draw = np.random.default_rng(0).standard_normal
+    shape = WIDTH, WIDTH
+    return {f"w{i}": jnp.asarray(draw(shape) / WIDTH**0.5, jnp.float32) for i in range(LEAVES)}
+
+
+def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+    x = batch["x"]
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def plain(mesh: Any, batch: PyTree, *, by_hand: bool) -> tuple[Any, Any]:
+    """A scan over micro-batches in plain `jit`, or in a `shard_map` with one packed sum."""
+    tx = optax.adamw(1e-3)
+    value = jax.value_and_grad(loss_fn)
+
+    def scanned(params: PyTree, batch: PyTree) -> PyTree:
+        add = lambda sums, rows: (jax.tree.map(jnp.add, sums, value(params, rows)[1]), None)  # noqa: E731
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return jax.tree.map(lambda x: x / SLICES, jax.lax.scan(add, zeros, batch)[0])
+
+    cut = lambda x: x.reshape(-1, SLICES, x.shape[-1]).swapaxes(0, 1)  # noqa: E731
+
+    def local(params: PyTree, batch: PyTree) -> PyTree:
+        grads = scanned(params, jax.tree.map(cut, batch))
+        flat, unravel = jax.flatten_util.ravel_pytree(grads)
+        return unravel(jax.lax.pmean(flat, "data"))
+
+    def spread(params: PyTree, batch: PyTree) -> PyTree:
+        rows = NamedSharding(mesh, P(None, "data"))
+        where = functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
+        return scanned(params, jax.tree.map(lambda x: where(cut(x)), batch))
+
+    how: Any = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    gradient = jax.shard_map(local, mesh=mesh, **how) if by_hand else spread
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, None]:
+        params, inner = state
+        updates, inner = tx.update(gradient(params, batch), inner, params)
+        return (optax.apply_updates(params, updates), inner), None
+
+    params = jax.device_put(init(), NamedSharding(mesh, P()))
+    return step, (params, jax.jit(tx.init)(params))
+
+
+def forms(mesh: Any, batch: PyTree) -> dict[str, Callable[[], tuple[Any, PyTree]]]:
+    """By name what makes a step and its first state."""
+
+    def ours(reduction: Any = None, *, slices: int = SLICES, **how: Any) -> tuple[Any, PyTree]:
+        tx = optax.chain(reduction or boostax.all_reduce(), optax.adamw(1e-3))
+        step = boostax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=slices, **how)
+        return step, step.init(init())
+
+    rows = jax.tree.map(lambda _: P("data"), init())
+    make = functools.partial
+    return {
+        BY_HAND: make(plain, mesh, batch, by_hand=True),
+        "plain jit and scan": make(plain, mesh, batch, by_hand=False),
+        "all_reduce": ours,
+        "all_reduce, bf16": lambda: ours(boostax.all_reduce(dtype="bfloat16")),
+        "int8_reduce": lambda: ours(boostax.int8_reduce()),
+        "top_k_reduce, 1%": lambda: ours(boostax.top_k_reduce(density=0.01)),
+        "power_sgd_reduce, rank 4": lambda: ours(boostax.reduce.power_sgd_reduce(rank=4)),
+        "all_reduce, ZeRO-1": make(ours, shard_optimizer=True),
+        "all_reduce, FSDP": make(ours, param_specs=rows),
+    }
+
+
+def interface() -> int:
+    """Bytes that this host has received and sent so far."""
+    fields = pathlib.Path("/proc/net/dev").read_text().split("eth0:")[1].split()
+    return int(fields[0]) + int(fields[8])
+
+
+def host(index: int, hosts: int, chosen: list[str], rates: list[str], rounds: int) -> None:
+    """Run the forms on one host; host 0 asks for each rate, and prints a row for each round."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"{ADDRESS}.1:{PORT}", hosts, index)
+    mesh = jax.make_mesh((hosts,), ("data",), axis_types=(AxisType.Auto,))
+    draw = np.random.default_rng(index).standard_normal
+    rows = NamedSharding(mesh, P("data"))
+    local = {k: draw((SLICES * ROWS, WIDTH)).astype(np.float32) for k in "xy"}
+    batch = {k: jax.make_array_from_process_local_data(rows, x) for k, x in local.items()}
+    wait = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
+    turn = jax.make_array_from_process_local_data(rows, np.ones(1, np.float32))
+    made, counted = {}, {}
+    for name, make in forms(mesh, batch).items():
+        if name in chosen:
+            step, state = make()
+            found = boostax.audit(step, state, batch, params=init())
+            counted[name] = found.wire_bytes.most
+            made[name] = step, step(state, batch)[0]
+    for rate in rates:
+        if not index:
+            print(json.dumps({"rate": rate}), flush=True)
+            sys.stdin.readline()
+        for _ in range(rounds):
+            for name, (step, state) in made.items():
+                state, _ = jax.block_until_ready(step(state, batch))
+                wait(turn).block_until_ready()
+                start, sent = time.perf_counter(), interface()
+                for _ in range(turns := 3):
+                    state, _ = step(state, batch)
+                jax.block_until_ready(state)
+                seconds = (time.perf_counter() - start) / turns
+                wait(turn).block_until_ready()
+                moved = (interface() - sent) / 2 / turns
+                made[name] = step, state
+                row = {"form": name, "rate": rate, "seconds": seconds, "bytes": moved}
+                if not index:
+                    print(json.dumps(row | {"audit": counted[name]}), flush=True)
+
+
+def run(*command: object) -> None:
+    subprocess.run([*map(str, command)], check=True, capture_output=True)
+
+
+def limit(hosts: int, rate: str) -> None:
+    """Limit each link in both directions."""
+    for i in range(hosts):
+        how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "400ms"]
+        run("tc", "qdisc", "replace", "dev", f"bxv{i}", *how)
+        run("ip", "netns", "exec", f"bx{i}", "tc", "qdisc", "replace", "dev", "eth0", *how)
+
+
+@contextlib.contextmanager
+def network(hosts: int) -> Iterator[None]:
+    """A bridge, and a namespace with an interface for each host."""
+    run("ip", "link", "add", BRIDGE, "type", "bridge")
+    try:
+        run("ip", "link", "set", BRIDGE, "up")
+        for i in range(hosts):
+            inside = "ip", "netns", "exec", f"bx{i}", "ip"
+            peer = "peer", "name", "eth0", "netns"
+            run("ip", "netns", "add", f"bx{i}")
+            run("ip", "link", "add", f"bxv{i}", "type", "veth", *peer, f"bx{i}")
+            run("ip", "link", "set", f"bxv{i}", "master", BRIDGE, "up")
+            run(*inside, "addr", "add", f"{ADDRESS}.{i + 1}/24", "dev", "eth0")
+            run(*inside, "link", "set", "eth0", "up")
+            run(*inside, "link", "set", "lo", "up")
+            # Hosts find each other by their own name, which `ip netns exec` reads here.
+            names = pathlib.Path("/etc/netns") / f"bx{i}"
+            names.mkdir(parents=True, exist_ok=True)
+            own = f"{ADDRESS}.{i + 1} {platform.node()}"
+            (names / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
+        yield
+    finally:
+        gone = [["netns", "del", f"bx{i}"] for i in range(hosts)]
+        gone += [["link", "del", name] for name in (*(f"bxv{i}" for i in range(hosts)), BRIDGE)]
+        for what in gone:
+            subprocess.run(["ip", *what], check=False, capture_output=True)
+        for i in range(hosts):
+            shutil.rmtree(pathlib.Path("/etc/netns") / f"bx{i}", ignore_errors=True)
+
+
+def measured(hosts: int, chosen: list[str], rates: list[str], rounds: int) -> list[dict[str, Any]]:
+    """The rows of host 0."""
+    given = [str(hosts), json.dumps(chosen), json.dumps(rates), str(rounds)]
+    rows: list[dict[str, Any]] = []
+    with network(hosts), contextlib.ExitStack() as stack:
+        started: list[subprocess.Popen[str]] = []
+        for i in range(hosts):
+            command = ["ip", "netns", "exec", f"bx{i}", sys.executable, __file__, "--host", f"{i}"]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            process = subprocess.Popen([*command, *given], **pipes)
+            stack.callback(process.kill)
+            started.append(process)
+        first: Any = started[0]
+        # Gloo prints lines of its own.
+        for line in (x for x in first.stdout if x.startswith("{")):
+            row = json.loads(line)
+            if "form" in row:
+                rows.append(row)
+                print(row, flush=True)
+                continue
+            limit(hosts, row["rate"])
+            first.stdin.write("go\n")
+            first.stdin.flush()
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each form: bytes, and seconds at each rate, beside those of the mean by hand."""
+    median = lambda name, key, **where: statistics.median(  # noqa: E731
+        x[key] for x in rows if x["form"] == name and where.items() <= x.items()
+    )
+    found: list[dict[str, Any]] = []
+    for name in dict.fromkeys(x["form"] for x in rows):
+        row = {"form": name, "MB on the interface": median(name, "bytes") / 1e6}
+        row |= {"MB by audit": median(name, "audit") / 1e6}
+        row["bytes / by hand"] = median(name, "bytes") / median(BY_HAND, "bytes")
+        for rate in dict.fromkeys(x["rate"] for x in rows):
+            seconds = [median(x, "seconds", rate=rate) for x in (name, BY_HAND)]
+            row |= {f"s at {rate}": seconds[0], f"s / by hand at {rate}": seconds[0] / seconds[1]}
+        found.append(row)
+    return found
+
+
+def main() -> None:
+    if "--host" in sys.argv:
+        index, hosts, chosen, rates, rounds = sys.argv[2:]
+        host(int(index), int(hosts), json.loads(chosen), json.loads(rates), int(rounds))
+        return
+    options = arguments(
+        __doc__,
+        hosts=4,
+        rates=("20mbit,100mbit,1gbit", "of each link, by comma"),
+        forms=("", "by semicolon; all without; publishes nothing"),
+        rounds=3,
+    )
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        raise SystemExit("network.py needs root and iproute2 (ip, tc) to make hosts with links.")
+    chosen = options.forms.split(";") if options.forms else list(forms(None, None))
+    rows = table(measured(options.hosts, chosen, options.rates.split(","), options.rounds))
+    if options.forms:
+        for row in rows:
+            print(row)
+        return
+    of = {row["form"]: row for row in rows}
+    at = lambda name, key: of[name][key]  # noqa: E731
+    bars = [
+        Bar(
+            "all_reduce, time of the packed mean by hand, 1 Gbit/s",
+            at("all_reduce", "s / by hand at 1gbit"),
+            1.3,
+        ),
+        Bar("bf16, its bytes", at("all_reduce, bf16", "bytes / by hand"), 0.52),
+        Bar("int8, its bytes", at("int8_reduce", "bytes / by hand"), 0.27),
+        Bar("ZeRO-1, its bytes", at("all_reduce, ZeRO-1", "bytes / by hand"), 1.02),
+        Bar("FSDP, its bytes", at("all_reduce, FSDP", "bytes / by hand"), 1.02),
+        Bar("ZeRO-1, its time, 1 Gbit/s", at("all_reduce, ZeRO-1", "s / by hand at 1gbit"), 1.2),
+        Bar("bf16, its time, 100 Mbit/s", at("all_reduce, bf16", "s / by hand at 100mbit"), 0.6),
+    ]
+    title = f"{options.hosts} hosts, {LEAVES} leaves of {WIDTH} x {WIDTH}, {SLICES} micro-batches"
+    report("network", "Steps on links of limited rates", [(title, rows)], bars)
+
+
+if __name__ == "__main__":
+    main()
