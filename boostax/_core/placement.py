@@ -155,6 +155,12 @@ def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None
     return here.auto_mesh, spec
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether the param at a path, and the state of an optimizer for it, are not sharded."""
+    here = _here()
+    return here is None or not (here.shared_out or any(here.spec(path) or ()))
+
+
 def settled(params: PyTree) -> PyTree:
     """Place new params where the old ones are, in the branch that computes them.
 

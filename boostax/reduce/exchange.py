@@ -162,11 +162,13 @@ def chunks(
       leaves: real arrays of one kind.
       slices: number of slices of each.
       bucket_bytes: leaves of fewer bytes of f32 are packed, up to this many together. ``None``
-        packs leaves below 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB per slice if that is more.
+        packs leaves below 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB per slice if that is more; where
+        each is a message all below 8 MiB.
       by_leaf: whether leaves begin at whole blocks.
     """
-    small = max(SMALL, SMALL_SLICE * slices) if bucket_bytes is None else bucket_bytes
     together = max(TOGETHER, SLICE_TOGETHER * slices) if bucket_bytes is None else bucket_bytes
+    small = max(SMALL, SMALL_SLICE * slices) if bucket_bytes is None else bucket_bytes
+    small = together if sent_apart() else small
     result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
@@ -183,6 +185,11 @@ def chunks(
         widths = tuple(n + -n % block for n in columns)
         result.append(Packed(tuple(pack), shapes, slices, block, widths))
     return result
+
+
+def sent_apart() -> bool:
+    """Return whether each array is a message: XLA:CPU merges them, but gloo sends one by one."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
@@ -268,7 +275,7 @@ def exchange(
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
         # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
         whole = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
-        received = axes.exchange(cut(whole, count, chunk.dim), names)
+        received = _arrived(axes.exchange(cut(whole, count, chunk.dim), names), wire)
         rows = [received[i].astype(x.dtype) for i in range(count)]
         buckets.append(Bucket(rows, chunk.owners))
     return Rows(buckets, gathered, near_one)
@@ -316,7 +323,7 @@ def delivered(
     arrays: list[jax.Array] = []
     for chunk, x in zip(sent, parts, strict=True):
         part = _shrunk(x, exponents, chunk.owners) if near_one else x
-        array = along(_half(part, wire), chunk.dim).astype(x.dtype)
+        array = _arrived(along(_half(part, wire), chunk.dim), wire).astype(x.dtype)
         if near_one:
             slices = cut(array, len(gathered), chunk.dim)
             array = joined(grown(slices, gathered, chunk.owners), chunk.dim)
@@ -357,7 +364,14 @@ def _is_narrow(wire: Wire) -> bool:
 
 
 def _half(x: jax.Array, wire: Wire) -> jax.Array:
-    return x if wire is None else trees.saturate(x, wire)
+    """Return what is sent of ``x``: bf16 as its bits, since XLA:CPU would send it as f32."""
+    half = x if wire is None else trees.saturate(x, wire)
+    return lax.bitcast_convert_type(half, jnp.uint16) if wire == jnp.bfloat16 else half
+
+
+def _arrived(x: jax.Array, wire: Wire) -> jax.Array:
+    """Invert ``_half``, but for the dtype."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if wire == jnp.bfloat16 else x
 
 
 def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:

@@ -2,6 +2,7 @@
 """The dense reduction: the mean or the sum of local gradients over the replicas."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +61,8 @@ def all_reduce(
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together, which
         saves collectives and costs one copy. ``None`` leaves it to XLA, which merges the reductions
         of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
-        replica's slice) and vectors, up to 8 MiB together.
+        replica's slice) and vectors, up to 8 MiB together. On CPUs of several processes, where
+        each leaf would be a message, ``None`` packs whole leaves up to 8 MiB together.
       noise: decay of the running means behind ``noise_scale`` in ``boostax.metrics``, the gradient
         noise scale in batches of one replica; ``None`` does not measure it. Inside ``accumulate``
         such a batch is a replica's window.
@@ -112,7 +114,8 @@ def all_reduce(
         axes.require_local(updates, names, who)
         if op == "sum":  # The mean of equal gradients is right; their sum is not.
             updates = placement.local_alone(updates, names, who)
-        leaves, treedef = jax.tree.flatten(updates)
+        named, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        leaves = [x for _, x in named]
         if clip is not None:
             hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."
             real, allowed = not any(map(jnp.iscomplexobj, leaves)), "None with complex gradients"
@@ -124,6 +127,15 @@ def all_reduce(
         elif bucket_bytes is not None:
             send = functools.partial(_packed, names, dividing, bucket_bytes)
             leaves = exchange.by_kind(leaves, send)
+        elif exchange.sent_apart():
+            # A shard is not packed, because its neighbours in a pack are elsewhere.
+            send = functools.partial(_packed, names, dividing, exchange.TOGETHER)
+            whole = [placement.is_whole(path) for path, _ in named]
+            packed = iter(exchange.by_kind([*itertools.compress(leaves, whole)], send))
+            leaves = [
+                next(packed) if fits else reduced(x, names, dividing)
+                for x, fits in zip(leaves, whole, strict=True)
+            ]
         else:
             # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and is
             # written anew.
