@@ -67,7 +67,7 @@ bench: $(READY)
 	$(RUN) benchmarks/precision.py
 	$(RUN) benchmarks/adasum.py
 	$(RUN) benchmarks/adasum_convergence.py
-	$(RUN) benchmarks/compression_time.py
+	-$(RUN) benchmarks/network.py
 	$(RUN) benchmarks/compression_accuracy.py
 	$(RUN) benchmarks/partial_accuracy.py
 	$(RUN) benchmarks/stored_accuracy.py

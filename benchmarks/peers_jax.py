@@ -10,7 +10,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import accumulation
 import adasum
-import compression_time
 import freezing
 import jax
 import jax.numpy as jnp
@@ -193,23 +192,6 @@ def combined(rounds: int) -> Iterable[Pair]:
             )
 
 
-def reduced(rounds: int) -> Iterable[Pair]:
-    found, _ = compression_time.measure("10M", rounds)
-    dense = found[0]
-    for row in found[1:]:
-        if row["reduction"] in (compression_time.BOTH_SIDES, compression_time.EXACT):
-            continue
-        below = row["pays below, GB/s"]
-        yield Pair(
-            f"{row['reduction']} on the wire",
-            "f32 mean",
-            row["ms"] / dense["ms"],
-            None,
-            row["bytes / dense"],
-            f"one device's work without the network; pays below {below:.1f} GB/s" if below else "",
-        )
-
-
 def states() -> Iterable[Pair]:
     """Optimizer state on a device, where others make it smaller by other means."""
     p = params()
@@ -225,7 +207,7 @@ def states() -> Iterable[Pair]:
     yield Pair(name, "galore, rank 128", None, ours / galore, None, remark)
 
 
-PARTS = (scaling, windows, shaping, prefixes, combined, reduced)
+PARTS = (scaling, windows, shaping, prefixes, combined)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from reducing import correlated, mapped, mesh_of, sends, the_one, updating
 
@@ -122,6 +123,29 @@ def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pa
     assert sent["all_gather"] == [2 * n // 8 for n in elements]
     rest = [(c.primitive, c.bytes) for c in found if c.dtypes != (dtype,)]
     assert rest == ([("all_gather", 4 * 4)] * 2 if dtype == "float16" else [])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_gloo_would_send_leaf_by_leaf_is_one_message(sharded, monkeypatch):
+    """Only whole leaves: the neighbours of a shard in a pack are elsewhere."""
+    mesh = mesh_of(AxisType.Auto, data=8)
+    params = {f"w{i}": jnp.ones((16, 16)) for i in range(4)}
+    specs = jax.tree.map(lambda _: P("data") if sharded else P(), params)
+    loss = lambda params, x: sum(jnp.mean((x @ w) ** 2) for w in params.values())  # noqa: E731
+    tx = optax.chain(boostax.all_reduce(), optax.sgd(0.1))
+
+    def trained():
+        step = boostax.make_train_step(loss, tx, mesh=mesh, param_specs=specs)
+        state, batch = step.init(params), jnp.arange(256.0).reshape(16, 16)
+        program = str(step.jaxpr(state, batch))
+        return jax.device_get(step(state, batch)[0].params), "f32[8,1024]" in program
+
+    expected, packed = trained()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    new, packed_too = trained()
+    assert not packed and packed_too is not sharded
+    for name, w in expected.items():
+        np.testing.assert_array_equal(new[name], w, strict=True)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

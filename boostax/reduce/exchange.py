@@ -364,14 +364,19 @@ def _is_narrow(wire: Wire) -> bool:
 
 
 def _half(x: jax.Array, wire: Wire) -> jax.Array:
-    """Return what is sent of ``x``: bf16 as its bits, since XLA:CPU would send it as f32."""
+    """Return what is sent of ``x``."""
     half = x if wire is None else trees.saturate(x, wire)
-    return lax.bitcast_convert_type(half, jnp.uint16) if wire == jnp.bfloat16 else half
+    return lax.bitcast_convert_type(half, jnp.uint16) if _as_bits(wire) else half
 
 
 def _arrived(x: jax.Array, wire: Wire) -> jax.Array:
-    """Invert ``_half``, but for the dtype."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if wire == jnp.bfloat16 else x
+    """Return in the dtype of the wire what was sent by ``_half``."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if _as_bits(wire) else x
+
+
+def _as_bits(wire: Wire) -> bool:
+    """Return whether bf16 travels as integers: XLA:CPU would send f32, a TPU takes more cycles."""
+    return wire == jnp.bfloat16 and sent_apart()
 
 
 def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:

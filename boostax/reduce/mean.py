@@ -2,8 +2,7 @@
 """The dense reduction: the mean or the sum of local gradients over the replicas."""
 
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +17,8 @@ from boostax._core.describe import Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
 from boostax.reduce.exchange import Divide
+
+Path = tuple[Any, ...]
 
 
 class SumState(NamedTuple):
@@ -127,15 +128,8 @@ def all_reduce(
         elif bucket_bytes is not None:
             send = functools.partial(_packed, names, dividing, bucket_bytes)
             leaves = exchange.by_kind(leaves, send)
-        elif exchange.sent_apart():
-            # A shard is not packed, because its neighbours in a pack are elsewhere.
-            send = functools.partial(_packed, names, dividing, exchange.TOGETHER)
-            whole = [placement.is_whole(path) for path, _ in named]
-            packed = iter(exchange.by_kind([*itertools.compress(leaves, whole)], send))
-            leaves = [
-                next(packed) if fits else reduced(x, names, dividing)
-                for x, fits in zip(leaves, whole, strict=True)
-            ]
+        elif jax.process_count() > 1 and exchange.sent_apart():
+            leaves = _in_messages(names, dividing, [path for path, _ in named], leaves)
         else:
             # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and is
             # written anew.
@@ -196,6 +190,17 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
 
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(exchange.by_kind(leaves, mean))
+
+
+def _in_messages(
+    names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
+) -> list[jax.Array]:
+    """Reduce leaves that would each be a message; only whole ones, as a pack is not sharded."""
+    whole = [i for i, path in enumerate(paths) if placement.is_whole(path)]
+    send = functools.partial(_packed, names, divide, exchange.TOGETHER)
+    packs = exchange.by_kind([leaves[i] for i in whole], send)
+    found = dict(zip(whole, packs, strict=True))
+    return [found[i] if i in found else reduced(x, names, divide) for i, x in enumerate(leaves)]
 
 
 def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> list[jax.Array]:

@@ -1,0 +1,32 @@
+"""Bytes that a step sends between hosts, counted at their interfaces."""
+
+import os
+import shutil
+import subprocess
+
+import network
+import pytest
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two, where root may make namespaces."""
+    made = not os.geteuid() and shutil.which("ip") and shutil.which("tc")
+    try:
+        for what in ("add", "del") if made else ():
+            network.run("ip", "netns", what, "boostax-try")
+    except subprocess.CalledProcessError:
+        made = False
+    if not made:
+        pytest.skip("hosts with links need root, iproute2 and namespaces")
+    return 2
+
+
+def test_a_half_wire_sends_half_between_hosts(hosts):
+    names = [network.BY_HAND, "all_reduce", "all_reduce, bf16"]
+    rows = network.measured(hosts, names, ["1gbit"], 1)
+    dense, mean, half = (next(x["bytes"] for x in rows if x["form"] == name) for name in names)
+    assert mean == pytest.approx(dense, rel=0.01)
+    assert half == pytest.approx(dense / 2, rel=0.02)
+    # The audit counts what the interface does.
+    assert all(x["bytes"] == pytest.approx(x["audit"], rel=0.02) for x in rows)
