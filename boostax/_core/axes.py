@@ -408,6 +408,19 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(summed, names.place() * length, length, dim)
 
 
+def ring(x: jax.Array, name: str) -> jax.Array:
+    """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
+
+    Each replica sends what it has of a row to the next, ``n - 1`` times, so it sends as many bytes
+    as half of a mean. A backend's own reduce-scatter may be an all-reduce.
+    """
+    count, here = lax.axis_size(name), lax.axis_index(name)
+    onward = [(i, (i + 1) % count) for i in range(count)]
+    row = lambda turn: lax.dynamic_index_in_dim(x, (here - turn) % count, keepdims=False)  # noqa: E731
+    step = lambda turn, sent: lax.ppermute(sent, name, onward) + row(turn + 1)  # noqa: E731
+    return lax.fori_loop(1, count, step, row(1))
+
+
 def in_group(x: jax.Array, names: Groups) -> jax.Array:
     """Stack the values of the replicas in this replica's group."""
     if not vmapped(names):

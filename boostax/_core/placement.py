@@ -155,10 +155,46 @@ def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None
     return here.auto_mesh, spec
 
 
-def is_whole(path: Path) -> bool:
-    """Return whether the param at a path, and the state of an optimizer for it, are not sharded."""
+def owned(path: Path, shape: tuple[int, ...]) -> int | None:
+    """Return the dimension along which each replica owns a shard of a param or its state.
+
+    -1 if they are whole; ``None`` if they are sharded in another way, or over several axes.
+    """
+    here, found = _here(), cut(path, shape)
+    if here is None or found is None:
+        return -1
+    entries = [x if isinstance(x, tuple) else (x,) for x in found[1]]
+    if len(here.names) == 1 and here.names in entries:
+        return entries.index(here.names)
+    return None if any(map(any, entries)) else -1
+
+
+def to_owners(
+    who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., Any]
+) -> list[jax.Array]:
+    """Return leaves that ``send`` reduces to each replica's shards, by their paths and dimensions.
+
+    It leaves the mapping, like ``on_shards``.
+    """
     here = _here()
-    return here is None or not (here.shared_out or any(here.spec(path) or ()))
+    assert here is not None
+    given = [here.shards(path, who) for path in dims]
+    lead = [PartitionSpec(here.names, *spec) for spec in given]
+    shards: list[PartitionSpec] = []
+    for spec, dim in zip(given, dims.values(), strict=True):
+        entries = [*spec, *[None] * (dim + 1 - len(spec))]
+        shards.append(PartitionSpec(*entries[:dim], here.names, *entries[dim + 1 :]))
+    one = lambda xs: send([x[0] for x in xs])  # noqa: E731
+    island = jax.shard_map(one, mesh=here.auto_mesh, in_specs=(lead,), out_specs=shards)
+
+    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        return island(here.by_replica(local[0])), (), shared
+
+    def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        return [lax.pmean(x, here.names) for x in local[0]], (), shared
+
+    marks = [lax.axis_index(name) for name in here.names]
+    return _lifted([*reversed(here.names)], named, stacked, who)((leaves, (), marks), ())[0]
 
 
 def settled(params: PyTree) -> PyTree:

@@ -129,7 +129,7 @@ def all_reduce(
             send = functools.partial(_packed, names, dividing, bucket_bytes)
             leaves = exchange.by_kind(leaves, send)
         elif jax.process_count() > 1 and exchange.sent_apart():
-            leaves = _in_messages(names, dividing, [path for path, _ in named], leaves)
+            leaves = _in_messages(who, names, dividing, [path for path, _ in named], leaves)
         else:
             # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and is
             # written anew.
@@ -193,14 +193,33 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
 
 
 def _in_messages(
-    names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
+    who: str, names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
 ) -> list[jax.Array]:
-    """Reduce leaves that would each be a message; only whole ones, as a pack is not sharded."""
-    whole = [i for i, path in enumerate(paths) if placement.is_whole(path)]
+    """Reduce leaves that would each be a message: whole ones packed, others to their owners."""
+    owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
+    found = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
+    whole = [i for i, dim in enumerate(owned) if dim == -1]
     send = functools.partial(_packed, names, divide, exchange.TOGETHER)
-    packs = exchange.by_kind([leaves[i] for i in whole], send)
-    found = dict(zip(whole, packs, strict=True))
-    return [found[i] if i in found else reduced(x, names, divide) for i, x in enumerate(leaves)]
+    found |= zip(whole, exchange.by_kind([leaves[i] for i in whole], send), strict=True)
+    dims = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
+    if dims:
+        send = functools.partial(_to_owners, names[0], divide, [*dims.values()])
+        at, sent = {paths[i]: dim for i, dim in dims.items()}, [leaves[i] for i in dims]
+        found |= zip(dims, placement.to_owners(who, at, sent, send), strict=True)
+    return [found[i] for i, _ in enumerate(leaves)]
+
+
+def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -> list[jax.Array]:
+    """Reduce leaves to this replica's slices of them along ``dims``, in the messages of a ring."""
+    count = lax.axis_size(name)
+    wide = [x.astype(trees.wide_dtype(x)) for x in leaves]
+    wide = [x / count for x in wide] if divide == "before" else wide
+    slices = [exchange.cut(x, count, dim) for x, dim in zip(wide, dims, strict=True)]
+    total = axes.ring(jnp.concatenate([x.reshape(count, -1) for x in slices], 1), name)
+    total = total / count if divide == "after" else total
+    parts = jnp.split(total, np.cumsum([x[0].size for x in slices])[:-1])
+    trios = zip(parts, slices, leaves, strict=True)
+    return [trees.saturate(part.reshape(x.shape[1:]), leaf.dtype) for part, x, leaf in trios]
 
 
 def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> list[jax.Array]:
