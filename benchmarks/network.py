@@ -266,6 +266,8 @@ def main() -> None:
             ("all_reduce", "s / by hand at 1gbit", 1.3),
             ("all_reduce, bf16", "bytes / by hand", 0.52),
             ("int8_reduce", "bytes / by hand", 0.27),
+            ("all_reduce, ZeRO-1", "bytes / by hand", 1.02),
+            ("all_reduce, FSDP", "bytes / by hand", 1.02),
         )
     ]
     title = f"{options.hosts} hosts, {LEAVES} leaves of {WIDTH} x {WIDTH}, {SLICES} micro-batches"

@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 567,
-    "boostax/_core": 2602,
+    "boostax/_core": 2672,
     "boostax/accumulate": 634,
     "boostax/chain": 302,
     "boostax/config": 918,
     "boostax/freeze": 478,
-    "boostax/inspect": 1427,
+    "boostax/inspect": 1429,
     "boostax/model": 560,
     "boostax/precision": 1596,
-    "boostax/reduce": 1714,
+    "boostax/reduce": 1728,
     "boostax/subspace": 682,
     "boostax/testing": 817,
     "boostax/train": 1996,
     "examples": 1500,
-    "tests": 19853,
+    "tests": 19858,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14293
+LIBRARY = 14379
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -408,6 +408,11 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(summed, names.place() * length, length, dim)
 
 
+def sent_apart() -> bool:
+    """Return whether each array is a message: XLA:CPU merges them, but gloo sends one by one."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
 def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 
@@ -418,7 +423,8 @@ def ring(x: jax.Array, name: str) -> jax.Array:
     onward = [(i, (i + 1) % count) for i in range(count)]
     row = lambda turn: lax.dynamic_index_in_dim(x, (here - turn) % count, keepdims=False)  # noqa: E731
     step = lambda turn, sent: lax.ppermute(sent, name, onward) + row(turn + 1)  # noqa: E731
-    return lax.fori_loop(1, count, step, row(1))
+    with jax.named_scope("ring_reduce_scatter"):
+        return lax.fori_loop(1, count, step, row(1))
 
 
 def in_group(x: jax.Array, names: Groups) -> jax.Array:

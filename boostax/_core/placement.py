@@ -158,10 +158,10 @@ def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None
 def owned(path: Path, shape: tuple[int, ...]) -> int | None:
     """Return the dimension along which each replica owns a shard of a param or its state.
 
-    -1 if they are whole; ``None`` if they are sharded in another way, or over several axes.
+    -1 if they are whole or empty; ``None`` if they are sharded otherwise, or over several axes.
     """
     here, found = _here(), cut(path, shape)
-    if here is None or found is None:
+    if here is None or found is None or 0 in shape:
         return -1
     entries = [x if isinstance(x, tuple) else (x,) for x in found[1]]
     if len(here.names) == 1 and here.names in entries:
@@ -172,29 +172,42 @@ def owned(path: Path, shape: tuple[int, ...]) -> int | None:
 def to_owners(
     who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., Any]
 ) -> list[jax.Array]:
-    """Return leaves that ``send`` reduces to each replica's shards, by their paths and dimensions.
+    """Return the means of leaves in the shards that replicas own, by their paths and dimensions.
 
-    It leaves the mapping, like ``on_shards``.
+    It leaves the mapping over the one replica axis. Leaves that are equal on all replicas stay.
+
+    Args:
+      who: the reduction.
+      dims: the dimension of each leaf along which it is owned, by its path.
+      leaves: gradients of a replica.
+      send: ``send(dims, leaves)`` of a device returns the means in its shards.
     """
     here = _here()
     assert here is not None
+    (name,) = here.names
     given = [here.shards(path, who) for path in dims]
-    lead = [PartitionSpec(here.names, *spec) for spec in given]
-    shards: list[PartitionSpec] = []
-    for spec, dim in zip(given, dims.values(), strict=True):
-        entries = [*spec, *[None] * (dim + 1 - len(spec))]
-        shards.append(PartitionSpec(*entries[:dim], here.names, *entries[dim + 1 :]))
-    one = lambda xs: send([x[0] for x in xs])  # noqa: E731
-    island = jax.shard_map(one, mesh=here.auto_mesh, in_specs=(lead,), out_specs=shards)
 
-    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return island(here.by_replica(local[0])), (), shared
+    @custom_vmap
+    def mean(mark: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+        return [lax.pmean(x, name) for x in leaves]
 
-    def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return [lax.pmean(x, here.names) for x in local[0]], (), shared
+    @mean.def_vmap
+    def rule(size: int, differs: Any, mark: jax.Array, leaves: list[jax.Array]) -> tuple[Any, Any]:
+        local = [i for i, apart in enumerate(differs[1]) if apart]
+        along = [[*dims.values()][i] for i in local]
+        lead = [PartitionSpec(name, *given[i]) for i in local]
+        shards: list[PartitionSpec] = []
+        for i, dim in zip(local, along, strict=True):
+            entries = [*given[i], *[None] * (dim + 1 - len(given[i]))]
+            shards.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
+        one = lambda xs: send(along, [x[0] for x in xs])  # noqa: E731
+        island = jax.shard_map(one, mesh=here.auto_mesh, in_specs=(lead,), out_specs=shards)
+        found = dict(enumerate(leaves))
+        found |= zip(local, island([leaves[i] for i in local]) if local else (), strict=True)
+        return [*found.values()], [False] * len(leaves)
 
-    marks = [lax.axis_index(name) for name in here.names]
-    return _lifted([*reversed(here.names)], named, stacked, who)((leaves, (), marks), ())[0]
+    # The index differs per replica, so the rule is called.
+    return mean(lax.axis_index(name), leaves)
 
 
 def settled(params: PyTree) -> PyTree:
@@ -206,6 +219,8 @@ def settled(params: PyTree) -> PyTree:
     here = _here()
     if here is None:
         return params
+    if here.shared_out and axes.sent_apart():
+        params = _gathered(here, params)
 
     def settle(path: Path, x: jax.Array) -> jax.Array:
         spec = here.spec(path)
@@ -215,6 +230,43 @@ def settled(params: PyTree) -> PyTree:
         return lax.with_sharding_constraint(x, NamedSharding(here.auto_mesh, spec))
 
     return jax.tree_util.tree_map_with_path(settle, params)
+
+
+def _gathered(here: Placement, params: PyTree) -> PyTree:
+    """Gather new params that are sharded like an optimizer's state, one message for each dtype.
+
+    It leaves the mapping, like ``on_shards``.
+    """
+    named, treedef = jax.tree_util.tree_flatten_with_path(params)
+    leaves = [x for _, x in named]
+    kinds = dict[Any, dict[int, tuple[int, PartitionSpec]]]()
+    for i, (path, x) in enumerate(named):
+        spec, dim = here.spec(path) or PartitionSpec(), owned(path, x.shape)
+        if spec == without(spec, here.names) and dim is not None and dim >= 0:
+            sharded = shared_by(spec, x.shape, here.names, here.replicas)
+            kinds.setdefault(x.dtype, {})[i] = dim, sharded
+
+    def joined(dims: list[int], shards: list[jax.Array]) -> list[jax.Array]:
+        rows = lax.all_gather(jnp.concatenate([x.ravel() for x in shards]), here.names)
+        parts = jnp.split(rows, np.cumsum([x.size for x in shards])[:-1], 1)
+        stacks = [part.reshape(-1, *x.shape) for part, x in zip(parts, shards, strict=True)]
+        flat = lambda x, dim: x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])  # noqa: E731
+        pairs = zip(stacks, dims, strict=True)
+        return [flat(jnp.moveaxis(x, 0, dim), dim) for x, dim in pairs]
+
+    for found in kinds.values():
+        dims, specs = map(list, zip(*found.values(), strict=True))
+        how: Any = {"in_specs": (specs,), "out_specs": [without(x, here.names) for x in specs]}
+        send = functools.partial(joined, dims)
+        island = jax.shard_map(send, mesh=here.auto_mesh, check_vma=False, **how)
+        leave = lambda local, shared, island=island: ((), (), island(shared))  # noqa: E731
+        stay = lambda local, shared: ((), (), shared)  # noqa: E731
+        marks = [lax.axis_index(name) for name in here.names]
+        run = _lifted([*reversed(here.names)], stay, leave, "settled")
+        new = run(((), (), marks), [leaves[i] for i in found])[2]
+        for i, x in zip(found, new, strict=True):
+            leaves[i] = x
+    return treedef.unflatten(leaves)
 
 
 def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:

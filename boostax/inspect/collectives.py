@@ -22,8 +22,9 @@ RING: Mapping[str, Callable[[int], float]] = {
     **dict.fromkeys(("reduce-scatter", "all-to-all", "ragged-all-to-all"), lambda n: (n - 1) / n),
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
-# The collective that the permutes in a computation of this name do together.
+# The collective that permutes do together in a computation, or a scope, of this name.
 _WINDOWED = {
+    "ring_reduce_scatter": "reduce-scatter",
     "windowed_dot_general_body_ag": "all-gather",
     "windowed_dot_general_body_rs": "reduce-scatter",
 }
@@ -130,8 +131,11 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
         given = given[:1] or i.result[:1]
     if kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
         kind = "reduce-scatter"
+    # The compiler may keep the name and source of a fusion but not of its parts.
+    said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
+    named = next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in said)), "")
     windows = _WINDOWED.items() if kind == "collective-permute" else ()
-    does = next((whole for name, whole in windows if name in site.computation), kind)
+    does = next((whole for x, whole in windows if x in f"{site.computation} {named}"), kind)
     # The results of a start begin with its operands.
     arrived = i.result[len(given) * i.op.endswith("-start") :]
     reducer = i.attribute(r"to_apply=%([\w.\-]+)")
@@ -142,8 +146,6 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
     axes, crosses = _place(groups, mesh)
     if kind == "send":
         axes, crosses = slice_axes(mesh), "slice"
-    # The compiler may keep the name and source of a fusion but not of its parts.
-    said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     return CompiledCollective(
         kind=kind,
         does=does,
@@ -161,7 +163,7 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
         widened="promoted" in reducer or (kind not in REDUCES and _widened(program, site)),
         overlapped=carried or _overlapped(program, site),
         source=next(filter(None, map(program.source, said)), ""),
-        name=next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in said)), ""),
+        name=named,
     )
 
 

@@ -168,7 +168,7 @@ def chunks(
     """
     together = max(TOGETHER, SLICE_TOGETHER * slices) if bucket_bytes is None else bucket_bytes
     small = max(SMALL, SMALL_SLICE * slices) if bucket_bytes is None else bucket_bytes
-    small = together if sent_apart() else small
+    small = together if axes.sent_apart() else small
     result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
@@ -185,11 +185,6 @@ def chunks(
         widths = tuple(n + -n % block for n in columns)
         result.append(Packed(tuple(pack), shapes, slices, block, widths))
     return result
-
-
-def sent_apart() -> bool:
-    """Return whether each array is a message: XLA:CPU merges them, but gloo sends one by one."""
-    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
@@ -376,7 +371,7 @@ def _arrived(x: jax.Array, wire: Wire) -> jax.Array:
 
 def _as_bits(wire: Wire) -> bool:
     """Return whether bf16 travels as integers: XLA:CPU would send f32, a TPU takes more cycles."""
-    return wire == jnp.bfloat16 and sent_apart()
+    return wire == jnp.bfloat16 and axes.sent_apart()
 
 
 def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:

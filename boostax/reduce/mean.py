@@ -63,7 +63,8 @@ def all_reduce(
         saves collectives and costs one copy. ``None`` leaves it to XLA, which merges the reductions
         of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
         replica's slice) and vectors, up to 8 MiB together. On CPUs of several processes, where
-        each leaf would be a message, ``None`` packs whole leaves up to 8 MiB together.
+        each leaf would be a message, ``None`` packs the whole leaves of a mean, up to 8 MiB
+        together, and sends shards (FSDP, ZeRO) to their owners in the messages of one ring.
       noise: decay of the running means behind ``noise_scale`` in ``boostax.metrics``, the gradient
         noise scale in batches of one replica; ``None`` does not measure it. Inside ``accumulate``
         such a batch is a replica's window.
@@ -128,7 +129,7 @@ def all_reduce(
         elif bucket_bytes is not None:
             send = functools.partial(_packed, names, dividing, bucket_bytes)
             leaves = exchange.by_kind(leaves, send)
-        elif jax.process_count() > 1 and exchange.sent_apart():
+        elif op == "mean" and jax.process_count() > 1 and axes.sent_apart():
             leaves = _in_messages(who, names, dividing, [path for path, _ in named], leaves)
         else:
             # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and is
@@ -195,7 +196,7 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
 def _in_messages(
     who: str, names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
 ) -> list[jax.Array]:
-    """Reduce leaves that would each be a message: whole ones packed, others to their owners."""
+    """Average leaves that would each be a message: whole ones packed, others to their owners."""
     owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
     found = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
     whole = [i for i, dim in enumerate(owned) if dim == -1]
@@ -203,7 +204,7 @@ def _in_messages(
     found |= zip(whole, exchange.by_kind([leaves[i] for i in whole], send), strict=True)
     dims = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
     if dims:
-        send = functools.partial(_to_owners, names[0], divide, [*dims.values()])
+        send = functools.partial(_to_owners, names[0], divide)
         at, sent = {paths[i]: dim for i, dim in dims.items()}, [leaves[i] for i in dims]
         found |= zip(dims, placement.to_owners(who, at, sent, send), strict=True)
     return [found[i] for i, _ in enumerate(leaves)]

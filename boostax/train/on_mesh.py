@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, bcoo, checks, handshake, replicas, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
-from boostax._core.placement import Placement
+from boostax._core.placement import Placement, settled
 from boostax._core.replicas import PerReplica, PyTree, Swept, is_per_replica
 from boostax.accumulate.window import terms_of
 from boostax.train.layered import on_place
@@ -141,7 +141,7 @@ def placed_on(
                 return gate.step(pending, state, params, apply=apply, **given, **fixed)
             local = pending.value() if pending.factors else pending.raw
             value, state = inner.update(local, state, params, **given, **fixed)
-            return (trees.applied(params, value) if apply else value), state
+            return (settled(trees.applied(params, value)) if apply else value), state
 
         of_arrays = lambda x: all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))  # noqa: E731
         arrays = {k: x for k, x in extra.items() if of_arrays(x)}
