@@ -26,7 +26,7 @@ CEILINGS = {
     "boostax/inspect": 1429,
     "boostax/model": 560,
     "boostax/precision": 1596,
-    "boostax/reduce": 1728,
+    "boostax/reduce": 1731,
     "boostax/subspace": 682,
     "boostax/testing": 817,
     "boostax/train": 1996,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14379
+LIBRARY = 14382
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -202,8 +202,11 @@ def _in_messages(
     whole = [i for i, dim in enumerate(owned) if dim == -1]
     send = functools.partial(_packed, names, divide, exchange.TOGETHER)
     found |= zip(whole, exchange.by_kind([leaves[i] for i in whole], send), strict=True)
-    dims = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
-    if dims:
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        dims = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
+        dims = {i: dim for i, dim in dims.items() if leaves[i].dtype == dtype}
+        if not dims:
+            continue
         send = functools.partial(_to_owners, names[0], divide)
         at, sent = {paths[i]: dim for i, dim in dims.items()}, [leaves[i] for i in dims]
         found |= zip(dims, placement.to_owners(who, at, sent, send), strict=True)
