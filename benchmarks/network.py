@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -196,8 +197,10 @@ def network(hosts: int) -> Generator[None]:
             shutil.rmtree(pathlib.Path("/etc/netns") / f"bx{i}", ignore_errors=True)
 
 
-def measured(hosts: int, chosen: list[str], rates: list[str], rounds: int) -> list[dict[str, Any]]:
-    """The rows of host 0."""
+def measured(
+    hosts: int, chosen: list[str], rates: list[str], rounds: int, patience: float = 3600.0
+) -> list[dict[str, Any]]:
+    """The rows of host 0; after ``patience`` seconds all hosts are ended."""
     given = [str(hosts), json.dumps(chosen), json.dumps(rates), str(rounds)]
     rows: list[dict[str, Any]] = []
     with network(hosts), contextlib.ExitStack() as stack:
@@ -208,6 +211,9 @@ def measured(hosts: int, chosen: list[str], rates: list[str], rounds: int) -> li
             process = stack.enter_context(subprocess.Popen([*command, *given], **pipes))
             stack.callback(process.kill)
             started.append(process)
+        timer = threading.Timer(patience, lambda: [x.kill() for x in started])
+        timer.start()
+        stack.callback(timer.cancel)
         first: Any = started[0]
         # Gloo prints lines of its own.
         for line in (x for x in first.stdout if x.startswith("{")):
