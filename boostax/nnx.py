@@ -14,7 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, describe, mismatch, replicas, trees
+from boostax._core import axes, checks, describe, mismatch, placement, replicas, trees
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, PyTree
 from boostax.accumulate import aux as auxiliary
@@ -22,7 +22,7 @@ from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
-from boostax.train.oracle import gathered, value_and_grad
+from boostax.train.oracle import value_and_grad
 
 with checks.needing("boostax.nnx", "Flax", "workloads"):
     from flax import nnx
@@ -173,7 +173,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
             active = self._active(params, opt_state) if active is None else active
             gradients_of = value_and_grad(loss, has_aux=True, **how)
-            held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
+            held = placement.gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
             given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
             # An overflow in the forward pass reaches the statistics before any gradient.

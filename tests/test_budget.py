@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 567,
-    "boostax/_core": 2672,
+    "boostax/_core": 2702,
     "boostax/accumulate": 634,
     "boostax/chain": 302,
     "boostax/config": 918,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1731,
     "boostax/subspace": 682,
     "boostax/testing": 817,
-    "boostax/train": 1996,
+    "boostax/train": 1977,
     "examples": 1500,
     "tests": 19859,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14382
+LIBRARY = 14393
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

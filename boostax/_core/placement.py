@@ -269,6 +269,60 @@ def _gathered(here: Placement, params: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
+def outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return ``fn``, which runs outside the mapped region in which a line search calls it.
+
+    Its params must be equal on all replicas.
+    """
+    called = custom_vmap(fn)
+
+    @called.def_vmap
+    def rule(size: int, batched: Any, *args: PyTree) -> Any:
+        del size, batched, args
+        allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
+        raise ValueError(
+            checks.message("value_and_grad", "loss_at", allowed, "some that differ", hint)
+        )
+
+    return called
+
+
+def differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
+    """Return a function of params that has the given gradient.
+
+    JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
+    ``psum`` once more.
+    """
+
+    @jax.custom_jvp
+    def loss(params: PyTree) -> jax.Array:
+        return value(params, *args)
+
+    @loss.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        slopes = jax.tree.leaves(gradient(*primals, *args))
+        moves = zip(slopes, jax.tree.leaves(tangents), strict=True)
+        change = sum(jnp.sum((g * move).real) for g, move in moves)
+        out = value(*primals, *args)
+        return out, jnp.asarray(change, out.dtype)
+
+    return loss
+
+
+def gathered(
+    mesh: Any, names: tuple[str, ...], tree: PyTree, rows: PartitionSpec = PartitionSpec()
+) -> PyTree:
+    """Gather params so that they are whole on every replica; split a batch's ``rows`` over them.
+
+    XLA moves what is sharded in another way; an Explicit mesh needs a ``reshard``.
+    """
+    if is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types:
+        return tree
+    rest = lambda x: without(jax.typeof(x).sharding.spec, names)[len(rows) :]  # noqa: E731
+    spec = lambda x: NamedSharding(mesh, PartitionSpec(*rows, *rest(x)))  # noqa: E731
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec(x)), tree)
+
+
 def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     """Return gradients; refuse them if the mapping shows that they are equal on all replicas.
 

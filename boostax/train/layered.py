@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from boostax._core import axes, checks, gate, handshake, norms, trees
+from boostax._core import axes, checks, gate, handshake, norms, placement, trees
 from boostax._core.placement import Placement
 from boostax._core.replicas import Swept, is_per_replica
 from boostax.accumulate import aux as auxiliary
@@ -31,7 +31,7 @@ from boostax.train.layers import (
     sent,
     showing,
 )
-from boostax.train.oracle import Oracle, gathered
+from boostax.train.oracle import Oracle
 from boostax.train.release import LayersState, Released
 from boostax.train.stacks import Arrays, Layers, Plan, masked
 
@@ -71,7 +71,7 @@ class LayeredOracle(Oracle):
         (head, stacks), (_, of_stacks) = map(plan.layers.split, (params, plan.specs(params)))
         of_head = jax.tree.map(lambda _: PartitionSpec(), head)
         of_states = {k: plan.specs(x) for k, x in states.items()}
-        params = plan.layers.joined(gathered(self.mesh, self.names, head), stacks)
+        params = plan.layers.joined(placement.gathered(self.mesh, self.names, head), stacks)
         return (params, states), (plan.layers.joined(of_head, of_stacks), of_states)
 
     def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:

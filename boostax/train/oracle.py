@@ -14,11 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, handshake, interpret, jaxprs, mismatch, trees
-from boostax._core.replicas import PerReplica, Swept, as_row, is_per_replica, without
+from boostax._core import (
+    axes,
+    bcoo,
+    checks,
+    handshake,
+    interpret,
+    jaxprs,
+    mismatch,
+    placement,
+    trees,
+)
+from boostax._core.replicas import PerReplica, Swept, as_row, is_per_replica
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
@@ -294,8 +303,8 @@ class Oracle:
             return lambda params: self._loss(trees.aside(params), *args)
         both = self._loss, self._slope
         if self.mesh is not None:
-            both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
-        loss = _differentiable(*both, args)
+            both = (placement.outside(self._mapped(fn, PartitionSpec())) for fn in both)
+        loss = placement.differentiable(*both, args)
         return lambda params: loss(trees.aside(params))
 
     def _local(
@@ -462,66 +471,14 @@ class Oracle:
             count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
-            batch = gathered(mesh, names, batch, self.rows)
-            params = params if of_params else gathered(mesh, names, params)
+            batch = placement.gathered(mesh, names, batch, self.rows)
+            params = params if of_params else placement.gathered(mesh, names, params)
             args = params, batch, given, *more
             # Outside jit JAX maps some axes of a mesh alone only where it checks types.
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (mapped if traced else jax.jit(mapped))(*args)
 
         return run
-
-
-def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return ``fn``, which runs outside the mapped region in which a line search calls it.
-
-    Its params must be equal on all replicas.
-    """
-    called = custom_vmap(fn)
-
-    @called.def_vmap
-    def rule(size: int, batched: Any, *args: PyTree) -> Any:
-        del size, batched, args
-        allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
-        raise ValueError(checks.message(_WHO, "loss_at", allowed, "some that differ", hint))
-
-    return called
-
-
-def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
-    """Return a function of params that has the given gradient.
-
-    JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
-    ``psum`` once more.
-    """
-
-    @jax.custom_jvp
-    def loss(params: PyTree) -> jax.Array:
-        return value(params, *args)
-
-    @loss.defjvp
-    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        slopes = jax.tree.leaves(gradient(*primals, *args))
-        moves = zip(slopes, jax.tree.leaves(tangents), strict=True)
-        change = sum(jnp.sum((g * move).real) for g, move in moves)
-        out = value(*primals, *args)
-        return out, jnp.asarray(change, out.dtype)
-
-    return loss
-
-
-def gathered(
-    mesh: Any, names: tuple[str, ...], tree: PyTree, rows: PartitionSpec = PartitionSpec()
-) -> PyTree:
-    """Gather params so that they are whole on every replica; split a batch's ``rows`` over them.
-
-    XLA moves what is sharded in another way; an Explicit mesh needs a ``reshard``.
-    """
-    if is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types:
-        return tree
-    rest = lambda x: without(jax.typeof(x).sharding.spec, names)[len(rows) :]  # noqa: E731
-    spec = lambda x: NamedSharding(mesh, PartitionSpec(*rows, *rest(x)))  # noqa: E731
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec(x)), tree)
 
 
 def _read(fn: Callable[[PyTree], Any], trained: PyTree) -> tuple[Any, Callable[[PyTree], Any]]:
