@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 567,
-    "boostax/_core": 2702,
+    "boostax/_core": 2725,
     "boostax/accumulate": 634,
     "boostax/chain": 302,
     "boostax/config": 918,
@@ -29,7 +29,7 @@ CEILINGS = {
     "boostax/reduce": 1731,
     "boostax/subspace": 682,
     "boostax/testing": 817,
-    "boostax/train": 1977,
+    "boostax/train": 1954,
     "examples": 1500,
     "tests": 19859,
     "benchmarks": 6500,

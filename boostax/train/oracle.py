@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -46,14 +45,6 @@ from boostax.precision.policy import Policy, as_policy
 PyTree = Any
 _WHO = "value_and_grad"
 _CALL = "boostax.value_and_grad(loss_fn)(params, opt_state, batch)"
-_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
-# Hints for a loss that does not take an argument, by argument.
-_TAKEN = {
-    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
-    "edge between groups.",
-    "key": "Add key=None to its arguments, or start the state without a key.",
-    "model_state": "Add model_state=None to its arguments, or start the state without one.",
-}
 
 
 @checks.arguments
@@ -402,7 +393,7 @@ class Oracle:
         """Return the result of the loss, for params of which only some are trained."""
 
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
-            _require_taken(self.loss_fn, kwargs)
+            mismatch.require_taken(_WHO, self.loss_fn, kwargs)
             whole = trees.unmasked(trained, params)
             return auxiliary.loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
 
@@ -597,23 +588,3 @@ def _require_trainable(params: PyTree, active: PyTree) -> None:
         fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
         got = f"{dtype or type(x).__name__} at {name or 'the root'}"
         checks.require(_WHO, "params", got, allowed, fits, hint, TypeError)
-
-
-def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that does not take the arguments that it is called with."""
-    try:
-        # A wrapper may take arguments that the wrapped function does not.
-        takes = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):
-        # Some callables have no signature that Python can read.
-        return
-    try:
-        takes.bind(None, None, **kwargs)
-    except TypeError as error:
-        name = next((name for name in kwargs if repr(name) in str(error)), "")
-        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
-        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
-        if "missing" in str(error):
-            allowed = f"given all that it takes ({error})"
-            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
-        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
