@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,47 @@ from harness import Bar, arguments, report
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from text_runs import Text
+from workloads import TextConfig
 
 import boostax
+from boostax.inspect.network import Network
 
 PyTree = Any
 # 30 leaves of one width, and micro-batches of 8 rows a host.
 LEAVES, WIDTH, SLICES, ROWS = 30, 192, 8, 8
-ADDRESS, PORT, BRIDGE = "10.99.0", 7777, "boostax-net"
+ADDRESS, PORT, BRIDGE, AXIS = "10.99.0", 7777, "boostax-net", "data"
 BY_HAND = "one packed message by hand"
-Call = Callable[[PyTree], PyTree]
+# 254,720 params.
+TEXT = Text(TextConfig(batch_size=16), judged=16)
+
+
+class Technique(NamedTuple):
+    """A way to reduce.
+
+    Attributes:
+      build: from an optimizer, the transformation that is also told how to reduce.
+      every: steps that together send as much as any others.
+    """
+
+    build: Callable[[Any], Any]
+    every: int = 1
+
+
+class Workload(NamedTuple):
+    """What the hosts train.
+
+    Attributes:
+      init: returns the params.
+      loss: takes params and a batch.
+      batch: returns the rows of a host.
+      slices: micro-batches of a step.
+    """
+
+    init: Callable[[], PyTree]
+    loss: Callable[[PyTree, PyTree], Any]
+    batch: Callable[[int], PyTree]
+    slices: int
 
 
 def init() -> PyTree:
@@ -49,6 +81,25 @@ def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
     for w in params.values():
         x = jnp.tanh(x @ w)
     return jnp.mean((x - batch["y"]) ** 2)
+
+
+def rows_of(index: int) -> PyTree:
+    draw = np.random.default_rng(index).standard_normal
+    return {k: draw((SLICES * ROWS, WIDTH)).astype(np.float32) for k in "xy"}
+
+
+def text() -> Workload:
+    """The transformer of ``network_losses.py``, a quarter of its batch on each host."""
+    share = TEXT.config.batch_size // 4
+
+    def batch(index: int) -> PyTree:
+        one = TEXT.workload(0).batch(0)
+        return jax.tree.map(lambda x: x[index * share : (index + 1) * share], one)
+
+    return Workload(lambda: TEXT.init(0), TEXT.loss, batch, 1)
+
+
+WORKLOADS = {"leaves": lambda: Workload(init, loss_fn, rows_of, SLICES), "text": text}
 
 
 def plain(mesh: Any, batch: PyTree, *, by_hand: bool) -> tuple[Any, Any]:
@@ -86,26 +137,55 @@ def plain(mesh: Any, batch: PyTree, *, by_hand: bool) -> tuple[Any, Any]:
     return step, (params, jax.jit(tx.init)(params))
 
 
-def forms(mesh: Any, batch: PyTree) -> dict[str, Callable[[], tuple[Any, PyTree]]]:
+def _first(reduction: Any) -> Technique:
+    return Technique(lambda tx: optax.chain(reduction, tx))
+
+
+def _local(every: int, outer: Any = None, reduction: Any = None) -> Technique:
+    outer = optax.sgd(1.0) if outer is None else outer
+    return Technique(
+        lambda tx: boostax.reduce.local_updates(tx, AXIS, every, outer, reduction=reduction), every
+    )
+
+
+SPARSE = boostax.top_k_reduce(AXIS, 1 / 32, block=4096)
+TECHNIQUES = {
+    "all_reduce": _first(boostax.all_reduce(AXIS)),
+    "all_reduce, bf16": _first(boostax.all_reduce(AXIS, dtype="bfloat16")),
+    "all_reduce, f16": _first(boostax.all_reduce(AXIS, dtype="float16")),
+    "int8_reduce": _first(boostax.int8_reduce(AXIS)),
+    "top_k_reduce, 1%": _first(boostax.top_k_reduce(AXIS, 0.01)),
+    "threshold_reduce, 1%": _first(
+        boostax.reduce.threshold_reduce(AXIS, 3.0, relative=True, capacity=0.01)
+    ),
+    "power_sgd_reduce, rank 4": _first(boostax.reduce.power_sgd_reduce(AXIS, rank=4)),
+    "local_updates, 8": _local(8),
+    "local_updates, 16": _local(16),
+    "local_updates, 16, int8": _local(16, reduction=boostax.int8_reduce(AXIS)),
+    "local_updates, 16, sparse": _local(16, reduction=SPARSE),
+    "DiLoCo, 16": _local(16, optax.sgd(0.7, momentum=0.9, nesterov=True)),
+}
+
+
+def forms(work: Workload, mesh: Any, batch: PyTree) -> dict[str, Callable[[], tuple[Any, PyTree]]]:
     """By name what makes a step and its first state."""
 
-    def ours(reduction: Any = None, *, slices: int = SLICES, **how: Any) -> tuple[Any, PyTree]:
-        tx = optax.chain(reduction or boostax.all_reduce(), optax.adamw(1e-3))
-        step = boostax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=slices, **how)
-        return step, step.init(init())
+    def ours(name: str = "all_reduce", **how: Any) -> tuple[Any, PyTree]:
+        tx = TECHNIQUES[name].build(optax.adamw(1e-3))
+        step = boostax.make_train_step(
+            work.loss, tx, mesh=mesh, axis_name=AXIS, microbatches=work.slices, **how
+        )
+        return step, step.init(work.init())
 
-    rows = jax.tree.map(lambda _: P("data"), init())
     make = functools.partial
     return {
         BY_HAND: make(plain, mesh, batch, by_hand=True),
         "plain jit and scan": make(plain, mesh, batch, by_hand=False),
-        "all_reduce": ours,
-        "all_reduce, bf16": lambda: ours(boostax.all_reduce(dtype="bfloat16")),
-        "int8_reduce": lambda: ours(boostax.int8_reduce()),
-        "top_k_reduce, 1%": lambda: ours(boostax.top_k_reduce(density=0.01)),
-        "power_sgd_reduce, rank 4": lambda: ours(boostax.reduce.power_sgd_reduce(rank=4)),
+        **{name: make(ours, name) for name in TECHNIQUES},
         "all_reduce, ZeRO-1": make(ours, shard_optimizer=True),
-        "all_reduce, FSDP": make(ours, param_specs=rows),
+        "all_reduce, FSDP": lambda: ours(
+            param_specs=jax.tree.map(lambda _: P(AXIS), jax.eval_shape(work.init))
+        ),
     }
 
 
@@ -115,41 +195,45 @@ def interface() -> int:
     return int(fields[0]) + int(fields[8])
 
 
-def host(index: int, hosts: int, chosen: list[str], rates: list[str], rounds: int) -> None:
+def host(index: int, hosts: int, job: dict[str, Any]) -> None:
     """Run the forms on one host; host 0 asks for each rate, and prints a row for each round."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"{ADDRESS}.1:{PORT}", hosts, index)
-    mesh = jax.make_mesh((hosts,), ("data",), axis_types=(AxisType.Auto,))
-    draw = np.random.default_rng(index).standard_normal
-    rows = NamedSharding(mesh, P("data"))
-    local = {k: draw((SLICES * ROWS, WIDTH)).astype(np.float32) for k in "xy"}
-    batch = {k: jax.make_array_from_process_local_data(rows, x) for k, x in local.items()}
+    mesh = jax.make_mesh((hosts,), (AXIS,), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P(AXIS))
+    place = functools.partial(jax.make_array_from_process_local_data, rows)
+    work = WORKLOADS[job["work"]]()
+    batch = jax.tree.map(place, work.batch(index))
     wait = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
-    turn = jax.make_array_from_process_local_data(rows, np.ones(1, np.float32))
+    turn = place(np.ones(1, np.float32))
     made, counted = {}, {}
-    for name, make in forms(mesh, batch).items():
-        if name in chosen:
+    for name, make in forms(work, mesh, batch).items():
+        if name in job["forms"]:
             step, state = make()
-            found = boostax.audit(step, state, batch, params=init())
-            counted[name] = found.wire_bytes.most
-            made[name] = step, step(state, batch)[0]
-    for rate in rates:
+            every = TECHNIQUES[name].every if name in TECHNIQUES else 1
+            how: Any = {"calls": every, "params": work.init(), "network": "1Gbit"}
+            found = boostax.audit(step, state, batch, **how)
+            sums = found.network_bytes, found.messages
+            counted[name] = [found.per_step(x) / every for x in sums if x is not None]
+            made[name] = step, step(state, batch)[0], max(2, every)
+    for rate in job["rates"]:
         if not index:
             print(json.dumps({"rate": rate}), flush=True)
             sys.stdin.readline()
-        for _ in range(rounds):
-            for name, (step, state) in made.items():
-                state, _ = jax.block_until_ready(step(state, batch))
+        for _ in range(job["rounds"]):
+            for name, (step, state, turns) in made.items():
+                if turns == 2:
+                    state, _ = jax.block_until_ready(step(state, batch))
                 wait(turn).block_until_ready()
                 start, sent = time.perf_counter(), interface()
-                for _ in range(turns := 2):
+                for _ in range(turns):
                     state, _ = step(state, batch)
                 jax.block_until_ready(state)
                 seconds = (time.perf_counter() - start) / turns
                 wait(turn).block_until_ready()
                 moved = (interface() - sent) / 2 / turns
-                made[name] = step, state
+                made[name] = step, state, turns
                 row = {"form": name, "rate": rate, "seconds": seconds, "bytes": moved}
                 if not index:
                     print(json.dumps(row | {"audit": counted[name]}), flush=True)
@@ -162,7 +246,7 @@ def run(*command: object) -> None:
 def limit(hosts: int, rate: str) -> None:
     """Limit each link in both directions."""
     for i in range(hosts):
-        how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "400ms"]
+        how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
         run("tc", "qdisc", "replace", "dev", f"bxv{i}", *how)
         run("ip", "netns", "exec", f"bx{i}", "tc", "qdisc", "replace", "dev", "eth0", *how)
 
@@ -198,10 +282,16 @@ def network(hosts: int) -> Generator[None]:
 
 
 def measured(
-    hosts: int, chosen: list[str], rates: list[str], rounds: int, patience: float = 3600.0
+    hosts: int,
+    chosen: list[str],
+    rates: list[str],
+    rounds: int,
+    patience: float = 3600.0,
+    work: str = "leaves",
 ) -> list[dict[str, Any]]:
     """The rows of host 0; after ``patience`` seconds all hosts are ended."""
-    given = [str(hosts), json.dumps(chosen), json.dumps(rates), str(rounds)]
+    job = {"forms": chosen, "rates": rates, "rounds": rounds, "work": work}
+    given = [str(hosts), json.dumps(job)]
     rows: list[dict[str, Any]] = []
     with network(hosts), contextlib.ExitStack() as stack:
         started: list[subprocess.Popen[str]] = []
@@ -228,38 +318,52 @@ def measured(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each form: bytes, and seconds at each rate, beside those of the mean by hand."""
+def table(rows: list[dict[str, Any]], peer: str = BY_HAND) -> list[dict[str, Any]]:
+    """A row for each form: bytes, and seconds at each rate, beside those of a peer."""
     median = lambda name, key, **where: statistics.median(  # noqa: E731
         x[key] for x in rows if x["form"] == name and where.items() <= x.items()
     )
     found: list[dict[str, Any]] = []
     for name in dict.fromkeys(x["form"] for x in rows):
-        row = {"form": name, "MB on the interface": median(name, "bytes") / 1e6}
-        row |= {"MB by audit": median(name, "audit") / 1e6}
-        row["bytes / by hand"] = median(name, "bytes") / median(BY_HAND, "bytes")
+        moved, (counted, messages) = (
+            median(name, "bytes"),
+            next(x["audit"] for x in rows if x["form"] == name),
+        )
+        row = {"form": name, "MB on the interface": moved / 1e6, "MB by audit": counted / 1e6}
+        row["bytes / by hand"] = moved / median(peer, "bytes")
         for rate in dict.fromkeys(x["rate"] for x in rows):
-            seconds = [median(x, "seconds", rate=rate) for x in (name, BY_HAND)]
-            row |= {f"s at {rate}": seconds[0], f"s / by hand at {rate}": seconds[0] / seconds[1]}
+            seconds, other = (median(x, "seconds", rate=rate) for x in (name, peer))
+            audited = Network.of(rate)
+            row |= {f"s at {rate}": seconds, f"s / by hand at {rate}": seconds / other}
+            row[f"s by audit at {rate}"] = audited.seconds(counted, messages)
         found.append(row)
     return found
 
 
+# More forms of "leaves" would take longer than they tell.
+LEAVES_FORMS = (
+    BY_HAND,
+    "plain jit and scan",
+    *list(TECHNIQUES)[:7],
+    "all_reduce, ZeRO-1",
+    "all_reduce, FSDP",
+)
+
+
 def main() -> None:
     if "--host" in sys.argv:
-        index, hosts, chosen, rates, rounds = sys.argv[2:]
-        host(int(index), int(hosts), json.loads(chosen), json.loads(rates), int(rounds))
+        index, hosts, job = sys.argv[2:]
+        host(int(index), int(hosts), json.loads(job))
         return
     options = arguments(
         __doc__,
         hosts=4,
-        rates=("20mbit,100mbit,1gbit", "of each link, by comma"),
+        rates=("20mbit,100mbit,1gbit,10gbit", "of each link, by comma; the last is no limit"),
         forms=("", "by semicolon; all without; publishes nothing"),
         rounds=3,
     )
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        raise SystemExit("network.py needs root and iproute2 (ip, tc) to make hosts with links.")
-    chosen = options.forms.split(";") if options.forms else list(forms(None, None))
+    require_links()
+    chosen = options.forms.split(";") if options.forms else list(LEAVES_FORMS)
     rows = table(measured(options.hosts, chosen, options.rates.split(","), options.rounds))
     if options.forms:
         for row in rows:
@@ -277,8 +381,31 @@ def main() -> None:
             ("all_reduce, ZeRO-1", "s / by hand at 1gbit", 1.2),
         )
     ]
+    off = [
+        abs(x["MB by audit"] / x["MB on the interface"] - 1)
+        for x in rows
+        if x["MB on the interface"] > 1
+    ]
+    bars.append(Bar("audit of more than 1 MB: bytes, off by at most", max(off), 0.02))
+    bars.append(Bar("audit where the network decides: seconds, off by at most", late(rows), 0.3))
     title = f"{options.hosts} hosts, {LEAVES} leaves of {WIDTH} x {WIDTH}, {SLICES} micro-batches"
     report("network", "Steps on links of limited rates", [(title, rows)], bars)
+
+
+def require_links() -> None:
+    """End unless hosts with links can be made."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        raise SystemExit("It needs root and iproute2 (ip, tc) to make hosts with links.")
+
+
+def late(rows: list[dict[str, Any]], unlimited: str = "10gbit") -> float:
+    """How far audited seconds are off, where the network takes 0.7 of a step or more."""
+    off = [0.0]
+    for row in rows:
+        for key in (x for x in row if x.startswith("s at ") and unlimited not in x):
+            if row[key] * 0.3 >= row[f"s at {unlimited}"]:
+                off.append(abs(row[key.replace("s at", "s by audit at")] / row[key] - 1))
+    return max(off)
 
 
 if __name__ == "__main__":

@@ -353,6 +353,23 @@ def on_explicit_axes(mesh, x):
     return step, (w, x), None
 
 
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_a_network_takes_the_bytes_and_messages_of_a_step(mesh, leaves):
+    """By XLA:CPU each leaf is a message: between processes gloo sends leaf by leaf."""
+    mean = jax.shard_map(
+        lambda x: lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    grads = [jax.ShapeDtypeStruct((8, 1024), jnp.float32)] * leaves
+    found = boostax.audit(jax.jit(mean), grads, network="100 Mbit, 2 ms")
+    assert found.messages.most == 2 * 7 * leaves
+    assert found.wire_bytes.most == leaves * 4096 * 2 * 7 / 8 < found.network_bytes.most
+    seconds = found.network_bytes.most * 8 / 1e8 + found.messages.most * 2e-3
+    assert found.network_seconds.most == pytest.approx(seconds)
+    assert "seconds on the network" in str(found) and "reached the loss first" in str(found)
+    silent = boostax.audit(jax.jit(mean), grads)
+    assert silent.network_seconds is None and "network" not in str(silent)
+
+
 STRANGERS = (by_pmap, by_nnx, by_equinox, on_explicit_axes)
 
 
@@ -619,6 +636,10 @@ def test_the_command_prints_and_judges(command):
     code, told = command("audited_program:program", "--json", "--max-findings", "0")
     told = json.loads(told.out)
     assert code == 0 and told["reductions"] == 1.0 and told["findings"] == []
+    code, told = command("audited_program:program", "--network", "1Gbit")
+    assert code == 0 and "On record at" in told.out
+    code, told = command("audited_program:program", "--network", "fast")
+    assert code == 1 and "network must be a rate" in told.err and "'fast'" in told.err
     assert command("test_audit:without_params")[0] == 0
 
 

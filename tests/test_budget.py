@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 567,
-    "boostax/_core": 2725,
+    "boostax/_core": 2728,
     "boostax/accumulate": 634,
     "boostax/chain": 302,
     "boostax/config": 918,
     "boostax/freeze": 478,
-    "boostax/inspect": 1429,
+    "boostax/inspect": 1495,
     "boostax/model": 560,
     "boostax/precision": 1596,
-    "boostax/reduce": 1731,
+    "boostax/reduce": 1733,
     "boostax/subspace": 682,
     "boostax/testing": 817,
     "boostax/train": 1954,
     "examples": 1500,
-    "tests": 19859,
-    "benchmarks": 6500,
+    "tests": 19883,
+    "benchmarks": 6750,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14393
+LIBRARY = 14464
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

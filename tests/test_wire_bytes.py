@@ -30,6 +30,10 @@ def half(n):
     return ring(n) * P
 
 
+def quarter(n):
+    return half(n) / 2
+
+
 def places(size):
     """A value and a place, in so many bytes, of each element that is sent."""
     return lambda n: (n - 1) * P / 4 / 100 * size
@@ -55,8 +59,12 @@ SGD, LOCAL, PARTIAL = optax.sgd(1.0), "local updates, every 16", "partial averag
 FORMULAS = {
     "mean": (lambda: boostax.all_reduce(AXIS), both, 1e-6),
     "mean in bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), half, 1e-6),
-    "int8": (lambda: boostax.int8_reduce(AXIS), lambda n: ring(n) * P / 2, 0.01),
-    "int8, blocks of 256": (lambda: boostax.int8_reduce(AXIS, block=256), blocks, 0.01),
+    "int8": (lambda: boostax.int8_reduce(AXIS), blocks, 0.001),
+    "int8, long rows": (
+        lambda: boostax.int8_reduce(AXIS, block=4096),
+        lambda n: ring(n) * P / 2,
+        0.01,
+    ),
     "top-k of 1%": (lambda: boostax.top_k_reduce(AXIS, 0.01), places(8), 0.01),
     "mean in f16": (lambda: boostax.all_reduce(AXIS, dtype="float16"), half, 1e-4),
     "top-k of 1%, blocks": (lambda: boostax.top_k_reduce(AXIS, block=1000), places(6), 0.01),

@@ -413,6 +413,12 @@ def sent_apart() -> bool:
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
+def platform() -> str:
+    """Return the platform of the mesh around, whose devices may be absent, or the default one."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
 def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 

@@ -17,6 +17,7 @@ from boostax._core import checks
 from boostax._core.replicas import is_per_replica
 from boostax.accumulate.window import AccumulateState
 from boostax.inspect import collectives, hlo, tables, targets, traffic, waste
+from boostax.inspect import network as networks
 from boostax.inspect.collectives import CompiledCollective
 from boostax.inspect.hlo import Ways
 
@@ -61,6 +62,9 @@ class Audit:
       gathered: elements that all-gathers return.
       wire_bytes: bytes that a device sends, by the formula of a ring.
       crossing_bytes: the ``wire_bytes`` sent to another slice; on a single slice, to another host.
+      messages: messages that follow one another in collectives; between hosts if there are several.
+      network_bytes: ``wire_bytes`` of these with what TCP adds; ``None`` without a network.
+      network_seconds: the time that they take, without any overlap; likewise.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: the estimate of a TPU's compiler, without the network; ``None`` for other machines.
       temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers in XLA's
@@ -75,6 +79,7 @@ class Audit:
       findings: waste, each with a fix.
       window: the path of a window's state among the arguments if ``calls`` is 1, because counts are
         then per call and not per optimizer step; else empty.
+      advice: what reached a loss first on such a network, on record; empty without a network.
       text: the program.
     """
 
@@ -92,6 +97,9 @@ class Audit:
     gathered: Ways = field(metadata={"elements gathered": "params"})
     wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
     crossing_bytes: Ways = field(metadata={"bytes to another slice or host": "params_bytes"})
+    messages: Ways = field(metadata={"messages one after another": ""})
+    network_bytes: Ways | None = field(metadata={"bytes on the network": "params_bytes"})
+    network_seconds: Ways | None = field(metadata={"seconds on the network": ""})
     traffic: Ways = field(metadata={"bytes of memory traffic": "params_bytes"})
     cycles: Ways | None = field(metadata={"cycles, without network": ""})
     temporary_bytes: int = field(metadata={"temporary bytes": "params_bytes"})
@@ -106,6 +114,7 @@ class Audit:
     findings: tuple[waste.Waste, ...]
     text: str = field(repr=False)
     window: str = ""
+    advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
         """Return the sum over an optimizer step: ``calls - 1`` held calls and one that applies."""
@@ -147,6 +156,7 @@ def audit(
     calls: int = 1,
     depth: int | None = None,
     turns: int | None = None,
+    network: str | None = None,
     **given: PyTree,
 ) -> Audit:
     """Compile a program and count what it sends, keeps and copies.
@@ -170,6 +180,9 @@ def audit(
         that of the next call.
       turns: turns of loops whose number the program does not say, as of a ``while_loop`` whose
         bound is an argument. Without it, what is inside counts as infinite.
+      network: the rate of each device's link in each direction, and the latency of a message:
+        ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then says the seconds that a call waits for
+        its collectives, without any overlap, and what reached a loss first at this rate.
       **given: keywords of the loss of a ``TrainStep``, as for a call of it.
 
     Returns:
@@ -191,6 +204,7 @@ def audit(
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
     checks.natural(WHO, "turns", turns or 0, "It is the number of turns of a loop.")
+    links = None if network is None else networks.Network.of(network)
     made = targets.compile_program(program, args, target, depth, given)
     parsed = hlo.parse(made.compiled.as_text(), turns)
     if params is None:
@@ -222,8 +236,10 @@ def audit(
         findings=(),
         text=made.compiled.as_text(),
         window=_window(args) if calls == 1 else "",
+        advice=links.advice if links else "",
         **_buffers(parsed, made.arguments),
         **_sent(parsed, listed, made.mesh),
+        **_waited(parsed, listed, links, apart="cpu" in made.described),
     )
     findings = waste.wastes(found, shapes, parsed.total, type(program).__module__)
     return dataclasses.replace(found, findings=tuple(findings))
@@ -245,6 +261,21 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
         "wire_bytes": wire,
         "crossing_bytes": total(lambda c: sent(c) * (c.crosses == border)),
         "overlap": hidden.most / wire.most if wire.most else None,
+    }
+
+
+def _waited(
+    program: hlo.Program, listed: Sequence[Any], links: networks.Network | None, *, apart: bool
+) -> dict[str, Any]:
+    """Return the fields of an audit that say how long the network takes."""
+    # Devices of one host do not wait for the network.
+    far = [c for c in listed if c.crosses] or listed
+    counted = [(c, networks.on_wire(c, apart), networks.messages(c, apart)) for c in far]
+    total = lambda of: program.total((c.branches, of(*x)) for c, *x in counted)  # noqa: E731
+    return {
+        "messages": total(lambda _, messages: messages),
+        "network_bytes": links and total(lambda sent, _: sent),
+        "network_seconds": links and total(links.seconds),
     }
 
 

@@ -101,7 +101,8 @@ def _audited(given: argparse.Namespace) -> Audit:
     if not isinstance(made, tuple):
         said = "audit: the function must return the program with its arguments, got"
         raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
-    return audit(*made, target=given.target, calls=given.calls, turns=given.turns)
+    options = {name: getattr(given, name) for name in ("target", "calls", "turns", "network")}
+    return audit(*made, **options)
 
 
 def _step(name: str, arguments: Sequence[str]) -> str:
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; by default what is at hand")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
     add("--turns", type=int, help="turns of loops whose number the program does not say")
+    add("--network", help="each device's link, 100Mbit or 1Gbit, 0.5 ms: adds seconds and advice")
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="emulate so many devices at hand")

@@ -20,6 +20,8 @@ Cells = list[tuple[str, ...]]
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _IN_VECTOR_MEMORY = 100_000_000
+# Counts that are not whole numbers, and their decimal places.
+_PLACES = {"overlap": 2, "network_seconds": 4}
 
 
 def text(found: Audit) -> str:
@@ -51,6 +53,7 @@ def _headline(found: Audit) -> str:
         lines.append(f"One call, with a window open over several ({found.window}): say calls=")
     if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
         lines.append("A small program's temporaries are in a TPU's vector memory and not counted")
+    lines += [found.advice] * bool(found.advice)
     if found.unknown_loops:
         lines.append(f"Turns not known: {', '.join(found.unknown_loops[:3])}. Say turns=")
     return "\n".join(lines)
@@ -62,12 +65,12 @@ def _total_cells(found: Audit) -> Cells:
     printed = ((x.name, *row) for x in dataclasses.fields(found) for row in x.metadata.items())
     for name, words, unit in printed:
         value, whole = getattr(found, name), getattr(found, unit) if unit else 0
-        held = ""
+        held, places = "", _PLACES.get(name, 0)
         if isinstance(value, Ways):
-            held, value = f"{value.least:,.0f}", value.most or None
+            held, value = f"{value.least:,.{places}f}", value.most or None
         if value is not None:
             share = number(value / whole, 2) if whole else ""
-            cells.append((words, held, number(value, 2 * (name == "overlap")), share))
+            cells.append((words, held, number(value, places), share))
     return cells
 
 

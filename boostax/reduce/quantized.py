@@ -32,12 +32,12 @@ class Int8(Codec):
     it.
 
     Attributes:
-      block: the most elements of a row.
+      block: the most elements of a row; ``None`` for 256, and 4096 on a TPU.
       stochastic: round up or down at random, so that the mean is kept, instead of to the nearest.
       seed: seed of the rounding.
     """
 
-    block: int
+    block: int | None
     stochastic: bool
     seed: int
 
@@ -51,7 +51,9 @@ class Int8(Codec):
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        slices = _Slices.of(leaves, axes.size(names), self.block)
+        # On a TPU shorter rows are a copy in another tiling.
+        block = self.block or (4096 if axes.platform() == "tpu" else 256)
+        slices = _Slices.of(leaves, axes.size(names), block)
         rows = slices.rows
         codes, scales = quantize(rows, first)
         received = [axes.exchange(x, names) for x in codes]
@@ -150,7 +152,7 @@ def dequantize(codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
 def int8_reduce(
     axis_name: axes.AxisName | None = None,
     *,
-    block: int = 4096,
+    block: int | None = None,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
     error_feedback: bool = True,
@@ -166,13 +168,14 @@ def int8_reduce(
 
     A leaf is cut along one of its dimensions, and rows run along its last dimension, so it is not
     flattened. Small leaves, leaves that no dimension cuts evenly among the replicas (1% of padding
-    is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256 to 1024.
+    is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256, or of up
+    to 1024 on a TPU.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
         (``make_train_step``, ``on_mesh``).
-      block: the most elements that share a scale: longer rows are cut into equal parts, which on a
-        TPU is a copy in another tiling. 256 is finer.
+      block: the most elements that share a scale: longer rows are cut into equal parts. ``None``
+        for 256; on a TPU, where that is a copy in another tiling, for 4096.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, so that the mean is kept.
       seed: seed of stochastic rounding.
       error_feedback: keep the losses of both roundings for the next step.
@@ -199,7 +202,8 @@ def int8_reduce(
       https://arxiv.org/abs/2506.17615, for the two shots.
     """
     who = "int8_reduce"
-    block = checks.positive_int(who, "block", block, "4096 is the default; 256 is finer.")
+    if block is not None:
+        checks.positive_int(who, "block", block, "None for 256, and 4096 on a TPU.")
     checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), "Feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seconds that a compiled step needs on a network, and what reached a loss first on one."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from boostax._core import checks
+from boostax.inspect.collectives import CompiledCollective
+
+_WHO = "audit"
+_FORM = re.compile(
+    r"(?P<rate>[\d.]+) ?(?P<unit>[kKmMgG]?)bit(?:/s)?(?:, ?(?P<latency>[\d.]+) ?ms)?"
+)
+_UNITS = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9}
+# Bytes of headers and acknowledgements beside a message of TCP, measured.
+_BESIDE = 600
+# Messages that follow one another in a collective of n devices.
+_ROUNDS: Mapping[str, Callable[[int], int]] = {
+    "all-reduce": lambda n: 2 * (n - 1),
+    **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Links between devices, or between hosts if the program runs on several.
+
+    Attributes:
+      rate: bits per second of the link of a device, in each direction.
+      latency: seconds of a message beside its bytes.
+    """
+
+    rate: float
+    latency: float
+
+    @classmethod
+    def of(cls, text: str) -> "Network":
+        """Read ``"100Mbit"`` or ``"1Gbit, 0.5 ms"``; a message takes 0.5 ms if nothing is said."""
+        found = _FORM.fullmatch(str(text))
+        rate = float(found["rate"]) * _UNITS[found["unit"].lower()] if found else 0.0
+        allowed, hint = "a rate, and a latency if known", 'Try "100Mbit" or "1Gbit, 0.5 ms".'
+        checks.require(_WHO, "network", text, allowed, rate > 0, hint)
+        return cls(rate, float((found and found["latency"]) or 0.5) / 1e3)
+
+    def seconds(self, sent: float, messages: float) -> float:
+        """Return the seconds of ``on_wire`` bytes in so many messages, one after another."""
+        return sent * 8 / self.rate + (messages and messages * self.latency)
+
+    @property
+    def advice(self) -> str:
+        """What reached a loss first on record, at the nearest rate."""
+        record = checks.table("boostax.inspect", "network")
+        near = min(record["first"], key=lambda row: abs(math.log(row["rate"] / self.rate)))
+        first, rate = near["form"], f"{near['rate'] / 1e6:g} Mbit/s"
+        return f"On record at {rate} ({record['workload']}): {first} reached the loss first"
+
+
+def on_wire(collective: CompiledCollective, apart: bool) -> float:
+    """Return the bytes that a device sends in a call, with what TCP sends for each message."""
+    each = messages(collective, apart)
+    return collective.wire_bytes + (each and each * _BESIDE)
+
+
+def messages(collective: CompiledCollective, apart: bool) -> float:
+    """Return the messages that follow one another in a call.
+
+    Args:
+      collective: the collective.
+      apart: whether each operand is sent by itself, as between processes on CPUs.
+    """
+    rounds = _ROUNDS.get(collective.kind, lambda n: n - 1)(collective.devices)
+    each = rounds * (len(collective.operands) if apart else 1)
+    return each and each * collective.executions
