@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ SPARSE = {
 ROUNDED = {
     "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="bfloat16", **o),
     "top_k_f16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="float16", **o),
+    "top_k_2_bits": lambda **o: boostax.top_k_reduce("data", 0.2, block=30, bits=2, **o),
     "int8": lambda **o: boostax.int8_reduce("data", block=16, **o),
     "int8_stochastic": lambda **o: boostax.int8_reduce("data", rounding="stochastic", **o),
     "power_sgd": lambda **o: boostax.reduce.power_sgd_reduce("data", 1, **o),
@@ -232,6 +234,17 @@ def test_the_share_held_back_is_recorded():
     grads = {"w": jnp.array([[3.0, 4.0], [0.0, 0.0]])}
     _, state = repeated(boostax.top_k_reduce("data", 0.5), grads)
     assert state.metrics()["unsent"].tolist() == pytest.approx([0.6, 0.6])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_held_back_fades(name):
+    """A step goes by a residual that is smaller by the decay."""
+    grads, tx = normal(5, 2), ALL[name](decay=0.5)
+    _, state = repeated(tx, grads)
+    faded = state._replace(residual=jax.tree.map(lambda x: x / 2, state.residual))
+    steps = [(tx, state), (ALL[name](), faded)]
+    found = [jax.jit(jax.vmap(x.update, axis_name="data"))(grads, start) for x, start in steps]
+    chex.assert_trees_all_close(*found, rtol=1e-6, atol=1e-6)
 
 
 def test_warming_up_goes_by_steps_that_were_not_skipped():

@@ -115,6 +115,38 @@ def diloco(every, rate=0.7, momentum=0.9):
     return meet
 
 
+def sparse_loco(every, density, block, decay):
+    """SparseLoCo, algorithm 1: of each chunk the largest, as two magnitudes in bf16."""
+    anchor = [np.float64(p) for p in jax.tree.leaves(draw(0))]
+    held = [0.0 for _ in anchor]
+
+    def sent(x):
+        flat = x.reshape(len(x), -1)
+        width = min(block, flat.shape[1])
+        rows = np.pad(flat, [(0, 0), (0, -flat.shape[1] % width)]).reshape(len(x), -1, width)
+        order = np.argsort(-abs(rows), -1, kind="stable")[..., : int(np.ceil(density * width))]
+        values = np.take_along_axis(rows, order, -1)
+        large = abs(values) > abs(values).mean(-1, keepdims=True)
+        for half in (large, ~large):
+            mean = np.where(half, abs(values), 0).sum(-1) / np.maximum(half.sum(-1), 1)
+            mean = (np.float32(mean).view(np.uint32) & 0xFFFF0000).view(np.float32)
+            values = np.where(half, np.sign(values) * mean[..., None], values)
+        coded = np.zeros_like(rows)
+        np.put_along_axis(coded, order, values, -1)
+        return coded.reshape(len(x), -1)[:, : flat.shape[1]].reshape(x.shape)
+
+    def meet(t, own):
+        if (t + 1) % every:
+            return own
+        for i, p in enumerate(own):
+            held[i] = decay * held[i] + anchor[i] - p
+            codes = sent(held[i])
+            held[i], anchor[i] = held[i] - codes, anchor[i] - codes.mean(0)
+        return [np.broadcast_to(a, p.shape) for a, p in zip(anchor, own, strict=True)]
+
+    return meet
+
+
 def assert_follows(each, noise, meet, tolerance=3e-6):
     leaves = jax.tree.leaves(each)
     for t, own in enumerate(reference(noise, meet)):
@@ -186,6 +218,14 @@ def test_another_reduction_may_make_the_outer_gradient():
     each, state = trajectory(adasum, noise, "checked")
     assert all(equal_on_all(x[:, 1]) for x in jax.tree.leaves(each))
     assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
+
+
+@pytest.mark.parametrize(("replicas", "mode"), CASES)
+def test_chunked_top_k_in_2_bits_with_a_decay_is_sparse_loco(replicas, mode):
+    noise = draw(6, replicas, 10)
+    top_k = boostax.top_k_reduce("data", 0.4, block=8, bits=2, decay=0.9)
+    each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 2, reduction=top_k), noise, mode)
+    assert_follows(each, noise, sparse_loco(2, 0.4, 8, 0.9))
 
 
 WRAPPED = {

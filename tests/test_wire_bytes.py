@@ -1,6 +1,7 @@
 """The formulas of ``docs/choose.md``: bytes that a device sends in a step, on a ring; and how."""
 
 import functools
+import math
 import re
 
 import jax
@@ -54,7 +55,14 @@ def blocks(n):
     return ring(n) * P / 2 * (1 + 4 / 256)
 
 
+def chunks(n):
+    """Of 512 elements 18 numbers of 2 bytes, in whole tiles, and 16 codes; and two sums."""
+    rows = P // 4 // 512
+    return (n - 1) * (2 * 2048 * math.ceil(rows * 18 / 2048) + rows * 16 / 4) + 16 * 2 * ring(n)
+
+
 low_blocks = functools.partial(boostax.top_k_reduce, AXIS, block=1000, value_dtype="bfloat16")
+two_bits = functools.partial(boostax.top_k_reduce, AXIS, 1 / 32, block=512, bits=2)
 SGD, LOCAL, PARTIAL = optax.sgd(1.0), "local updates, every 16", "partial average of bf16 params"
 FORMULAS = {
     "mean": (lambda: boostax.all_reduce(AXIS), both, 1e-6),
@@ -69,6 +77,7 @@ FORMULAS = {
     "mean in f16": (lambda: boostax.all_reduce(AXIS, dtype="float16"), half, 1e-4),
     "top-k of 1%, blocks": (lambda: boostax.top_k_reduce(AXIS, block=1000), places(6), 0.01),
     "top-k of 1%, blocks in bf16": (low_blocks, places(4), 0.01),
+    "top-k of 1/32, blocks in 2 bits": (two_bits, chunks, 1e-9),
     "PowerSGD": (lambda: boostax.reduce.power_sgd_reduce(AXIS, 1), factors, 1e-3),
     "AdaSum": (lambda: boostax.adasum(AXIS), both, 0.01),
     "AdaSum in bf16": (lambda: boostax.adasum(AXIS, wire_dtype="bfloat16"), half, 0.01),

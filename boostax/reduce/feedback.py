@@ -64,6 +64,7 @@ def compress(
     axis_name: axes.AxisName | None = None,
     *,
     error_feedback: bool = True,
+    decay: float = 1.0,
     dense: Dense = None,
     momentum: float | None = None,
     name: str | None = None,
@@ -82,6 +83,8 @@ def compress(
       axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
         (``make_train_step``, ``on_mesh``).
       error_feedback: keep ``e``, the part that was not sent, for the next step.
+      decay: ``a = g + decay * e``. Below 1 old parts fade: SparseLoCo takes 0.95, where a gradient
+        is the distance of many steps.
       dense: leaves that take a plain mean instead: a function of the leaf's path
         (``"layers/0/bias"``) and the leaf, or a tree of bools or a prefix of one.
       momentum: coefficient of momentum correction (Deep Gradient Compression):
@@ -113,6 +116,7 @@ def compress(
 
     References:
       Karimireddy et al., Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847, 2019.
+      Sarfi et al., SparseLoCo, https://arxiv.org/abs/2508.15706, 2025, for the decay.
       Lin et al., Deep Gradient Compression, https://arxiv.org/abs/1712.01887, 2018.
     """
     who = name or type(codec).__name__
@@ -122,11 +126,14 @@ def compress(
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
         hint = "It corrects for delays by the residual; else give it to the optimizer."
         checks.require(who, "momentum", momentum, "None without feedback", error_feedback, hint)
+    allowed = "in (0, 1]" if error_feedback else "1 without feedback"
+    fits = lambda x: 0 < x <= 1 and (error_feedback or x == 1)  # noqa: E731
+    checks.number(who, "decay", decay, allowed, fits, "1 keeps all; SparseLoCo has 0.95.")
     for rule in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
         checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
-    how = _Feedback(who, codec, names, error_feedback, dense, momentum)
+    how = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, who)
@@ -149,6 +156,7 @@ class _Feedback(NamedTuple):
     error_feedback: bool
     dense: Dense
     momentum: float | None
+    decay: Any
 
     def coded(self, tree: PyTree) -> list[int]:
         """Return the indices of the leaves that the codec sends."""
@@ -193,7 +201,9 @@ class _Feedback(NamedTuple):
             replicas.require_like(self.who, "the residual", *pairs)
         if self.momentum is not None:
             flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
-        kept = zip(held, flow, strict=True)
+        lasting = not isinstance(self.decay, jax.Array) and self.decay == 1
+        faded = held if lasting or not self.error_feedback else [self.decay * e for e in held]
+        kept = zip(faded, flow, strict=True)
         wanted = [e + v for e, v in kept] if self.error_feedback else flow
         total = _square_sums(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # The replicas agree on ``finite`` before sending, so that one pass computes the residual,

@@ -143,6 +143,7 @@ def power_sgd_reduce(
     seed: int = 0,
     layout: layouts.LayoutName | None = None,
     error_feedback: bool = True,
+    decay: float = 1.0,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Send a low-rank approximation of every matrix.
@@ -170,6 +171,7 @@ def power_sgd_reduce(
       layout: ``"equinox"`` or ``"torch"`` if kernels have their outputs first, ``(out, in, H,
         W)``. With Flax's layout such a convolution would hardly shrink.
       error_feedback: keep the part that was not sent. Without it most of a gradient is lost.
+      decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: further leaves that take a plain mean.
 
     Returns:
@@ -201,4 +203,5 @@ def power_sgd_reduce(
     check = functools.partial(checks.positive_int, hint="1, 2 or 4 are usual.")
     outputs = layouts.named(who, layout).outputs
     codec = staged(who, "rank", rank, lambda r: PowerSgd(r, seed, outputs), check)
-    return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
+    feedback: Any = {"error_feedback": error_feedback, "decay": decay}
+    return compress(codec, axis_name, **feedback, dense=dense, name=who)

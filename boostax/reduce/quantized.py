@@ -156,6 +156,7 @@ def int8_reduce(
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
     error_feedback: bool = True,
+    decay: float = 1.0,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Send every element as int8, with an f32 scale for each row, in two shots.
@@ -179,6 +180,7 @@ def int8_reduce(
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, so that the mean is kept.
       seed: seed of stochastic rounding.
       error_feedback: keep the losses of both roundings for the next step.
+      decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: leaves that take a plain mean.
 
     Returns:
@@ -206,4 +208,5 @@ def int8_reduce(
         checks.positive_int(who, "block", block, "None for 256, and 4096 on a TPU.")
     checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), "Feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
-    return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
+    feedback: Any = {"error_feedback": error_feedback, "decay": decay}
+    return compress(codec, axis_name, **feedback, dense=dense, name=who)

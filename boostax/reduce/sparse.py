@@ -28,6 +28,8 @@ PyTree = Any
 SMALL = 2**14
 TILE = 2048
 Bound = jax.Array | float
+# The first bit of each of the four codes in a byte.
+SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,13 @@ class Cut:
       threshold: smaller magnitudes are not sent; ``None`` allows any.
       relative: whether the threshold is in units of the leaf's root mean square.
       value_dtype: dtype of values on the wire; ``None`` for their own.
+      bits: 2 to send ``two_bits`` of each value; ``None`` to send ``value_dtype``.
     """
 
     threshold: float | None = None
     relative: bool = False
     value_dtype: np.dtype[Any] | None = None
+    bits: int | None = None
 
     def least(self, leaf: jax.Array) -> Bound:
         """Return the smallest magnitude that is sent."""
@@ -59,6 +63,42 @@ class Cut:
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
+
+    def wire(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the arrays that are sent for coded values."""
+        return two_bits(values) if self.bits else (values,)
+
+    def arrived(self, wire: tuple[jax.Array, ...], count: int) -> jax.Array:
+        """Return the ``count`` values of each row that were sent as ``wire``."""
+        return of_two_bits(*wire)[..., :count] if self.bits else wire[0]
+
+
+def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return u8 codes ``(..., ceil(count / 4))`` and u16 ``(..., 2)``: two magnitudes of each row.
+
+    The first bit is the sign, the second says whether a magnitude is above the mean of its row. The
+    elements below and those above travel as the mean of their magnitudes, cut to bfloat16. It is
+    cut in integers, because XLA may leave out a rounding that it could follow by a widening.
+    """
+    sizes = jnp.abs(values)
+    large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
+    # Each element is divided before the sum, which could overflow.
+    parts = [
+        jnp.where(x, sizes / jnp.maximum(x.sum(-1, keepdims=True), 1), 0) for x in (~large, large)
+    ]
+    means = trees.saturate(jnp.stack([x.sum(-1) for x in parts], -1), np.dtype(np.float32))
+    magnitudes = (lax.bitcast_convert_type(means, jnp.uint32) >> 16).astype(jnp.uint16)
+    codes = (values < 0).astype(jnp.uint8) + 2 * large.astype(jnp.uint8)
+    fours = exchange.padded(codes, codes.ndim - 1, 4).reshape(*codes.shape[:-1], -1, 4)
+    return (fours << SHIFTS).sum(-1, dtype=jnp.uint8), magnitudes
+
+
+def of_two_bits(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
+    """Invert ``two_bits``: return f32 values, and up to three more at the end of each row."""
+    found = ((codes[..., None] >> SHIFTS) & 3).reshape(*codes.shape[:-1], -1)
+    means = lax.bitcast_convert_type(magnitudes.astype(jnp.uint32) << 16, jnp.float32)
+    sizes = jnp.where(found >= 2, means[..., 1:], means[..., :1])
+    return jnp.where(found % 2 == 1, -sizes, sizes)
 
 
 def at(x: jax.Array, positions: jax.Array) -> Any:
@@ -212,17 +252,29 @@ class Largest(Codec):
         positions, masks = zip(*found, strict=True)
         chosen = zip(buckets, positions, strict=True)
         values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
-        received = zip(buckets, _gathered(values, names), _gathered(positions, names), strict=True)
-        summed = [x.view.leaf(added(x.view, v, i)) for x, v, i in received]
+        wires = [self.cut.wire(x) for x in values]
+        arrays, structure = jax.tree.flatten((wires, positions))
+        received = structure.unflatten(_gathered(arrays, names))
+        summed = self._summed(buckets, *received)
         # The barrier writes the sums once. A TPU's compiler would move their readers before the
         # transposition, and write the results of each reader too.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
         sent = [jnp.where(mask, coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
+        if self.cut.bits:
+            one = jax.tree.map(lambda x: x[None], (wires, positions))
+            own = _apart(leaves, buckets, self._summed(buckets, *one))
+            sent = [x.astype(leaf.dtype) for x, leaf in zip(own, leaves, strict=True)]
         pairs = zip(leaves, _apart(leaves, buckets, totals), strict=True)
         means = [(total / axes.size(names)).astype(x.dtype) for x, total in pairs]
         return Message(means, unsent(leaves, sent), state)
+
+    def _summed(self, buckets: Sequence[_Bucket], wires: Any, positions: Arrays) -> Arrays:
+        """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
+        trios = zip(buckets, wires, positions, strict=True)
+        read = ((x.view, self.cut.arrived(wire, x.view.sent), i) for x, wire, i in trios)
+        return [view.leaf(added(view, values, i)) for view, values, i in read]
 
     def fits(self, leaves: Arrays) -> jax.Array:
         """Return whether all elements that are to be sent have slots, in every bucket."""
@@ -340,7 +392,9 @@ def top_k_reduce(
     bucket_bytes: int | None = None,
     momentum: float | None = None,
     value_dtype: DTypeLike | None = None,
+    bits: int | None = None,
     error_feedback: bool = True,
+    decay: float = 1.0,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Send the elements of largest magnitude of every leaf; the rest waits.
@@ -370,16 +424,20 @@ def top_k_reduce(
         the choice, and stops for elements that have been sent. The optimizer must have none.
       value_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
         errors stay in the residual.
+      bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
+        (or leaf). The mean magnitudes above and below take 4 bytes a block. Errors stay in the
+        residual. ``None`` for ``value_dtype``.
       error_feedback: keep the elements that were not sent. Without it most elements never move.
+      decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: leaves that take a plain mean: ``lambda path, leaf: leaf.ndim < 2`` for norms and
         biases, or a tree of bools.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
-      or block of up to 65536 elements, 4 if also ``value_dtype`` is half), gathered from all
-      replicas: k elements of each take ``(n-1) k`` times that on a ring, less than a mean's
-      ``8 (n-1)/n N`` bytes only while ``density < 1/n``; one residual of the size of the gradients
-      in f32 per replica (two with ``momentum``); two sums of 8 bytes.
+      or block of up to 65536 elements, 4 if also ``value_dtype`` is half, 2.25 with ``bits=2``),
+      gathered from all replicas: k elements of each take ``(n-1) k`` times that on a ring, less
+      than a mean's ``8 (n-1)/n N`` bytes only while ``density < 1/n``; one residual of the size of
+      the gradients in f32 per replica (two with ``momentum``); two sums of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -401,14 +459,19 @@ def top_k_reduce(
     """
     who = "top_k_reduce"
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
-    how = block, Cut(value_dtype=wire), bucket_bytes
+    checks.require(who, "bits", bits, "2", bits in (None, 2), "Or leave it out, for value_dtype.")
+    if bits:
+        checks.absent(
+            who, "value_dtype", value_dtype, "left out beside bits", "Both are of a value."
+        )
+    how = block, Cut(value_dtype=wire, bits=bits), bucket_bytes
     if count is None:
         largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731
         codec = staged(who, "density", density, largest, _check_share)
     else:
         checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
         codec = Largest(lambda size: count, *how)
-    feedback: Any = {"error_feedback": error_feedback, "momentum": momentum}
+    feedback: Any = {"error_feedback": error_feedback, "momentum": momentum, "decay": decay}
     return compress(codec, axis_name, **feedback, dense=dense, name=who)
 
 
@@ -422,6 +485,7 @@ def threshold_reduce(
     bucket_bytes: int | None = 2**16,
     value_dtype: DTypeLike | None = None,
     error_feedback: bool = True,
+    decay: float = 1.0,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Send the elements of every leaf that reach a threshold, however many they are.
@@ -448,6 +512,7 @@ def threshold_reduce(
         own slots.
       value_dtype: see ``top_k_reduce``; a dense step sends such values in f32.
       error_feedback: keep the elements that were not sent.
+      decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: leaves that take a plain mean.
 
     Returns:
@@ -482,7 +547,8 @@ def threshold_reduce(
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     how = block, Cut(threshold, relative, wire), bucket_bytes
     codec = Threshold(capacity, Largest(functools.partial(share, capacity), *how))
-    return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
+    feedback: Any = {"error_feedback": error_feedback, "decay": decay}
+    return compress(codec, axis_name, **feedback, dense=dense, name=who)
 
 
 def _checked(
