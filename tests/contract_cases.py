@@ -186,6 +186,9 @@ over_threshold = behind(threshold, 0.5, relative=True, value_dtype="bfloat16")
 int8 = nested(scaler, behind(boostax.int8_reduce, rounding="stochastic"))
 partial = nested(scaler, around(reduce.partial_average, partitions=2))
 local = nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV))
+two_bits = top_k("data", 0.4, block=16, bits=2, decay=0.9)
+in_turn = around(reduce.local_updates, every=2, fragments=2, reduction=two_bits)
+sparse_local = nested(scaler, window, in_turn)
 latest = nested(alone(model.average_params, "lawa", size=2, start=1), scaler, window)
 low_subspace = nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16"))
 measured = nested(functools.partial(by_group, rule="measure"), window)
@@ -227,6 +230,7 @@ VARIANTS = [
     ),
     Case("partial_average", partial, **own_params),
     Case("local_updates", local, **own_params, calls=2),
+    Case("local_updates_sparse_in_turn", sparse_local, **own_params, by_shard=True, calls=2),
     Case(
         "scheduled_freeze_around_scaler_and_window",
         nested(frozen, scaler, window),

@@ -98,19 +98,19 @@ def rotating(labels):
     return meet
 
 
-def diloco(every, rate=0.7, momentum=0.9):
-    """DiLoCo, algorithm 1, with Nesterov momentum outside."""
+def diloco(every, rate=0.7, momentum=0.9, turns=(0,) * 4):
+    """DiLoCo, algorithm 1, with Nesterov momentum outside; each leaf at its turn in a round."""
     anchor = [np.float64(p) for p in jax.tree.leaves(draw(0))]
     trace = [np.zeros_like(p) for p in anchor]
 
     def meet(t, own):
-        if (t + 1) % every:
-            return own
         for i, p in enumerate(own):
-            away = anchor[i] - p.mean(0)
-            trace[i] = momentum * trace[i] + away
-            anchor[i] = anchor[i] - rate * (away + momentum * trace[i])
-        return [np.broadcast_to(a, p.shape) for a, p in zip(anchor, own, strict=True)]
+            if (t + 1 - turns[i]) % every == 0:
+                away = anchor[i] - p.mean(0)
+                trace[i] = momentum * trace[i] + away
+                anchor[i] = anchor[i] - rate * (away + momentum * trace[i])
+                own[i] = np.broadcast_to(anchor[i], p.shape)
+        return own
 
     return meet
 
@@ -212,6 +212,19 @@ def test_local_sgd_averages_params_by_default():
     assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
 
 
+@pytest.mark.parametrize(("replicas", "mode"), CASES)
+def test_fragments_are_synchronized_in_turn_at_steps_far_apart(replicas, mode):
+    """Of 4 steps each of three synchronizes one, as diloco; flush all but the last at once."""
+    noise, turns = draw(7, replicas, 10), [2, 4, 3, 3]
+    how = {"outer": NESTEROV, "fragments": {"a": 0, "b": 2, "c": 1}}
+    each, state = trajectory(boostax.reduce.local_updates(SGD, "data", 4, **how), noise, mode)
+    assert_follows(each, noise, diloco(4, turns=turns))
+    for t in range(10):
+        met = [equal_on_all(x[:, t]) for x in jax.tree.leaves(each)]
+        assert met == [(t + 1) % 4 == turn % 4 for turn in turns]
+    assert set(np.asarray(state.syncs)) == {7} and len(state.outer_state) == 3
+
+
 def test_another_reduction_may_make_the_outer_gradient():
     noise = draw(8, 2, 2)
     adasum = boostax.reduce.local_updates(SGD, "data", 2, reduction=boostax.adasum("data"))
@@ -231,6 +244,9 @@ def test_chunked_top_k_in_2_bits_with_a_decay_is_sparse_loco(replicas, mode):
 WRAPPED = {
     "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
     "local": lambda: boostax.reduce.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
+    "fragments": lambda: boostax.reduce.local_updates(
+        optax.adam(0.1), "data", 2, NESTEROV, fragments=2
+    ),
 }
 
 

@@ -24,11 +24,13 @@ CALLS = 7  # Calls on each number of devices: no multiple of the windows below.
 ADAM = optax.adam(2e-2)
 DENSE = optax.chain(boostax.all_reduce(AXIS), ADAM)
 WINDOW = boostax.accumulate(DENSE, 3, axis_name=AXIS)
+TOP_K = boostax.top_k_reduce(AXIS, 0.1, block=64, bits=2, decay=0.9)
 KINDS = {
     "residual": optax.chain(boostax.top_k_reduce(AXIS, 0.1, momentum=0.5), ADAM),
     "window": boostax.dynamic_loss_scale(WINDOW, axis_name=AXIS),
     "moments": boostax.reduce.adasum_delta(ADAM, AXIS),
     "params": boostax.reduce.partial_average(ADAM, AXIS, 2),
+    "fragments": boostax.reduce.local_updates(ADAM, AXIS, 4, fragments=2, reduction=TOP_K),
     "sharded": DENSE,
 }
 batch = functools.partial(example.read, rows=slice(None))

@@ -1,5 +1,6 @@
 """The formulas of ``docs/choose.md``: bytes that a device sends in a step, on a ring; and how."""
 
+import collections
 import functools
 import math
 import re
@@ -105,6 +106,18 @@ def test_collectives_do_not_grow_with_the_leaves():
     for make in (boostax.top_k_reduce, boostax.int8_reduce, boostax.reduce.power_sgd_reduce):
         counts = [len(sends(updating(make("data")), [(64, 64)] * n, MESH)) for n in (1, 9)]
         assert counts[0] == counts[1] <= 6
+
+
+def test_a_fragment_is_all_that_is_sent_at_once():
+    """Each in a branch of its own, and a step takes one of them."""
+    tx = boostax.reduce.local_updates(SGD, "data", 4, fragments=[0, 1, 1])
+    first = [jnp.zeros(shape) for shape in SHAPES.values()]
+    sizes = collections.Counter()
+    for c in sends(lambda p: tx.update(p, tx.init(first), p)[1].syncs, SHAPES.values(), MESH):
+        sizes[c.branches] += c.bytes
+    assert sorted(sizes.values()) == [4 * 2**20, 4 * (2**20 + 2**12)]
+    # They are alternatives, which compare one number.
+    assert len({branch for ((branch, _),) in sizes}) == 1
 
 
 def test_every_stage_of_a_warm_up_sends_its_own_share():

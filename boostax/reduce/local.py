@@ -7,7 +7,7 @@ replicas. Inside the mapped function each replica has its own params, typed as v
 
 import bisect
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +85,27 @@ class _Own(NamedTuple):
 
         return gate.gated(init, step_fn, flush_fn)
 
+    def in_turn(
+        self, groups: Any, due: Any, average: Average, states: Any, own: PyTree, *step: Any
+    ) -> tuple[PyTree, list[Any]]:
+        """Average each group of leaves that is due, in a branch of its own.
+
+        Args:
+          groups: the indices of the leaves in each group.
+          due: a bool scalar for each, equal on all replicas.
+          average: takes the state of a group and its params; see ``through``.
+          states: the state of each group.
+          own: see ``through``, like ``step``, which is its ``value`` and ``apply``.
+        """
+        (value, apply), found = step, list[Stepped]()
+        for group, now, state in zip(groups, due, states, strict=True):
+            old = _part(value, group)
+            given = functools.partial(average, state), _part(own, group), old, apply
+            heavy = functools.partial(through, *given)
+            # In one switch over all leaves XLA:CPU and XLA:GPU copy those that only pass through.
+            found.append(gate.run_or_hold(now, heavy, old, state, apply=True, who=self.who))
+        return _joined(value, groups, [x for x, _ in found]), [x for _, x in found]
+
 
 def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: bool) -> Stepped:
     """Average the params that ``value`` stands for; return the new value and the average's state.
@@ -105,19 +126,20 @@ class LocalUpdatesState(NamedTuple):
     """State of ``local_updates``.
 
     Attributes:
-      since_sync: i32, steps since the last synchronization.
-      syncs: i32, the number of synchronizations.
-      anchor: tree like the params, in their dtypes: the params after the last synchronization.
-      reduction_state: state of the reduction.
-      outer_state: state of the outer optimizer, the same on all replicas.
+      since_sync: i32, steps since all params were last synchronized together.
+      syncs: i32, the number of steps that synchronized params.
+      anchor: tree like the params, in their dtypes: the params after their last synchronization.
+      reduction_state: a tuple with a state of the reduction for each fragment; leaves of other
+        fragments are ``None`` in it.
+      outer_state: such a tuple of the outer optimizer, the same on all replicas.
       inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
     """
 
     since_sync: jax.Array
     syncs: jax.Array
     anchor: PyTree
-    reduction_state: optax.OptState
-    outer_state: optax.OptState
+    reduction_state: tuple[optax.OptState, ...]
+    outer_state: tuple[optax.OptState, ...]
     inner_state: replicas.PerReplica
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -135,6 +157,7 @@ def local_updates(
     every: int,
     outer: optax.GradientTransformation = optax.sgd(1.0),
     *,
+    fragments: int | PyTree = 1,
     reduction: optax.GradientTransformation | None = None,
 ) -> Extended:
     r"""Train every replica on its own for ``every`` steps, then synchronize: local SGD, DiLoCo.
@@ -160,6 +183,9 @@ def local_updates(
         ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       every: steps from one synchronization to the next; 1 synchronizes at each step.
       outer: an optimizer for the anchor, without collectives; it computes in f32 or wider.
+      fragments: synchronize parts of the params in turn, each every ``every`` steps, at steps as
+        far apart as they can be (Streaming DiLoCo): a number, which cuts runs of leaves of about
+        equal size, or the fragment of each leaf, like ``partitions`` of ``partial_average``.
       reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
         ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
 
@@ -195,6 +221,7 @@ def local_updates(
     replica = _Own.of(who, inner, axis_name)
     names = replica.names
     every = checks.positive_int(who, "every", every, "It counts steps between synchronizations.")
+    members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     outer_tx = checks.transformation(who, "outer", outer)
     reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
@@ -204,32 +231,67 @@ def local_updates(
         got, allowed = f"some that vary over {', '.join(names)}", "equal on all replicas"
         hint = "Call init outside the mapped function, or before params become each replica's own."
         checks.require(who, "params", got, allowed, common, hint)
-        wide = trees.at_least_float32(params)
+        parts = [_part(trees.at_least_float32(params), group) for group in members(params)]
+        states = [(reduce.init(part), trees.first_state(outer_tx, part)) for part in parts]
+        reduced, outer_state = zip(*states, strict=True)
         since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        anchor, outer_state = jax.tree.map(_copy, params), trees.first_state(outer_tx, wide)
-        inner = replica.init(params)
-        return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, inner)
+        anchor, inner = jax.tree.map(_copy, params), replica.init(params)
+        return LocalUpdatesState(since, syncs, anchor, reduced, outer_state, inner)
 
-    def synced(state: LocalUpdatesState, local: PyTree) -> Stepped:
+    def synced(state: tuple[Any, ...], local: PyTree) -> Stepped:
+        anchor, reduced, outer_state = state
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
-        drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
-        drift, reduced = reduce.update(drift, state.reduction_state)
-        before = gate.Pending(drift), state.outer_state, state.anchor
+        drift = jax.tree.map(away, axes.unify(anchor, local), local)
+        drift, reduced = reduce.update(drift, reduced)
+        before = gate.Pending(drift), outer_state, anchor
         anchor, outer_state = gate.run(outer_tx, *before, apply=True, extra={})
-        since, syncs = jnp.zeros_like(state.since_sync), optax.safe_increment(state.syncs)
-        new = state._replace(since_sync=since, syncs=syncs, anchor=anchor, outer_state=outer_state)
-        return anchor, new._replace(reduction_state=reduced)
+        return anchor, (anchor, reduced, outer_state)
+
+    def turns(state: LocalUpdatesState, since: jax.Array) -> list[jax.Array]:
+        """Return whether each fragment is due ``since`` steps after all were synchronized."""
+        phase, count = since % every, len(state.outer_state)
+        # Audits see that at most one fragment of a step is due if a number is compared.
+        return [phase == -(-k * every // count) % every for k in range(1, count + 1)]
+
+    def meet(state: LocalUpdatesState, due: list[jax.Array], *step: Any) -> Stepped:
+        groups = members(state.anchor)
+        anchors = [_part(state.anchor, group) for group in groups]
+        parts = [*zip(anchors, state.reduction_state, state.outer_state, strict=True)]
+        value, parts = replica.in_turn(groups, due, synced, parts, *step)
+        anchors, reduced, outer_state = zip(*parts, strict=True)
+        syncs = gate.counted(state.syncs, jnp.stack(due).any())
+        anchor = _joined(state.anchor, groups, anchors)
+        new = {"syncs": syncs, "reduction_state": reduced, "outer_state": outer_state}
+        return value, state._replace(anchor=anchor, **new)
 
     def average(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        state = state._replace(since_sync=state.since_sync + 1)
-        heavy = functools.partial(through, functools.partial(synced, state), own, value, apply)
-        return gate.run_or_hold(state.since_sync >= every, heavy, value, state, apply=True, who=who)
+        since = state.since_sync + 1
+        due = turns(state, since)
+        value, state = meet(state, due, own, value, apply)
+        return value, state._replace(since_sync=jnp.where(jnp.stack(due).all(), 0, since))
 
     def close(state: LocalUpdatesState, own: PyTree) -> Stepped:
-        heavy = functools.partial(through, functools.partial(synced, state), own, own, True)
-        return gate.run_or_hold(state.since_sync > 0, heavy, own, state, apply=True, who=who)
+        since = state.since_sync
+        due = [(since > 0) & ~now for now in turns(state, since)]
+        value, state = meet(state, due, own, own, True)
+        return value, state._replace(since_sync=jnp.zeros_like(since))
 
     return replica.gated(init_fn, average, close)
+
+
+def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
+    """Return the leaves of a group, with ``None`` for the others."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([x if i in group else None for i, x in enumerate(leaves)])
+
+
+def _joined(tree: PyTree, groups: Sequence[Sequence[int]], parts: Sequence[PyTree]) -> PyTree:
+    """Return the tree with the leaves of each group from its part."""
+    leaves, structure = jax.tree.flatten(tree)
+    for group, part in zip(groups, parts, strict=True):
+        for i, leaf in zip(sorted(group), jax.tree.leaves(part), strict=True):
+            leaves[i] = leaf
+    return structure.unflatten(leaves)
 
 
 def _copy(p: Any) -> Any:
@@ -316,54 +378,49 @@ def partial_average(
     """
     who = "partial_average"
     replica = _Own.of(who, inner, axis_name)
-    members = partitioning(who, partitions, bucket_bytes)
+    hint = "4 averages a quarter of the params per step; bucket_bytes= cuts them by size."
+    members = partitioning(who, "partitions", partitions, hint, bucket_bytes)
     mean = all_reduce(replica.names)
 
-    averaged = functools.partial(mean.update, state=optax.EmptyState())
+    def averaged(state: Any, params: PyTree) -> Stepped:
+        return mean.update(params, optax.EmptyState())[0], state
 
     def init_fn(params: PyTree) -> PartialAverageState:
         members(params)
         return PartialAverageState(jnp.zeros((), jnp.int32), replica.init(params))
 
     def average(state: PartialAverageState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        leaves, (values, treedef) = jax.tree.leaves(own), jax.tree.flatten(value)
         groups = members(own)
-        for k, group in enumerate(groups):
-            part, old = [leaves[i] for i in group], [values[i] for i in group]
-            heavy = functools.partial(through, averaged, part, old, apply)
-            due, held = state.partition == k, optax.EmptyState()
-            # In one switch over all leaves XLA:CPU and XLA:GPU copy those that only pass through.
-            new, _ = gate.run_or_hold(due, heavy, old, held, apply=True, who=who)
-            for i, x in zip(group, new, strict=True):
-                values[i] = x
+        due = [state.partition == k for k in range(len(groups))]
+        none = [()] * len(groups)
+        value, _ = replica.in_turn(groups, due, averaged, none, own, value, apply)
         following = (state.partition + 1) % max(len(groups), 1)
-        return treedef.unflatten(values), state._replace(partition=following)
+        return value, state._replace(partition=following)
 
     def close(state: PartialAverageState, own: PyTree) -> Stepped:
-        return through(averaged, own, own, True)[0], state
+        return through(functools.partial(averaged, ()), own, own, True)[0], state
 
     return replica.gated(init_fn, average, close)
 
 
 def partitioning(
-    who: str, partitions: Any, bucket_bytes: int | None
+    who: str, argument: str, partitions: Any, hint: str, bucket_bytes: int | None = None
 ) -> Callable[[PyTree], list[list[int]]]:
     """Return a function from params to the indices of the leaves in each partition."""
-    hint = "4 averages a quarter of the params per step; bucket_bytes= cuts them by size."
     bucket = exchange.check_bytes(who, bucket_bytes)
     if bucket is not None:
         why = "One of the two says what a partition is."
-        checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
+        checks.absent(who, argument, partitions, "left out beside bucket_bytes", why)
         sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
         return lambda params: exchange.fused(dict(sizes(params)), bucket)
     if jax.tree_util.all_leaves([partitions]):
-        count = checks.positive_int(who, "partitions", partitions, hint)
+        count = checks.positive_int(who, argument, partitions, hint)
 
         def label(params: PyTree) -> list[int]:
             sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
             allowed = f"at most the number of param leaves, {len(sizes)}"
             fits = count <= len(sizes) or not sizes
-            checks.require(who, "partitions", count, allowed, fits, hint)
+            checks.require(who, argument, count, allowed, fits, hint)
             return _even_runs(sizes, count) if sizes else []
     else:
         numbers = jax.tree.leaves(partitions)
@@ -372,9 +429,9 @@ def partitioning(
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
         fits = bool(found) and found == set(range(len(found)))
         error = ValueError if integers else TypeError
-        checks.require(who, "partitions", partitions, allowed, fits, hint, error)
+        checks.require(who, argument, partitions, allowed, fits, hint, error)
         count = len(found)
-        label = functools.partial(exchange.spread, who, "partitions", allowed, partitions)
+        label = functools.partial(exchange.spread, who, argument, allowed, partitions)
 
     def members(params: PyTree) -> list[list[int]]:
         labels = label(params)
