@@ -26,16 +26,16 @@ CEILINGS = {
     "boostax/inspect": 1495,
     "boostax/model": 560,
     "boostax/precision": 1596,
-    "boostax/reduce": 1818,
+    "boostax/reduce": 1841,
     "boostax/subspace": 682,
     "boostax/testing": 817,
     "boostax/train": 1954,
     "examples": 1500,
-    "tests": 19961,
+    "tests": 19981,
     "benchmarks": 6750,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14549
+LIBRARY = 14572
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

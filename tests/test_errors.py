@@ -105,7 +105,10 @@ REFUSED = [
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
     (of(local_updates, axis_name="data", every=2), {"every": [0], "reduction": ["mean"]}),
-    (of(local_updates, axis_name="data", every=2), {"outer": [3.0], "fragments": [0]}),
+    (
+        of(local_updates, axis_name="data", every=2),
+        {"outer": [3.0], "fragments": [0], "warmup": [-1]},
+    ),
     (of(freeze, groups=half, schedule=1), {"moments": ["own"], "schedule": ["interval"]}),
     (of(boostax.freeze_schedule, total_steps=9), {"kind": ["Interval", None, 1, [0, 1]]}),
     (of(boostax.freeze_schedule, "interval"), {"total_steps": COUNTS}),

@@ -210,6 +210,8 @@ def test_local_sgd_averages_params_by_default():
     noise = draw(5, 3, 6)
     each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 3), noise)
     assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
+    each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 1), noise)
+    assert_follows(each, noise, rotating([0] * 4))
 
 
 @pytest.mark.parametrize(("replicas", "mode"), CASES)
@@ -239,6 +241,24 @@ def test_chunked_top_k_in_2_bits_with_a_decay_is_sparse_loco(replicas, mode):
     top_k = boostax.top_k_reduce("data", 0.4, block=8, bits=2, decay=0.9)
     each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 2, reduction=top_k), noise, mode)
     assert_follows(each, noise, sparse_loco(2, 0.4, 8, 0.9))
+
+
+def test_a_warm_up_averages_after_each_step_and_nothing_else_moves():
+    """Then the rounds begin, with the outer state and the residuals of a start."""
+    noise = draw(9, 2, 9)
+    first = jax.tree.map(lambda x: x[:, :3], noise)
+    how = {"outer": NESTEROV, "fragments": 2, "reduction": boostax.top_k_reduce("data", 0.5)}
+    tx = boostax.reduce.local_updates(SGD, "data", 4, warmup=3, **how)
+    each, state = trajectory(tx, first, "checked")
+    assert_follows(each, first, rotating([0] * 4))
+    assert set(np.asarray(state.syncs)) == {3} and set(np.asarray(state.since_sync)) == {0}
+    waiting = state.outer_state, [x.residual for x in state.reduction_state]
+    assert not any(np.any(x) for x in jax.tree.leaves(waiting))
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:, -1], each), state.anchor)
+    each, _ = trajectory(tx, noise, "checked")
+    met = [[equal_on_all(x[:, t]) for x in jax.tree.leaves(each)] for t in range(3, 9)]
+    none, a, b = [False] * 4, [True, False, False, False], [False, True, True, True]
+    assert met == [none, a, none, b, none, a]
 
 
 WRAPPED = {

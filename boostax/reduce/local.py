@@ -23,6 +23,8 @@ from boostax.reduce.mean import all_reduce
 # replica's params; it returns a value and the new state.
 Average = Callable[..., Stepped]
 Extended = optax.GradientTransformationExtraArgs
+# Whether each fragment is synchronized in a step.
+Due = list[jax.Array]
 
 
 class _Own(NamedTuple):
@@ -150,6 +152,95 @@ class LocalUpdatesState(NamedTuple):
         """Mark a state whose params differ per replica."""
 
 
+class _Rounds(NamedTuple):
+    """The arguments of ``local_updates``, checked, and its synchronizations.
+
+    Attributes:
+      replica: the inner optimizer and the replicas.
+      every: steps of a round.
+      members: returns the indices of the leaves in each fragment of the params.
+      reduce: the reduction.
+      outer: the outer optimizer.
+      warmup: see ``local_updates``.
+    """
+
+    replica: _Own
+    every: int
+    members: Callable[[PyTree], list[list[int]]]
+    reduce: Extended
+    outer: Extended
+    warmup: int
+
+    def init(self, params: PyTree) -> LocalUpdatesState:
+        """Return the first state; refuse params that differ per replica."""
+        who, names = self.replica.who, self.replica.names
+        common = not any(kind & frozenset(names) for kind in axes.types(params))
+        got, allowed = f"some that vary over {', '.join(names)}", "equal on all replicas"
+        hint = "Call init outside the mapped function, or before params become each replica's own."
+        checks.require(who, "params", got, allowed, common, hint)
+        parts = [_part(trees.at_least_float32(params), group) for group in self.members(params)]
+        states = [(self.reduce.init(part), trees.first_state(self.outer, part)) for part in parts]
+        reduced, outer_state = zip(*states, strict=True)
+        since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        anchor, inner = jax.tree.map(_copy, params), self.replica.init(params)
+        return LocalUpdatesState(since, syncs, anchor, reduced, outer_state, inner)
+
+    def average(self, state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
+        """Synchronize what is due after a step."""
+        since = state.since_sync + 1
+        warm, due = self._turns(state, since)
+        if self.warmup:
+            leaves, old = [range(len(jax.tree.leaves(own)))], [state.anchor]
+            given = leaves, [warm], self._averaged, old, own, value, apply
+            value, (anchor,) = self.replica.in_turn(*given)
+            state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
+        value, state = self._met(state, due, own, value, apply)
+        together = warm | jnp.stack(due).all()
+        return value, state._replace(since_sync=jnp.where(together, 0, since))
+
+    def close(self, state: LocalUpdatesState, own: PyTree) -> Stepped:
+        """Synchronize all fragments but those of the last step."""
+        since = state.since_sync
+        due = [(since > 0) & ~now for now in self._turns(state, since)[1]]
+        value, state = self._met(state, due, own, own, True)
+        return value, state._replace(since_sync=jnp.zeros_like(since))
+
+    def _turns(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
+        """Return whether all params, and whether each fragment is due ``since`` steps after all."""
+        every, count = self.every, len(state.outer_state)
+        phase = since % every
+        phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
+        # Audits see that one branch of a step is taken if a number is compared.
+        due = [phase == -(-k * every // count) % every for k in range(1, count + 1)]
+        return phase == -1, due
+
+    def _met(self, state: LocalUpdatesState, due: Due, *step: Any) -> Stepped:
+        """Synchronize the fragments that are due; see ``_Own.in_turn``."""
+        groups = self.members(state.anchor)
+        anchors = [_part(state.anchor, group) for group in groups]
+        parts = [*zip(anchors, state.reduction_state, state.outer_state, strict=True)]
+        value, parts = self.replica.in_turn(groups, due, self._synced, parts, *step)
+        anchors, reduced, outer_state = zip(*parts, strict=True)
+        anchor = _joined(state.anchor, groups, anchors)
+        syncs = gate.counted(state.syncs, jnp.stack(due).any())
+        new = {"syncs": syncs, "reduction_state": reduced, "outer_state": outer_state}
+        return value, state._replace(anchor=anchor, **new)
+
+    def _averaged(self, anchor: PyTree, local: PyTree) -> Stepped:
+        common = all_reduce(self.replica.names).update(local, optax.EmptyState())[0]
+        return common, common
+
+    def _synced(self, state: tuple[Any, ...], local: PyTree) -> Stepped:
+        """Return the new anchor of a fragment, twice, and its states."""
+        anchor, reduced, outer_state = state
+        away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
+        drift = jax.tree.map(away, axes.unify(anchor, local), local)
+        drift, reduced = self.reduce.update(drift, reduced)
+        before = gate.Pending(drift), outer_state, anchor
+        anchor, outer_state = gate.run(self.outer, *before, apply=True, extra={})
+        return anchor, (anchor, reduced, outer_state)
+
+
 @bound_axis.reduction
 def local_updates(
     inner: optax.GradientTransformation,
@@ -159,6 +250,7 @@ def local_updates(
     *,
     fragments: int | PyTree = 1,
     reduction: optax.GradientTransformation | None = None,
+    warmup: int = 0,
 ) -> Extended:
     r"""Train every replica on its own for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
@@ -188,6 +280,8 @@ def local_updates(
         equal size, or the fragment of each leaf, like ``partitions`` of ``partial_average``.
       reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
         ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
+      warmup: after each of so many steps at the beginning all params are averaged, in f32 or wider;
+        ``every``, ``outer`` and ``reduction`` wait.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
@@ -215,68 +309,20 @@ def local_updates(
 
     References:
       Stich, Local SGD Converges Fast and Communicates Little, https://arxiv.org/abs/1805.09767,
-      2019. Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105, 2023.
+      2019. Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105, 2023; Streaming DiLoCo,
+      https://arxiv.org/abs/2501.18512, 2025. Sarfi et al., SparseLoCo,
+      https://arxiv.org/abs/2508.15706, 2025.
     """
     who = "local_updates"
     replica = _Own.of(who, inner, axis_name)
-    names = replica.names
     every = checks.positive_int(who, "every", every, "It counts steps between synchronizations.")
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     outer_tx = checks.transformation(who, "outer", outer)
-    reduction = all_reduce(names) if reduction is None else reduction
+    reduction = all_reduce(replica.names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
-
-    def init_fn(params: PyTree) -> LocalUpdatesState:
-        common = not any(kind & frozenset(names) for kind in axes.types(params))
-        got, allowed = f"some that vary over {', '.join(names)}", "equal on all replicas"
-        hint = "Call init outside the mapped function, or before params become each replica's own."
-        checks.require(who, "params", got, allowed, common, hint)
-        parts = [_part(trees.at_least_float32(params), group) for group in members(params)]
-        states = [(reduce.init(part), trees.first_state(outer_tx, part)) for part in parts]
-        reduced, outer_state = zip(*states, strict=True)
-        since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        anchor, inner = jax.tree.map(_copy, params), replica.init(params)
-        return LocalUpdatesState(since, syncs, anchor, reduced, outer_state, inner)
-
-    def synced(state: tuple[Any, ...], local: PyTree) -> Stepped:
-        anchor, reduced, outer_state = state
-        away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
-        drift = jax.tree.map(away, axes.unify(anchor, local), local)
-        drift, reduced = reduce.update(drift, reduced)
-        before = gate.Pending(drift), outer_state, anchor
-        anchor, outer_state = gate.run(outer_tx, *before, apply=True, extra={})
-        return anchor, (anchor, reduced, outer_state)
-
-    def turns(state: LocalUpdatesState, since: jax.Array) -> list[jax.Array]:
-        """Return whether each fragment is due ``since`` steps after all were synchronized."""
-        phase, count = since % every, len(state.outer_state)
-        # Audits see that at most one fragment of a step is due if a number is compared.
-        return [phase == -(-k * every // count) % every for k in range(1, count + 1)]
-
-    def meet(state: LocalUpdatesState, due: list[jax.Array], *step: Any) -> Stepped:
-        groups = members(state.anchor)
-        anchors = [_part(state.anchor, group) for group in groups]
-        parts = [*zip(anchors, state.reduction_state, state.outer_state, strict=True)]
-        value, parts = replica.in_turn(groups, due, synced, parts, *step)
-        anchors, reduced, outer_state = zip(*parts, strict=True)
-        syncs = gate.counted(state.syncs, jnp.stack(due).any())
-        anchor = _joined(state.anchor, groups, anchors)
-        new = {"syncs": syncs, "reduction_state": reduced, "outer_state": outer_state}
-        return value, state._replace(anchor=anchor, **new)
-
-    def average(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        since = state.since_sync + 1
-        due = turns(state, since)
-        value, state = meet(state, due, own, value, apply)
-        return value, state._replace(since_sync=jnp.where(jnp.stack(due).all(), 0, since))
-
-    def close(state: LocalUpdatesState, own: PyTree) -> Stepped:
-        since = state.since_sync
-        due = [(since > 0) & ~now for now in turns(state, since)]
-        value, state = meet(state, due, own, own, True)
-        return value, state._replace(since_sync=jnp.zeros_like(since))
-
-    return replica.gated(init_fn, average, close)
+    warmup = checks.natural(who, "warmup", warmup, "It counts steps; 0 is none.")
+    rounds = _Rounds(replica, every, members, reduce, outer_tx, warmup)
+    return replica.gated(rounds.init, rounds.average, rounds.close)
 
 
 def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
