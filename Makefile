@@ -80,7 +80,7 @@ bench: $(READY)
 	$(RUN) benchmarks/less_bn.py
 	$(RUN) benchmarks/group_scale.py
 	$(QUICK_CODE) $(RUN) benchmarks/fuzz.py
-	$(RUN) benchmarks/text_large.py
+	-$(RUN) benchmarks/network_losses.py
 	-$(RUN) benchmarks/gpu.py
 	$(RUN) benchmarks/peers_jax.py
 	$(RUN) benchmarks/tables.py --write

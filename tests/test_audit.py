@@ -14,10 +14,12 @@ import sys
 import equinox
 import jax
 import jax.numpy as jnp
+import network_losses
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from harness import sections_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +30,7 @@ from boostax._core import costs
 from boostax.inspect import collectives, hlo
 from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.command import held_back
+from boostax.inspect.network import Network
 from boostax.inspect.traffic import traffic
 
 WIDTH, LAYERS = 64, 4
@@ -368,6 +371,15 @@ def test_a_network_takes_the_bytes_and_messages_of_a_step(mesh, leaves):
     assert "seconds on the network" in str(found) and "reached the loss first" in str(found)
     silent = boostax.audit(jax.jit(mean), grads)
     assert silent.network_seconds is None and "network" not in str(silent)
+
+
+def test_advice_is_what_reached_the_loss_first_on_record():
+    sections = sections_of("network_losses")
+    assert network_losses.ADVICE.read_text() == network_losses.advice(sections)
+    rows = next(rows for title, rows in sections.items() if "the mean's last" in title)
+    name = network_losses.fastest(rows, "100mbit")
+    said = Network.of("90Mbit").advice
+    assert "at 100 Mbit/s" in said and f": {network_losses.CALLS[name]} reached" in said
 
 
 STRANGERS = (by_pmap, by_nnx, by_equinox, on_explicit_axes)

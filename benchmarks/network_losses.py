@@ -1,0 +1,239 @@
+"""Seconds to a loss on hosts whose links are limited: a transformer on text, each technique tuned.
+
+Steps are counted on four replicas emulated by ``jax.vmap``, for each learning rate and length of
+the run; the seconds of a step are measured on hosts, as in ``network.py``. Runs are kept as they
+end, and ``--work`` goes on.
+"""
+
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import network
+import optax
+from harness import (
+    DOCS,
+    Bar,
+    caveats,
+    in_processes,
+    kept,
+    of_rows,
+    on_cpu,
+    over_seeds,
+    power_in,
+    report,
+    resumable,
+    unfinished,
+    work_of,
+)
+from matplotlib import pyplot as plt
+from network import AXIS, TECHNIQUES, TEXT, Technique
+from text_runs import warmed
+
+import boostax
+from boostax._core.replicas import is_per_replica, owns_params
+from boostax.inspect.network import Network
+
+PyTree = Any
+HOSTS, EVERY = 4, 10
+MEAN = "all_reduce"
+SHORT, STEPS, RATES = 300, (450, 600), tuple(2.0**power for power in (-9, -8, -7))
+LINKS = ("20mbit", "100mbit", "1gbit")
+FORMS = [name for name in TECHNIQUES if name not in ("all_reduce, f16", "threshold_reduce, 1%")]
+DRAWN = (
+    *("all_reduce", "all_reduce, bf16", "int8_reduce", "power_sgd_reduce, rank 4"),
+    *("local_updates, 16", "local_updates, 16, int8", "SparseLoCo, 16"),
+)
+# How techniques are written, where it is not their name.
+CALLS = {
+    "all_reduce, bf16": 'all_reduce(dtype="bfloat16")',
+    "local_updates, 16": "local_updates(every=16)",
+    "local_updates, 16, int8": "local_updates(every=16, reduction=int8_reduce())",
+}
+# Nats above what a short run of the mean ends with.
+TARGETS = {"the mean's last loss": 0.0, "0.15 nats more": 0.15}
+PICTURE = DOCS / "pictures/network.svg"
+ADVICE = pathlib.Path(boostax.__file__).parent / "inspect/network.toml"
+Row = dict[str, Any]
+
+
+def trained(form: Technique, steps: int) -> Callable[..., jax.Array]:
+    """A compiled run: of a rate, params, batches and those to judge by, the losses on the way."""
+
+    @jax.jit
+    def run(rate: jax.Array, params: PyTree, batches: PyTree, unseen: PyTree) -> jax.Array:
+        tx = form.build(optax.adamw(warmed(rate, steps)))
+        state = tx.init(params)
+        owned = owns_params(state)
+        carry = boostax.PerReplica(params) if owned else params, state
+        own = jax.tree.map(
+            lambda x: 0 if is_per_replica(x) else None, carry, is_leaf=is_per_replica
+        )
+
+        @functools.partial(jax.vmap, in_axes=(own, 0), out_axes=own, axis_name=AXIS)
+        def replicas(carry: PyTree, batch: PyTree) -> PyTree:
+            params = carry[0].local if owned else carry[0]
+            grads = jax.grad(TEXT.loss)(params, batch)
+            params, state = boostax.apply_gradients(tx, grads, carry[1], params)
+            return boostax.PerReplica(params) if owned else params, state
+
+        def judged(carry: PyTree, batches: PyTree) -> tuple[PyTree, jax.Array]:
+            carry, _ = jax.lax.scan(lambda c, x: (replicas(c, x), None), carry, batches)
+            params = jax.tree.map(lambda x: x.mean(0), carry[0].local) if owned else carry[0]
+            return carry, TEXT.judge(params, unseen)
+
+        split = lambda x: x.reshape(steps // EVERY, EVERY, HOSTS, -1, x.shape[-1])  # noqa: E731
+        carry = boostax.states.stack_replicas(carry, HOSTS)
+        return jax.lax.scan(judged, carry, jax.tree.map(split, batches))[1]
+
+    return run
+
+
+def runs(name: str, steps: int, pairs: Sequence[tuple[int, float]]) -> list[Row]:
+    """A row for each of some seeds and rates of a technique."""
+    run = trained(TECHNIQUES[name], steps)
+    rows: list[Row] = []
+    for seed, rate in pairs:
+        losses = run(jnp.float32(rate), TEXT.init(seed), *TEXT.batches(seed, steps))
+        row = {"form": name, "steps": steps, "seed": seed, "rate": rate}
+        rows.append(row | {"losses": [round(float(x), 5) for x in losses]})
+    return rows
+
+
+def reached(losses: Sequence[float], target: float) -> float:
+    """The steps after which losses reach a target for the first time."""
+    at = next((i for i, x in enumerate(losses) if x <= target), None)
+    return math.inf if at is None else EVERY * (at + 1)
+
+
+def rate_of(found: PyTree, name: str) -> float:
+    """The rate with the lowest last loss of the first seed."""
+    return min(RATES, key=lambda rate: found[name, STEPS[0], 0, rate]["losses"][-1])
+
+
+def target_of(found: PyTree, seed: int, above: float) -> float:
+    """The loss of a seed to reach."""
+    return found[MEAN, SHORT, seed, rate_of(found, MEAN)]["losses"][-1] + above
+
+
+def table(found: PyTree, seconds: list[Row], seeds: int, above: float) -> list[Row]:
+    """Of one target a row for each technique: steps in the better run, seconds on each link."""
+    measured = {row["form"]: row for row in seconds}
+    rows: list[Row] = []
+    for name in FORMS:
+        rate = rate_of(found, name)
+        each = {n: [found[name, n, seed, rate]["losses"] for seed in range(seeds)] for n in STEPS}
+        took = {
+            n: [reached(x, target_of(found, seed, above)) for seed, x in enumerate(losses)]
+            for n, losses in each.items()
+        }
+        steps = min(STEPS, key=lambda n: (sum(took[n]), -n))
+        fits = math.isfinite(sum(took[steps]))
+        row: Row = {"form": name, "run": steps, "rate": power_in(rate, RATES)}
+        row |= over_seeds([losses[-1] for losses in each[steps]], "last loss")
+        counts = over_seeds(took[steps] if fits else [0.0, 0.0], "steps", "their s.e.")
+        row |= counts if fits else dict.fromkeys(counts)
+        for link in LINKS:
+            needed = counts["steps"] * measured[name][f"s at {link}"]
+            row[f"s at {link}"] = needed if fits else None
+        rows.append(row)
+    return rows
+
+
+def fastest(rows: list[Row], link: str) -> str:
+    """The technique that needs the fewest seconds."""
+    ended = [row for row in rows if row[f"s at {link}"] is not None]
+    return min(ended, key=lambda row: row[f"s at {link}"])["form"]
+
+
+def advice(sections: Mapping[str, list[Row]]) -> str:
+    """What ``boostax.audit(network=)`` recommends: the fastest to what the mean ends with."""
+    rows = next(
+        rows for title, rows in sections.items() if title.startswith("To the mean's last loss")
+    )
+    said = "# What reached the loss first by the rate of each link, in bits per second.\n"
+    said += "# From benchmarks/results/network_losses.md.\n"
+    said += f'workload = "a transformer of 254,720 params, {HOSTS} hosts"\n'
+    for link in LINKS:
+        rate = Network.of(link).rate
+        name = fastest(rows, link)
+        said += f"\n[[first]]\nrate = {rate:.0f}\nform = '{CALLS.get(name, name)}'\n"
+    return said
+
+
+def draw(seconds: list[Row], losses: list[Row]) -> None:
+    """Two pictures side by side: seconds a step, and seconds to the mean's loss, by rate."""
+    plt.style.use(pathlib.Path(boostax.__file__).parent / "inspect/boostax.mplstyle")
+    mpl.rcParams |= {"svg.hashsalt": "boostax", "svg.fonttype": "none"}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharex=True, layout="constrained")
+    pictures = zip(axes, (seconds, losses), ("a step", "to the loss"), strict=True)
+    for axis, rows, words in pictures:
+        by_form = {row["form"]: row for row in rows}
+        for name, color in zip(DRAWN, mpl.color_sequences["tab10"], strict=False):
+            values = [by_form[name][f"s at {link}"] for link in LINKS]
+            axis.plot(LINKS, values, "o-", label=name, color=color)
+        axis.set(yscale="log", xlabel="each host's link, bit/s", ylabel=f"seconds {words}")
+        axis.set_xticks(LINKS, [link.replace("bit", "").upper() for link in LINKS])
+        axis.minorticks_off()
+        low, high = axis.get_ylim()
+        axis.set_yticks([x for x in (0.03, 0.1, 0.3, 10, 30, 100) if low < x < high])
+        axis.yaxis.set_major_formatter("{x:g}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def main() -> None:
+    options = resumable(__doc__, "techniques, by semicolon", seeds=3, rounds=2)
+    network.require_links()
+    work = work_of(options, "network_losses")
+    path, key = work / "rows.jsonl", ("form", "steps", "seed", "rate")
+    names = options.only.split(";") if options.only else FORMS
+
+    def run_all(cells: dict[tuple[Any, ...], list[tuple[int, float]]]) -> None:
+        jobs = unfinished(path, key, cells)
+        in_processes(runs, jobs, path, options.workers, functools.partial(on_cpu, 1))
+
+    run_all({(name, STEPS[0]): [(0, rate) for rate in RATES] for name in names})
+    best = {name: rate_of(kept(path, *key), name) for name in names}
+    seeds = range(options.seeds)
+    runs_of = lambda name: [(seed, best[name]) for seed in seeds]  # noqa: E731
+    run_all({(MEAN, SHORT): runs_of(MEAN)})
+    run_all({(name, n): runs_of(name) for name in names for n in STEPS})
+    found = kept(path, *key)
+    if options.only:
+        print(*of_rows(list(found.values())), sep="\n")
+        return
+    rates = [*LINKS, network.UNLIMITED]
+    rows = network.measured(HOSTS, FORMS, rates, options.rounds, work="text")
+    seconds = network.table(rows, MEAN)
+    tables = {
+        words: table(found, seconds, options.seeds, above) for words, above in TARGETS.items()
+    }
+    draw(seconds, tables["the mean's last loss"])
+    notes = [
+        f"{TEXT.workload(0).summary}; {HOSTS} hosts, 4 windows of 64 characters each and step; "
+        f"linear warm-up and decay; {options.seeds} seeds.",
+        f"The loss to reach is, seed by seed, the last one of a mean's run of {SHORT} steps, on "
+        f"batches of training windows unseen. All others run {STEPS[0]} and {STEPS[1]} steps, each "
+        "at the rate with the lowest last loss of the first seed in the former.",
+        "SparseLoCo sends an eighth of a chunk of 4096; with a 32nd it ended 0.12 nats higher.",
+    ]
+    sections = [
+        ("Seconds and bytes of a step", seconds),
+        *((f"To {words}", rows) for words, rows in tables.items()),
+        ("To keep in mind", caveats(notes)),
+    ]
+    off = network.late(seconds)
+    bars = [Bar("audit where the network decides: seconds, off by at most", off, 0.3)]
+    ADVICE.write_text(advice(dict(sections)))
+    report("network_losses", "Seconds to a loss on links of limited rates", sections, bars)
+
+
+if __name__ == "__main__":
+    main()
