@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import boostax
@@ -125,7 +125,13 @@ def decoder(
     params = {"embed": typed((vocab, width)), "layers": stack, "norm": typed((width,))}
     params["head"] = typed((width, vocab))
 
+    # JAX multiplies and indexes by params that are marked as reduced only where the code says so.
+    explicit = lambda x: AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types  # noqa: E731
+
     def normed(x, weight):
+        if explicit(x):
+            rows = jnp.broadcast_to(weight, (len(x), 1, width))
+            weight = reshard(rows, jax.typeof(x).sharding)
         wide = x.astype(jnp.float32)
         return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * weight).astype(
             x.dtype
@@ -142,8 +148,9 @@ def decoder(
         return x + jax.nn.gelu(y @ low["up"]) @ low["down"], None
 
     def loss(params, batch):
-        table = params["embed"].astype(jnp.bfloat16)
-        x = table[batch[:, :-1]]
+        table, tokens = params["embed"].astype(jnp.bfloat16), batch[:, :-1]
+        where = jax.typeof(tokens).sharding
+        x = table.at[tokens].get(out_sharding=where) if explicit(tokens) else table[tokens]
         if stacked:
             x, _ = boostax.train.scan_layers(layer, x, params["layers"], remat=True)
         else:
