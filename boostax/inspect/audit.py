@@ -61,6 +61,7 @@ class Audit:
         ``CompiledCollective``.
       gathered: elements that all-gathers return.
       wire_bytes: bytes that a device sends, by the formula of a ring.
+      wire_dtypes: these bytes by dtype.
       crossing_bytes: the ``wire_bytes`` sent to another slice; on a single slice, to another host.
       messages: messages that follow one another in collectives; between hosts if there are several.
       network_bytes: ``wire_bytes`` of these with what TCP adds; ``None`` without a network.
@@ -96,6 +97,7 @@ class Audit:
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
     wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
+    wire_dtypes: dict[str, Ways]
     crossing_bytes: Ways = field(metadata={"bytes to another slice or host": "params_bytes"})
     messages: Ways = field(metadata={"messages one after another": ""})
     network_bytes: Ways | None = field(metadata={"bytes on the network": "params_bytes"})
@@ -251,7 +253,9 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
     def total(of: Callable[[CompiledCollective], float]) -> Ways:
         return program.total((c.branches, hlo.repeated(of(c), c.executions)) for c in listed)
 
-    sent = lambda c: c.bytes * collectives.RING[c.kind](c.devices)  # noqa: E731
+    share = lambda c: collectives.RING[c.kind](c.devices)  # noqa: E731
+    sent = lambda c: c.bytes * share(c)  # noqa: E731
+    dtypes = sorted({name for c in listed for name in c.dtypes})
     wire, hidden = total(sent), total(lambda c: c.overlapped * sent(c))
     border = "slice" if collectives.slice_axes(mesh) else "host"
     return {
@@ -259,6 +263,7 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
         "gradients": total(lambda c: c.uses.get("gradients", 0) + c.uses.get("unknown", 0)),
         "gathered": total(lambda c: c.elements * (c.does == "all-gather")),
         "wire_bytes": wire,
+        "wire_dtypes": {x: total(lambda c, x=x: c.by_dtype.get(x, 0) * share(c)) for x in dtypes},
         "crossing_bytes": total(lambda c: sent(c) * (c.crosses == border)),
         "overlap": hidden.most / wire.most if wire.most else None,
     }

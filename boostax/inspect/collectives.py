@@ -49,6 +49,7 @@ class CompiledCollective:
         all-gather.
       operands: the elements of each array.
       bytes: bytes of the operands of one execution on one device.
+      by_dtype: these bytes by dtype.
       uses: elements of one execution by use: ``"gradients"``, ``"activations"`` of a model that is
         sharded, products of the ``"optimizer"``, or ``"unknown"``.
       executions: executions per call, multiplied by the trip counts of loops; infinite if one is
@@ -70,6 +71,7 @@ class CompiledCollective:
     elements: int
     operands: tuple[int, ...]
     bytes: int
+    by_dtype: Mapping[str, int]
     uses: Mapping[str, int]
     executions: float
     devices: int
@@ -144,15 +146,19 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
     operands = tuple(factor * x.elements for x in (arrived if kind == "all-gather" else given))
     groups = _groups(i, program.partitions)
     axes, crosses = _place(groups, mesh)
+    by_dtype = collections.Counter[str]()
+    for x in given:
+        by_dtype[packed or x.dtype] += x.bytes
     if kind == "send":
         axes, crosses = slice_axes(mesh), "slice"
     return CompiledCollective(
         kind=kind,
         does=does,
-        dtypes=(packed,) if packed else tuple(sorted({x.dtype for x in given if x.bytes > 0})),
+        dtypes=tuple(sorted(name for name, size in by_dtype.items() if packed or size > 0)),
         elements=sum(operands),
         operands=operands,
-        bytes=sum(x.bytes for x in given),
+        bytes=by_dtype.total(),
+        by_dtype=by_dtype,
         uses={},
         executions=site.executions,
         devices=len(groups[0]),

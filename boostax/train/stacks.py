@@ -175,7 +175,7 @@ class Plan:
             name = self.layers.stack_of(path)
             if name is not None:
                 spec = self.place.spec(path) if self.place else None
-                cut = _cut(spec or PartitionSpec(), self.names)
+                cut = cut_of(spec or PartitionSpec(), self.names)
                 allowed = f"whole along the layers over {', '.join(self.names)}"
                 got, hint = f"{spec} at {trees.path_name(path)}", "Shard another dimension."
                 fits = all(dim >= 0 for dim, _ in cut)
@@ -189,7 +189,7 @@ class Plan:
         zeros = lambda: jax.tree.map(_zeros, self.types)  # noqa: E731
         states = jax.eval_shape(lambda: self.layers.first_states(self.tx, zeros(), self.names))
         specs = self.specs(states)
-        return {k: [_cut(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
+        return {k: [cut_of(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
 
     @functools.cached_property
     def gathers_state(self) -> dict[str, bool]:
@@ -221,7 +221,7 @@ class Plan:
         """Return the weights of a layer, or of all, whole, in the dtype in which they are sent."""
 
         def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
-            return _joined(x.astype(self.wire or dtype), cut, stacked) if cut else x
+            return joined(x.astype(self.wire or dtype), cut, stacked) if cut else x
 
         with jax.named_scope("at_once" if stacked else BY_LAYER):
             return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
@@ -232,16 +232,7 @@ class Plan:
 
     def reduced(self, name: str, grads: Arrays) -> Arrays:
         """Return the mean over the replicas of a layer's gradients, in f32, in the shards."""
-
-        def one(g: jax.Array, cut: Cut) -> jax.Array:
-            g, left = g.astype(trees.wide_dtype(g)), list(self.names)
-            for dim, over in cut:
-                parts = g.reshape(*g.shape[:dim], axes.size(over), -1, *g.shape[dim + 1 :])
-                g = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
-                left = [x for x in left if x not in over]
-            g = lax.psum(g, tuple(left)) if left else g
-            return g / axes.size(self.names) if self.names else g
-
+        one = functools.partial(reduced, names=self.names)
         with jax.named_scope(BY_LAYER):
             return list(map(one, grads, self.cuts[name]))
 
@@ -255,8 +246,8 @@ class Plan:
         leaves, treedef = jax.tree.flatten(state)
         cuts = self.cuts[name], self.state_cuts[name] if self.gathers_state[name] else ()
         if self.gathers_state[name]:
-            grads, params = (list(map(_joined, x, cuts[0])) for x in (grads, params))
-            leaves = list(map(_joined, leaves, cuts[1]))
+            grads, params = (list(map(joined, x, cuts[0])) for x in (grads, params))
+            leaves = list(map(joined, leaves, cuts[1]))
         tree = functools.partial(self.layers.alone, self.types, name)
         with axes.binding(axes.ONE_LAYER + self.names):
             new, state = gate.applied(
@@ -274,14 +265,14 @@ def _zeros(x: Any) -> jax.Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def _cut(spec: PartitionSpec, names: tuple[str, ...]) -> Cut:
+def cut_of(spec: PartitionSpec, names: tuple[str, ...]) -> Cut:
     """Return how a layer is sharded over the replicas, from the spec of a stack of layers."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     over = [tuple(x for x in entry if x in names) for entry in entries]
     return [(dim - 1, names) for dim, names in enumerate(over) if names]
 
 
-def _joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
+def joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
     """Gather the shards of an array, or of a stack of arrays.
 
     They arrive along a leading dimension, whatever the dimension that they are shards of: XLA would
@@ -292,6 +283,17 @@ def _joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
         parts = jnp.moveaxis(lax.all_gather(x, over), 0, at)
         x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
     return x
+
+
+def reduced(g: jax.Array, cut: Cut, names: tuple[str, ...]) -> jax.Array:
+    """Return the mean over the replicas of a gradient, in f32, in this replica's shard."""
+    g, left = g.astype(trees.wide_dtype(g)), list(names)
+    for dim, over in cut:
+        parts = g.reshape(*g.shape[:dim], axes.size(over), -1, *g.shape[dim + 1 :])
+        g = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
+        left = [x for x in left if x not in over]
+    g = lax.psum(g, tuple(left)) if left else g
+    return g / axes.size(names) if names else g
 
 
 def _own(x: jax.Array, cut: Cut) -> jax.Array:
