@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from boostax.inspect import waste
+from boostax.inspect import Forms, forms, waste
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
 
@@ -44,7 +44,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"boostax: {str(error).removeprefix('boostax: ')}", file=sys.stderr)
         return 1
     print(json.dumps(found.to_dict()) if given.json else found)
-    passed = list(_passed(given, found))
+    judged = found.audits["boostax"] if isinstance(found, Forms) else found
+    passed = list(_passed(given, judged))
     for words in passed:
         print(f"boostax: audit: {words}", file=sys.stderr)
     return min(1, len(passed))
@@ -85,7 +86,7 @@ def held_back() -> Generator[None]:
             os.dup2(shown.fileno(), 2)
 
 
-def _audited(given: argparse.Namespace) -> Audit:
+def _audited(given: argparse.Namespace) -> Audit | Forms:
     # A plugin whose devices are absent fails to start, and then compiles nothing.
     if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
@@ -101,6 +102,8 @@ def _audited(given: argparse.Namespace) -> Audit:
     if not isinstance(made, tuple):
         said = "audit: the function must return the program with its arguments, got"
         raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
+    if given.forms:
+        return forms(*made, target=given.target)
     options = {name: getattr(given, name) for name in ("target", "calls", "turns", "network")}
     return audit(*made, **options)
 
@@ -143,5 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="emulate so many devices at hand")
+    add("--forms", action="store_true", help="the step in all forms; limits hold for its own")
     add("--json", action="store_true", help="plain data on one line")
     return parser

@@ -54,14 +54,18 @@ class Forms(NamedTuple):
     audits: dict[str, Audit]
     refused: dict[str, str]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {"audits": {k: x.to_dict() for k, x in self.audits.items()}, "refused": self.refused}
+
     def __str__(self) -> str:
         heads = "reduced, N", "sent", "temporaries, P", "arguments, P", "host, P"
         cells: tables.Cells = [("an optimizer step", *heads, "")]
         for name, x in self.audits.items():
             sizes = x.temporary_bytes, x.argument_bytes, x.host_bytes
-            shares = (tables.number(y / x.params_bytes, 2) if y else "" for y in sizes)
+            shares = ("" if y is None else tables.number(y / x.params_bytes, 2) for y in sizes)
             sent = {dtype: x.per_step(ways) / 1e6 for dtype, ways in x.wire_dtypes.items()}
-            said = ", ".join(f"{dtype} {tables.number(size, 1)} MB" for dtype, size in sent.items())
+            said = ", ".join(f"{dtype} {tables.number(size, 2)} MB" for dtype, size in sent.items())
             cells.append((name, tables.number(x.reductions, 2), said, *shares, ""))
         cells += [(name, "", "", "", "", "", why) for name, why in self.refused.items()]
         return tables.aligned(cells)
@@ -102,8 +106,7 @@ def forms(step: TrainStep, state: PyTree, batch: PyTree, *, target: str | None =
       device holds, or why it fails. Cost: an audit of each form.
 
     Raises:
-      TypeError: ``step`` is no ``TrainStep``.
-      ValueError, RuntimeError: an unknown target, or one whose compiler is not installed.
+      ValueError, TypeError, RuntimeError: the step itself cannot be audited.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -113,8 +116,8 @@ def forms(step: TrainStep, state: PyTree, batch: PyTree, *, target: str | None =
       >>> step = boostax.make_train_step(loss, tx, mesh=mesh, microbatches=2)
       >>> found = boostax.inspect.forms(step, step.init(jnp.ones((8, 8))), jnp.ones((4, 8)))
       >>> list(found.audits)  # doctest: +NORMALIZE_WHITESPACE
-      ['jit and lax.scan', 'optax.MultiSteps', 'optax.microbatch', 'reduced=',
-      'shard_map by hand', 'boostax']
+      ['boostax', 'jit and lax.scan', 'optax.MultiSteps', 'optax.microbatch', 'reduced=',
+      'shard_map by hand']
     """
     hint, fits = "boostax.make_train_step(loss, tx) makes one.", hasattr(step, "oracle")
     checks.require("forms", "step", type(step).__name__, "a TrainStep", fits, hint, TypeError)
@@ -126,18 +129,25 @@ def forms(step: TrainStep, state: PyTree, batch: PyTree, *, target: str | None =
             audits[name] = dataclasses.replace(found, text="")
         # JAX has no common class for what it refuses.
         except Exception as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            refused[name] = re.split(r"[.:;](?:\s|$)", lines[0])[0]
+            if name == "boostax":
+                raise
+            refused[name] = reason(error)
     return Forms(audits, refused)
+
+
+def reason(error: Exception) -> str:
+    """Return the first sentence of an error."""
+    return re.split(r"\.?(?:\s*$|\n|\. )", str(error) or type(error).__name__)[0]
 
 
 def programs(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Callable[[], Program]]:
     """Return a builder of each form's program; it raises where the form fails."""
-    oracle, plan = step.oracle, getattr(step.oracle, "plan", None)
+    oracle = step.oracle
+    plan: Any = getattr(oracle, "plan", None)
     bare = lambda: step if plan is None else remade().run  # noqa: E731
     build = lambda make: make(_case(bare(), state, batch))  # noqa: E731
-    found = {name: functools.partial(build, make) for name, make in _OTHERS.items()}
-    found["boostax"] = functools.partial(Program, step, (state, batch))
+    found = {"boostax": functools.partial(Program, step, (state, batch))}
+    found |= {name: functools.partial(build, make) for name, make in _OTHERS.items()}
 
     def remade(**options: Any) -> Program:
         typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
@@ -179,8 +189,12 @@ class _Case(NamedTuple):
         spec = without(spec, self.place.names) if whole else spec
         return NamedSharding(self.place.mesh, PartitionSpec(*spec, **marks))
 
-    def summed(self, gradient: Any, params: PyTree, zeros: PyTree, batch: PyTree) -> PyTree:
+    def summed(
+        self, params: PyTree, batch: PyTree, gradient: Any = None, zeros: PyTree = None
+    ) -> PyTree:
         """Scan over micro-batches and add up their gradients."""
+        gradient = gradient or jax.grad(self.step.oracle.computed)
+        zeros = jax.tree.map(jnp.zeros_like, params) if zeros is None else zeros
         add = lambda sums, rows: (jax.tree.map(jnp.add, sums, gradient(params, rows)), None)  # noqa: E731
         return lax.scan(add, zeros, batch)[0]
 
@@ -239,17 +253,16 @@ def _case(step: TrainStep, state: TrainState, batch: PyTree) -> _Case:
     """Take a step apart; refuse one with more than the forms of others have."""
     placing: Any = step.placing
     more = step.oracle.has_aux or (state.model_state, state.key) != (None, None)
-    fits = placing is not None and not more and not is_per_replica(state.params)
-    hint = "boostax alone runs the others."
-    checks.require("forms", "step", "another", "on a mesh, its loss of params and rows", fits, hint)
-    place: Placement = placing.placement(state.params)
+    fits = not (step.placing is None or more or is_per_replica(state.params))
+    got, hint = "an aux, a key, a model state or no mesh", "boostax alone combines them."
+    checks.require("forms", "step", got, "on a mesh, its loss of params and rows", fits, hint)
+    place = placing.placement(state.params)
     place = dataclasses.replace(place, mesh=place.auto_mesh)
     return _Case(step, place, state.params, placing.of_params(state.params), batch)
 
 
 def _plain(case: _Case) -> Program:
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    sums = lambda params, batch: case.summed(case.gradient, params, zeros(params), batch)  # noqa: E731
+    sums = functools.partial(case.summed, gradient=case.gradient)
     return case.program(sums, case.step.microbatches)
 
 
@@ -276,8 +289,8 @@ def _reduced(case: _Case) -> Program:
         enter = lambda w, spec: reshard(w, of(spec, reduced=over))  # noqa: E731
         zeros = lambda w, spec: jnp.zeros_like(w, out_sharding=of(spec, unreduced=over))  # noqa: E731
         leave = lambda g, spec: reshard(g, of(spec, whole=False))  # noqa: E731
-        given = each(enter, params, case.specs), each(zeros, params, case.specs)
-        grads = case.summed(jax.grad(case.step.oracle.computed), *given, batch)
+        start = each(zeros, params, case.specs)
+        grads = case.summed(each(enter, params, case.specs), batch, zeros=start)
         return each(leave, grads, case.specs)
 
     return case.program(sums, case.step.microbatches)
@@ -291,9 +304,7 @@ def _shard_map(case: _Case) -> Program:
     cuts = jax.tree.map(lambda spec: cut_of(PartitionSpec(None, *spec), names), specs)
 
     def sums(params: PyTree, batch: PyTree) -> PyTree:
-        whole = jax.tree.map(joined, params, cuts)
-        zeros = jax.tree.map(jnp.zeros_like, whole)
-        grads = case.summed(jax.grad(case.step.oracle.computed), whole, zeros, batch)
+        grads = case.summed(jax.tree.map(joined, params, cuts), batch)
         return jax.tree.map(lambda g, cut: reduced(g, cut, names), grads, cuts)
 
     how: Any = {"in_specs": (specs, PartitionSpec(None, names)), "out_specs": specs}
