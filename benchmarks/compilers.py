@@ -57,8 +57,8 @@ depth, of 4 groups; by its switch driver one program for all, whose conditions e
     "Reductions per optimizer step": """\
 A decoder of 195 M params whose 24 layers are stacked and scanned, 8 micro-batches, 8 devices:
 elements that are reduced, in multiples of N. A reduction in a loop counts at each turn. With FSDP
-params are sharded over the batch's axis; what is written by hand gathers them for each micro-batch.
-Temporaries, and the wire a step, are multiples of 4 N bytes.""",
+params are sharded over the batch's axis; plain `jit` gathers them for each micro-batch.
+Temporaries, and the bytes sent a step, in all and in bf16, are multiples of 4 N bytes.""",
     "Released layers": """\
 With one micro-batch, and its optimizer in the backward loop
 ([layers](cards/layers.md)).""",
@@ -197,38 +197,62 @@ def train_steps() -> Rows:
     return rows
 
 
+# The forms of ``boostax.inspect.forms``, in the words of the documents.
+SAID = {
+    "jit and lax.scan": "jit and `lax.scan` over micro-batches",
+    "optax.MultiSteps": "`optax.MultiSteps`",
+    "optax.microbatch": "`optax.microbatch`",
+    "reduced=": "JAX's `reduced=`, the model changed in 2 lines",
+    "shard_map by hand": "a scan inside `shard_map`, by hand",
+    "boostax": "boostax",
+}
+
+
 def reductions() -> Rows:
-    forms: dict[tuple[str, str], Callable[[Any], Audit]] = {}
-    for (form, said), fsdp in itertools.product(cases.ACCUMULATED.items(), (False, True)):
-        key = said, "FSDP" if fsdp else "whole"
-        forms[key] = functools.partial(cases.accumulated, form, fsdp=fsdp, model=cases.deep())
+    found: dict[tuple[str, str], dict[str, Audit]] = {}
+    for (name, target), fsdp in itertools.product(TARGETS.items(), (False, True)):
+        audits = cases.forms(target, fsdp, cases.deep()).audits
+        for form, said in SAID.items():
+            key = said, "FSDP" if fsdp else "whole"
+            found.setdefault(key, {})[name] = audits[form]
     split = functools.partial(cases.placed, "FSDP", microbatches=WINDOW)
     narrow = functools.partial(split, gather="bfloat16")
+    forms: dict[tuple[str, str], Callable[..., Audit]] = {}
     forms['boostax, `gather="bfloat16"`', "FSDP"] = narrow
     for weights in ("once", "by layer"):
         said = f'boostax, `gather="bfloat16"`, layers "{weights}"'
         forms[said, "FSDP"] = functools.partial(narrow, layers=Layers(weights=weights))
-    return counted(forms)
+    return counted(found | compiled(forms))
 
 
 def released() -> Rows:
-    forms: dict[tuple[str, str], Callable[[Any], Audit]] = {}
+    forms: dict[tuple[str, str], Callable[..., Audit]] = {}
     for placement in cases.PLACED:
         for said, layers in {"boostax": None, "released": Layers(release=True)}.items():
             forms[said, placement] = functools.partial(cases.placed, placement, layers=layers)
-    return counted(forms)
+    return counted(compiled(forms))
 
 
-def counted(forms: Mapping[tuple[str, str], Callable[..., Audit]]) -> Rows:
+def compiled(
+    forms: Mapping[tuple[str, str], Callable[..., Audit]],
+) -> dict[tuple[str, str], dict[str, Audit]]:
+    return {
+        key: {name: make(target=target) for name, target in TARGETS.items()}
+        for key, make in forms.items()
+    }
+
+
+def counted(forms: Mapping[tuple[str, str], Mapping[str, Audit]]) -> Rows:
     """Reductions, temporaries and bytes sent of steps, by form and placement of the params."""
     rows: Rows = []
-    for (form, params), make in forms.items():
+    for (form, params), audits in forms.items():
         row: dict[str, Any] = {"form": form, "params": params}
-        for name, target in TARGETS.items():
-            found = make(target=target)
+        for name, found in audits.items():
+            unit, sent = 4 * found.params, found.wire_dtypes
             row[name] = found.reductions
-            row[f"{name} temporaries"] = found.temporary_bytes / (4 * found.params)
-            row[f"{name} wire"] = found.per_step(found.wire_bytes) / (4 * found.params)
+            row[f"{name} temporaries"] = found.temporary_bytes / unit
+            row[f"{name} wire"] = found.per_step(found.wire_bytes) / unit
+            row[f"{name} in bf16"] = found.per_step(sent["bf16"]) / unit if "bf16" in sent else 0.0
         rows.append(row)
         print(row, flush=True)
     return rows

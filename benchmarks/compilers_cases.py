@@ -252,14 +252,6 @@ def reduced(tx: optax.GradientTransformation, target: str | None) -> tuple[Audit
     return boostax.audit(jax.jit(mapped), grads, target=target, params=SQUARES), declared
 
 
-ACCUMULATED = {
-    "scan": "jit and `lax.scan` over micro-batches",
-    "MultiSteps": "`optax.MultiSteps`",
-    "microbatch": "`optax.microbatch`",
-    "boostax": "boostax",
-}
-
-
 def over_replicas(tree, mesh, axis=AXIS):
     """Each leaf sharded over an axis, the batch's for FSDP, along its last dimension."""
 
@@ -300,58 +292,11 @@ def placed(placement, target, microbatches=1, rows=2, **options):
     return boostax.audit(step, step.init(params), batch, target=target)
 
 
-def by_hand(form, gradient, tx, mesh, window):
-    """A step in plain ``jit`` of batches ``[window, rows, ...]``, whose gradients it sums."""
-
-    def scanned(params, batch):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        add = lambda g, x: (jax.tree.map(jnp.add, g, gradient(params, x)), None)  # noqa: E731
-        return lax.scan(add, zeros, batch)[0]
-
-    def step(params, state, batch):
-        if form == "scan":
-            grads = scanned(params, batch)
-        elif form == "microbatch":
-            batch = jnp.swapaxes(batch, 0, 1).reshape(-1, batch.shape[-1])
-            batch = lax.with_sharding_constraint(batch, NamedSharding(mesh, P(AXIS)))
-            split = optax.microbatching.microbatch(
-                gradient, 1, len(batch) // window, optax.microbatching.AccumulationType.SUM
-            )
-            grads = split(params, batch)
-        else:
-            grads = gradient(params, batch[0])
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def accumulated(form, target, fsdp=False, window=WINDOW, model=None, rows=2):
-    """A transformer with a scanned stack, K = ``window`` micro-batches, in four forms."""
-    model = decoder(4, 256, 1024, 4, 64) if model is None else model
-    mesh = mesh_of(target)
-    if fsdp:
-        model = model._replace(params=over_replicas(model.params, mesh))
-    if form == "boostax":
-        return trained(model, mean(), target, rows=rows, microbatches=window)
-    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
-    inner = adam()
-    tx = (
-        optax.MultiSteps(inner, window).gradient_transformation() if form == "MultiSteps" else inner
-    )
-    place = lambda tree: (  # noqa: E731
-        over_replicas(tree, mesh)
-        if fsdp
-        else jax.tree.map(lambda x: x.update(sharding=replicated), tree)
-    )
-    params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
-    sliced = model.batch(rows * mesh.size)
-    batch = jax.ShapeDtypeStruct((window, *sliced.shape), sliced.dtype, sharding=split)
-    # FSDP as it is written by hand: weights are gathered, as XLA may cut activations otherwise.
-    whole = lambda p: lax.with_sharding_constraint(p, replicated) if fsdp else p  # noqa: E731
-    gradient = jax.grad(lambda p, x: model.loss(whole(p), x))
-    step = by_hand(form, gradient, tx, mesh, window)
-    calls = window if form == "MultiSteps" else 1
-    where = jax.tree.map(lambda x: x.sharding, (params, state))
-    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
-    return boostax.audit(step, params, state, batch, target=target, calls=calls)
+def forms(target, fsdp=False, model=None, rows=2):
+    """A decoder with a scanned stack, of a window of micro-batches, in all forms of a step."""
+    model, mesh = decoder(4, 256, 1024, 4, 64) if model is None else model, mesh_of(target)
+    params = over_replicas(model.params, mesh) if fsdp else model.params
+    how = {"mesh": mesh, "microbatches": WINDOW}
+    step = boostax.make_train_step(model.loss, mean(), **how)
+    batch = model.batch(rows * mesh.size * WINDOW)
+    return boostax.inspect.forms(step, step.init(params), batch, target=target)

@@ -265,7 +265,7 @@ def test_an_audit_does_not_advise_against_what_was_chosen(name):
 def test_explain_names_what_compares_the_forms_of_layers():
     step = step_of(loss_fn, optax.adam(1e-3), "FSDP", layers=RELEASE)
     found = boostax.explain(step, step.init(first_params()), next(batches()))
-    assert "boostax.inspect.layer_forms" in found.problem
+    assert "boostax.inspect.forms" in found.problem
 
 
 # The optimizer in the backward loop.

@@ -158,7 +158,7 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
         elements=sum(operands),
         operands=operands,
         bytes=by_dtype.total(),
-        by_dtype=by_dtype,
+        by_dtype=dict(by_dtype),
         uses={},
         executions=site.executions,
         devices=len(groups[0]),

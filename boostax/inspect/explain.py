@@ -198,7 +198,7 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
     sharded = step.shard_optimizer or any(map(any, jax.tree.leaves(specs)))
     missing = "on global arrays XLA places it: boostax.audit counts it." if sharded else ""
     if isinstance(step.oracle, LayeredOracle):
-        missing = "layers send it: boostax.inspect.layer_forms counts it for each form."
+        missing = "layers send it: boostax.inspect.forms counts it for each form."
     missing = missing if batch is not None else "batch was not given."
     variants = variants_of(step.tx)
     depth = None if variants is None else variants.plan(params).drawn[0]

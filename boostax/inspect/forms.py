@@ -252,18 +252,15 @@ class _Case(NamedTuple):
 def _case(step: TrainStep, state: TrainState, batch: PyTree) -> _Case:
     """Take a step apart; refuse one with more than the forms of others have."""
     placing: Any = step.placing
-    more = step.oracle.has_aux or (state.model_state, state.key) != (None, None)
+    more = step.oracle.has_aux or any(x is not None for x in (state.model_state, state.key))
     fits = not (step.placing is None or more or is_per_replica(state.params))
     got, hint = "an aux, a key, a model state or no mesh", "boostax alone combines them."
-    checks.require("forms", "step", got, "on a mesh, its loss of params and rows", fits, hint)
+    checks.require(
+        "forms", "step", got, "on a mesh, with a loss of params and rows alone", fits, hint
+    )
     place = placing.placement(state.params)
     place = dataclasses.replace(place, mesh=place.auto_mesh)
     return _Case(step, place, state.params, placing.of_params(state.params), batch)
-
-
-def _plain(case: _Case) -> Program:
-    sums = functools.partial(case.summed, gradient=case.gradient)
-    return case.program(sums, case.step.microbatches)
 
 
 def _multi_steps(case: _Case) -> Program:
@@ -313,7 +310,9 @@ def _shard_map(case: _Case) -> Program:
 
 
 _OTHERS: dict[str, Callable[[_Case], Program]] = {
-    "jit and lax.scan": _plain,
+    "jit and lax.scan": lambda case: case.program(
+        functools.partial(case.summed, gradient=case.gradient), case.step.microbatches
+    ),
     "optax.MultiSteps": _multi_steps,
     "optax.microbatch": _microbatch,
     "reduced=": _reduced,
