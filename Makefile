@@ -72,6 +72,7 @@ bench: $(READY)
 	$(RUN) benchmarks/partial_accuracy.py
 	$(RUN) benchmarks/stored_accuracy.py
 	$(RUN) benchmarks/stored_time.py
+	$(RUN) benchmarks/restrictions.py
 	$(RUN) benchmarks/spikes.py
 	$(RUN) benchmarks/average_params.py
 	$(RUN) benchmarks/freezing.py
