@@ -331,22 +331,18 @@ BY_MICRO_BATCH = ("jit and lax.scan", "optax.MultiSteps", "optax.microbatch")
 
 @on(CPU, V5E)
 def test_reductions_of_an_optimizer_step(target):
-    """JAX's ``reduced=``, a mapped scan and boostax reduce once, and no form is refused."""
+    """The layers compute in bf16, so plain forms reduce in it; XLA:CPU sends f32."""
     forms = cases.forms(target)
     print(forms)
     assert not forms.refused
     for form, found in forms.audits.items():
-        wasted = any("reduce" in waste.what for waste in found.findings)
-        if form not in BY_MICRO_BATCH:
-            assert found.reductions == pytest.approx(1.0, abs=0.002) and not wasted
-        else:
-            # A TPU's compiler moves the reductions of embedding and head out of a loop by itself.
-            least = 6.0 if target == V5E and form != "optax.MultiSteps" else 7.99
-            assert least <= found.reductions <= 8.01 and wasted
-        sent = found.wire_dtypes
+        often, sent = form in BY_MICRO_BATCH, found.wire_dtypes
+        # A TPU's compiler moves the reductions of embedding and head out of a loop by itself.
+        least = 6.0 if target == V5E and form != "optax.MultiSteps" else 7.99
+        assert (least if often else 0.998) <= found.reductions <= (8.01 if often else 1.002)
+        assert any("reduce" in waste.what for waste in found.findings) == often
+        assert ("bf16" in sent) == (often and target == V5E)
         assert sum(x.most for x in sent.values()) == pytest.approx(found.wire_bytes.most)
-        # The layers compute in bf16, which XLA:CPU reduces in f32.
-        assert ("bf16" in sent) == (target == V5E and form in BY_MICRO_BATCH)
 
 
 # What a reader of the programs' text has counted by hand: reduced and gathered, in params.

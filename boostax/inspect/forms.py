@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from boostax._core import bound_axis, checks
+from boostax._core import axes, bound_axis, checks
 from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica, without
 from boostax.inspect import tables
@@ -27,7 +27,7 @@ from boostax.inspect.audit import Audit, audit
 from boostax.train.apply import apply_gradients
 from boostax.train.compiled import TrainStep
 from boostax.train.on_mesh import specs_of
-from boostax.train.stacks import Layers, cut_of, joined, reduced
+from boostax.train.stacks import Layers, cut_of, joined
 from boostax.train.state import TrainState
 from boostax.train.step import make_train_step
 
@@ -300,9 +300,15 @@ def _shard_map(case: _Case) -> Program:
     specs = jax.tree.map(lambda spec: without(spec, others), case.specs)
     cuts = jax.tree.map(lambda spec: cut_of(PartitionSpec(None, *spec), names), specs)
 
+    def reduced(g: jax.Array, cut: Any) -> jax.Array:
+        left = names
+        for dim, over in cut:
+            g, left = axes.scatter(g, over, dim), tuple(x for x in left if x not in over)
+        return (lax.psum(g, left) if left else g) / case.place.replicas
+
     def sums(params: PyTree, batch: PyTree) -> PyTree:
         grads = case.summed(jax.tree.map(joined, params, cuts), batch)
-        return jax.tree.map(lambda g, cut: reduced(g, cut, names), grads, cuts)
+        return jax.tree.map(reduced, grads, cuts)
 
     how: Any = {"in_specs": (specs, PartitionSpec(None, names)), "out_specs": specs}
     how |= {"mesh": mesh, "axis_names": {*names}, "check_vma": False}

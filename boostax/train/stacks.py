@@ -232,7 +232,16 @@ class Plan:
 
     def reduced(self, name: str, grads: Arrays) -> Arrays:
         """Return the mean over the replicas of a layer's gradients, in f32, in the shards."""
-        one = functools.partial(reduced, names=self.names)
+
+        def one(g: jax.Array, cut: Cut) -> jax.Array:
+            g, left = g.astype(trees.wide_dtype(g)), list(self.names)
+            for dim, over in cut:
+                parts = g.reshape(*g.shape[:dim], axes.size(over), -1, *g.shape[dim + 1 :])
+                g = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
+                left = [x for x in left if x not in over]
+            g = lax.psum(g, tuple(left)) if left else g
+            return g / axes.size(self.names) if self.names else g
+
         with jax.named_scope(BY_LAYER):
             return list(map(one, grads, self.cuts[name]))
 
@@ -283,17 +292,6 @@ def joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
         parts = jnp.moveaxis(lax.all_gather(x, over), 0, at)
         x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
     return x
-
-
-def reduced(g: jax.Array, cut: Cut, names: tuple[str, ...]) -> jax.Array:
-    """Return the mean over the replicas of a gradient, in f32, in this replica's shard."""
-    g, left = g.astype(trees.wide_dtype(g)), list(names)
-    for dim, over in cut:
-        parts = g.reshape(*g.shape[:dim], axes.size(over), -1, *g.shape[dim + 1 :])
-        g = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
-        left = [x for x in left if x not in over]
-    g = lax.psum(g, tuple(left)) if left else g
-    return g / axes.size(names) if names else g
 
 
 def _own(x: jax.Array, cut: Cut) -> jax.Array:
