@@ -23,7 +23,7 @@ CEILINGS = {
     "boostax/chain": 302,
     "boostax/config": 918,
     "boostax/freeze": 478,
-    "boostax/inspect": 1495,
+    "boostax/inspect": 1636,
     "boostax/model": 560,
     "boostax/precision": 1596,
     "boostax/reduce": 1841,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 1954,
     "examples": 1500,
-    "tests": 19991,
-    "benchmarks": 6630,
+    "tests": 19986,
+    "benchmarks": 6750,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14572
+LIBRARY = 14657
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

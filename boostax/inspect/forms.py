@@ -150,19 +150,14 @@ def programs(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Cal
     found |= {name: functools.partial(build, make) for name, make in _OTHERS.items()}
 
     def remade(**options: Any) -> Program:
+        how = {x: getattr(step, x) for x in ("mesh", "policy", "param_specs", "gather")}
+        how |= {x: getattr(oracle, x) for x in ("has_aux", "accumulator_dtype")}
+        how["microbatches"] = 1 if "release" in options else step.microbatches
+        how["layers"] = Layers(plan.layers.path, **options) if options else None
+        form = make_train_step(oracle.loss_fn, plan.tx, axis_name=step.names or None, **how)
         typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
-        how: dict[str, Any] = {"microbatches": 1 if "release" in options else step.microbatches}
-        if options:
-            how["layers"] = Layers(plan.layers.path, **options)
-        if step.mesh is not None:
-            how |= {"mesh": step.mesh, "axis_name": step.names, "gather": step.gather}
-            how["param_specs"] = step.param_specs
-        how |= {"policy": step.policy, "has_aux": oracle.has_aux}
-        how["accumulator_dtype"] = oracle.accumulator_dtype
-        form = make_train_step(oracle.loss_fn, plan.tx, **how)
         fresh = form.init(jax.tree.map(typed, state.params))
-        fresh = fresh._replace(model_state=state.model_state, key=state.key)
-        return Program(form, (fresh, batch))
+        return Program(form, (fresh._replace(model_state=state.model_state, key=state.key), batch))
 
     if plan is not None:
         found |= {name: functools.partial(remade, **how) for name, how in _LAYERS.items()}
@@ -189,9 +184,7 @@ class _Case(NamedTuple):
         spec = without(spec, self.place.names) if whole else spec
         return NamedSharding(self.place.mesh, PartitionSpec(*spec, **marks))
 
-    def summed(
-        self, params: PyTree, batch: PyTree, gradient: Any = None, zeros: PyTree = None
-    ) -> PyTree:
+    def summed(self, params: Any, batch: Any, gradient: Any = None, zeros: Any = None) -> PyTree:
         """Scan over micro-batches and add up their gradients."""
         gradient = gradient or jax.grad(self.step.oracle.computed)
         zeros = jax.tree.map(jnp.zeros_like, params) if zeros is None else zeros
@@ -211,19 +204,17 @@ class _Case(NamedTuple):
         loss = self.step.oracle.computed
         return jax.grad(lambda w: loss(jax.tree.map(whole, w, self.specs), rows))(params)
 
-    def program(
-        self, sums: Any, *lead: int, calls: int = 1, around: Any = lambda tx: tx
-    ) -> Program:
+    def program(self, sums: Any, *lead: int, calls: int = 1, tx: Any = None) -> Program:
         """Return the program of a form.
 
         Args:
           sums: ``(params, batch) -> gradients``, summed over the micro-batches of a call.
           *lead: micro-batches on a leading dimension of the batch.
           calls: calls per optimizer step.
-          around: wraps the optimizer.
+          tx: the optimizer; by default that of the step.
         """
         step, place, count = self.step, self.place, self.step.microbatches
-        tx, averaged = around(step.tx), functools.partial(bound_axis.averaged, place.names)
+        tx, averaged = tx or step.tx, functools.partial(bound_axis.averaged, place.names)
 
         def rows(x: Any) -> jax.ShapeDtypeStruct:
             shape = *lead, x.shape[0] // math.prod((calls, *lead)), *x.shape[1:]
@@ -265,8 +256,8 @@ def _case(step: TrainStep, state: TrainState, batch: PyTree) -> _Case:
 
 def _multi_steps(case: _Case) -> Program:
     count = case.step.microbatches
-    around = lambda tx: optax.MultiSteps(tx, count).gradient_transformation()  # noqa: E731
-    return case.program(case.gradient, calls=count, around=around)
+    tx = optax.MultiSteps(case.step.tx, count).gradient_transformation()
+    return case.program(case.gradient, calls=count, tx=tx)
 
 
 def _microbatch(case: _Case) -> Program:
