@@ -78,6 +78,7 @@ def test_a_reduction_in_a_loop_counts_at_each_turn(mesh):
     assert (reduction.kind, reduction.dtypes, reduction.executions) == ("all-reduce", ("f32",), 6)
     assert reduction.axes == ("data",) and reduction.loops and not reduction.branches
     assert found.wire_bytes.most == 6 * 2 * 7 / 8 * 4 * COUNT
+    assert found.wire_dtypes == {"f32": found.wire_bytes}
     said = str(found)
     assert f"8 devices; {COUNT:,} params" in said and "6.00 N reduced per call" in said
     assert re.search(r"all-reduce +f32 +6 +data +each", said) and "! Gradients are reduced" in said

@@ -60,13 +60,10 @@ def test_the_command_counts_the_forms_and_limits_the_step_itself(capsys):
     given = ["audit", "test_forms:layered", "--forms", "--json", "--max-reductions"]
     assert main([*given, "1.01"]) == 1
     told = json.loads(capsys.readouterr().out)
-    audits = told["audits"].values()
     counts = {name: round(x["reductions"], 2) for name, x in told["audits"].items()}
     often = {"boostax", "jit and lax.scan", "optax.MultiSteps", "optax.microbatch"}
     often |= {"layers, by layer"}
     assert counts == {name: 4 if name in often else 1 for name in counts}
-    sums = {sum(x[1] for x in y["wire_dtypes"].values()) / y["wire_bytes"][1] for y in audits}
-    assert sums == {1}
     assert main([*given, "4.01"]) == 0 and [*told["refused"]] == ["layers, release, host"]
 
 
