@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 1954,
     "examples": 1500,
-    "tests": 19986,
+    "tests": 20036,
     "benchmarks": 6750,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14657
+LIBRARY = 14713
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
