@@ -69,7 +69,6 @@ bench: $(READY)
 	$(RUN) benchmarks/adasum_convergence.py
 	-$(RUN) benchmarks/network.py
 	$(RUN) benchmarks/compression_accuracy.py
-	$(RUN) benchmarks/partial_accuracy.py
 	$(RUN) benchmarks/stored_accuracy.py
 	$(RUN) benchmarks/stored_time.py
 	$(RUN) benchmarks/restrictions.py

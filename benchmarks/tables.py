@@ -101,7 +101,8 @@ class _Cell:
         values = [self._value(self.row, column, row) for column in self.columns]
         if self.base:
             values = [x / self._value(self.base, self.columns[0], row) for x in values]
-        return " ± ".join(map(self._text, values)).replace("% ±", " ±")
+        text = " ± ".join(map(self._text, values)).replace("% ±", " ±")
+        return EMPTY if text == f"{EMPTY} ± {EMPTY}" else text
 
     def _value(self, name: str, column: str, row: str) -> Any:
         wanted = " & ".join(row if part == "_" else part for part in name.split(" & ")).split(" & ")

@@ -54,7 +54,9 @@ class Network:
         record = checks.table("boostax.inspect", "network")
         near = min(record["first"], key=lambda row: abs(math.log(row["rate"] / self.rate)))
         first, rate = near["form"], f"{near['rate'] / 1e6:g} Mbit/s"
-        return f"On record at {rate} ({record['workload']}): {first} reached the loss first"
+        tie = "; all_reduce as soon, within the error" if near["tie"] else ""
+        said = f"{first} reached the loss first{tie}"
+        return f"On record at {rate} ({record['workload']}): {said}"
 
 
 def on_wire(collective: CompiledCollective, apart: bool) -> float:
