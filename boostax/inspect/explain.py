@@ -193,8 +193,9 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
     more = _of_scales(step, state, batch, given) if batch is not None and scales(step.tx) else []
     if step.placing is None:
         return _explained(step.tx, params, _Place(), list, "", step, more)
-    specs, sizes = step.placing.of_params(state.params), dict(step.placing.mesh.shape)
-    place = _Place(step.names, sizes, specs, step.shard_optimizer)
+    specs, mesh = step.placing.of_params(state.params), step.placing.mesh
+    device = mesh.abstract_mesh.abstract_device
+    place = _Place(step.names, dict(mesh.shape), specs, step.shard_optimizer, device)
     sharded = step.shard_optimizer or any(map(any, jax.tree.leaves(specs)))
     missing = "on global arrays XLA places it: boostax.audit counts it." if sharded else ""
     if isinstance(step.oracle, LayeredOracle):
@@ -304,12 +305,14 @@ class _Place:
       sizes: the sizes of all axes of the mesh.
       param_specs: the specs of sharded params, or ``None``.
       shard_optimizer: see ``make_train_step``.
+      device: the kind of its devices, by which a codec may choose; ``None`` for the default.
     """
 
     names: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     param_specs: PyTree = None
     shard_optimizer: bool = False
+    device: Any = None
 
     @property
     def replicas(self) -> int:
@@ -370,7 +373,8 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
     """Trace the update as a train step runs it: mapped over replicas that need not exist."""
     extra_tx, names, count = optax.with_extra_args_support(tx), place.names, place.replicas
     auto, each = (AxisType.Auto,) * len(place.sizes), PartitionSpec(names)
-    mesh = AbstractMesh(tuple(place.sizes.values()), tuple(place.sizes), axis_types=auto)
+    how: dict[str, Any] = {"axis_types": auto, "abstract_device": place.device}
+    mesh = AbstractMesh(tuple(place.sizes.values()), tuple(place.sizes), **how)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> jax.Array:
         grads = jax.tree.map(lambda x: x[0], grads)
@@ -390,7 +394,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
     lead = count, *[len(terms) for terms in [terms_of(state)] if terms]
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), params)
     # Results are not returned, because some are equal on all replicas and others are not.
-    how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
+    how = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)
 
 

@@ -15,7 +15,7 @@ _FORM = re.compile(
 )
 _UNITS = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9}
 # Bytes of headers and acknowledgements beside a message of TCP, measured.
-_BESIDE = 600
+_BESIDE = 400
 # Messages that follow one another in a collective of n devices.
 _ROUNDS: Mapping[str, Callable[[int], int]] = {
     "all-reduce": lambda n: 2 * (n - 1),

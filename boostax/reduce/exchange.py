@@ -26,6 +26,8 @@ from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, le
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes; so are leaves below SMALL_SLICE bytes
 # in each slice, since 4 KiB is a tile of a TPU.
 SMALL, TOGETHER = 2**16, 2**23
+# Bytes of a pack between processes on CPUs: of several messages one is sent while another waits.
+MESSAGE = 2**20
 SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
 # A leaf is cut in its own shape if padding makes it no larger than this factor; else it is packed.
 PADDING = 1.01
@@ -163,12 +165,13 @@ def chunks(
       slices: number of slices of each.
       bucket_bytes: leaves of fewer bytes of f32 are packed, up to this many together. ``None``
         packs leaves below 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB per slice if that is more; where
-        each is a message all below 8 MiB.
+        each is a message all below 1 MiB.
       by_leaf: whether leaves begin at whole blocks.
     """
-    together = max(TOGETHER, SLICE_TOGETHER * slices) if bucket_bytes is None else bucket_bytes
-    small = max(SMALL, SMALL_SLICE * slices) if bucket_bytes is None else bucket_bytes
-    small = together if axes.sent_apart() else small
+    if bucket_bytes is None and not axes.sent_apart():
+        small, together = max(SMALL, SMALL_SLICE * slices), max(TOGETHER, SLICE_TOGETHER * slices)
+    else:
+        small = together = MESSAGE if bucket_bytes is None else bucket_bytes
     result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):

@@ -63,7 +63,7 @@ def all_reduce(
         saves collectives and costs one copy. ``None`` leaves it to XLA, which merges the reductions
         of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
         replica's slice) and vectors, up to 8 MiB together. On CPUs of several processes, where
-        each leaf would be a message, ``None`` packs the whole leaves of a mean, up to 8 MiB
+        each leaf would be a message, ``None`` packs the whole leaves of a mean, up to 1 MiB
         together, and sends shards (FSDP, ZeRO) to their owners in the messages of one ring.
       noise: decay of the running means behind ``noise_scale`` in ``boostax.metrics``, the gradient
         noise scale in batches of one replica; ``None`` does not measure it. Inside ``accumulate``
@@ -200,7 +200,7 @@ def _in_messages(
     owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
     found = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
     whole = [i for i, dim in enumerate(owned) if dim == -1]
-    send = functools.partial(_packed, names, divide, exchange.TOGETHER)
+    send = functools.partial(_packed, names, divide, exchange.MESSAGE)
     found |= zip(whole, exchange.by_kind([leaves[i] for i in whole], send), strict=True)
     for dtype in dict.fromkeys(x.dtype for x in leaves):
         dims = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
