@@ -275,7 +275,8 @@ def _waited(
     """Return the fields of an audit that say how long the network takes."""
     # Devices of one host do not wait for the network.
     far = [c for c in listed if c.crosses] or listed
-    counted = [(c, networks.on_wire(c, apart), networks.messages(c, apart)) for c in far]
+    counts = [(c, networks.messages(c, apart)) for c in far]
+    counted = [(c, networks.on_wire(c, sent), sent) for c, sent in counts]
     total = lambda of: program.total((c.branches, of(*x)) for c, *x in counted)  # noqa: E731
     return {
         "messages": total(lambda _, messages: messages),

@@ -46,11 +46,11 @@ class Network:
 
     def seconds(self, sent: float, messages: float) -> float:
         """Return the seconds of ``on_wire`` bytes in so many messages, one after another."""
-        return sent * 8 / self.rate + (messages and messages * self.latency)
+        return sent * 8 / self.rate + messages * self.latency
 
     @property
     def advice(self) -> str:
-        """What reached a loss first on record, at the nearest rate."""
+        """The technique that reached a loss first on record, at the nearest rate."""
         record = checks.table("boostax.inspect", "network")
         near = min(record["first"], key=lambda row: abs(math.log(row["rate"] / self.rate)))
         first, rate = near["form"], f"{near['rate'] / 1e6:g} Mbit/s"
@@ -59,10 +59,9 @@ class Network:
         return f"On record at {rate} ({record['workload']}): {said}"
 
 
-def on_wire(collective: CompiledCollective, apart: bool) -> float:
-    """Return the bytes that a device sends in a call, with what TCP sends for each message."""
-    each = messages(collective, apart)
-    return collective.wire_bytes + (each and each * _BESIDE)
+def on_wire(collective: CompiledCollective, sent: float) -> float:
+    """Return the bytes that a device sends in a call, with those of TCP for ``sent`` messages."""
+    return collective.wire_bytes + sent * _BESIDE
 
 
 def messages(collective: CompiledCollective, apart: bool) -> float:

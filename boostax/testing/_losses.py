@@ -164,4 +164,4 @@ ROADS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {
     "explain": lambda *args: _read(*args, compiled=False),
     "audit": lambda *args: _read(*args, compiled=True),
 }
-"""What ``check_loss`` tries, by name."""
+"""The trials of ``check_loss``, by name."""
