@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, late, mismatch, placement, replicas, trees
+from boostax._core import checks, copies, late, mismatch, placement, trees
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -22,8 +22,6 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
 
 PyTree = Any
 _WHO = "Checkpointer"
-# The type in which a checksum reads the words of a leaf, by their size in bytes.
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
 
@@ -95,7 +93,7 @@ class Checkpointer:
 
         Raises:
           TypeError: if a leaf is no JAX array, or ``meta`` is not JSON.
-          ValueError: if devices hold different values of an array that is marked as replicated.
+          ValueError: if devices hold different copies of an array.
           RuntimeError: if the save before this one failed in the background.
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
@@ -105,7 +103,7 @@ class Checkpointer:
             fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
             checks.require(_WHO, "state", got, allowed, fits, hint, TypeError)
         mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
-        replicas.require_stacked(_WHO, state)
+        copies.require_equal(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": mismatch.parts(state), "versions": versions}
@@ -326,28 +324,14 @@ def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _checksum(leaf: jax.Array) -> jax.Array:
-    """Return the sum of all words mod 2**32, each multiplied by another odd number.
+_checksums = jax.jit(lambda leaves: {k: _checksum(x) for k, x in leaves.items()})
 
-    An odd factor is invertible, so one altered word always changes the sum; integer sums do not
-    depend on how the leaf is sharded.
-    """
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _checksum(jax.random.key_data(leaf))
+
+def _checksum(leaf: jax.Array) -> jax.Array:
+    """Return the weighted sum of all words mod 2**32, which one altered word always changes."""
     if jnp.iscomplexobj(leaf):
         return _checksum(leaf.real) + 3 * _checksum(leaf.imag)
-    if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize == 8:
-        leaf = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
-    words = leaf.astype(jnp.uint32)
-    factor, stride = jnp.uint32(1), 2
-    for axis in reversed(range(words.ndim)):
-        count = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        factor = factor + count * jnp.uint32(stride % 2**32)
-        stride *= words.shape[axis]
-    return jnp.sum(words * factor, dtype=jnp.uint32)
-
-
-_checksums = jax.jit(lambda leaves: {name: _checksum(x) for name, x in leaves.items()})
+    return jnp.sum(copies.weighted(copies.words(leaf)), dtype=jnp.uint32)
 
 
 def _text_checksum(record: dict[str, Any]) -> int:

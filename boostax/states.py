@@ -18,6 +18,7 @@ from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.model.clip import AdaGCState as AdaGCState
 from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
+from boostax.precision.replicas import CheckReplicasState as CheckReplicasState
 from boostax.precision.spikes import SpikesState as SpikesState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState

@@ -38,7 +38,7 @@ Update = Callable[..., Stepped]
 _HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
 
 
-def _here() -> "Placement | None":
+def placed_here() -> "Placement | None":
     """Return the placement around the code that runs.
 
     A closure that is pickled by value may not read the variable itself, which has no pickle.
@@ -146,7 +146,7 @@ class Placement:
 
 def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None:
     """Return the mesh, and the spec by which the state of the param at a path is sharded."""
-    here = _here()
+    here = placed_here()
     spec = None if here is None else here.spec(path)
     if here is None or spec is None:
         return None
@@ -160,7 +160,7 @@ def owned(path: Path, shape: tuple[int, ...]) -> int | None:
 
     -1 if they are whole or empty; ``None`` if they are sharded otherwise, or over several axes.
     """
-    here, found = _here(), cut(path, shape)
+    here, found = placed_here(), cut(path, shape)
     if here is None or found is None or 0 in shape:
         return -1
     entries = [x if isinstance(x, tuple) else (x,) for x in found[1]]
@@ -182,7 +182,7 @@ def to_owners(
       leaves: gradients of a replica.
       send: ``send(dims, leaves)`` of a device returns the means in its shards.
     """
-    here = _here()
+    here = placed_here()
     assert here is not None
     (name,) = here.names
     given = [here.shards(path, who) for path in dims]
@@ -216,7 +216,7 @@ def settled(params: PyTree) -> PyTree:
     If params are sharded like an optimizer's state, only a step that changes them then gathers
     them.
     """
-    here = _here()
+    here = placed_here()
     if here is None:
         return params
     if here.shared_out and axes.sent_apart():
@@ -262,7 +262,7 @@ def _gathered(here: Placement, params: PyTree) -> PyTree:
         leave = lambda local, shared, island=island: ((), (), island(shared))  # noqa: E731
         stay = lambda local, shared: ((), (), shared)  # noqa: E731
         marks = [lax.axis_index(name) for name in here.names]
-        run = _lifted([*reversed(here.names)], stay, leave, "settled")
+        run = lifted([*reversed(here.names)], stay, leave, "settled")
         new = run(((), (), marks), [leaves[i] for i in found])[2]
         for i, x in zip(found, new, strict=True):
             leaves[i] = x
@@ -328,7 +328,7 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
 
     Some leaves may be equal, such as zeros for frozen params.
     """
-    here = _here()
+    here = placed_here()
     if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
         return grads
 
@@ -373,7 +373,7 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
 
     @functools.wraps(update)
     def placed(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-        here = _here()
+        here = placed_here()
         if here is None:
             return update(updates, state, params, **extra)
         hint = "One reduction serves all of them; adasum has within= for two levels."
@@ -412,7 +412,7 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
 
         # Each vmap passes stacked arguments only if one of them differs over its axis.
         marks = [lax.axis_index(name) for name in here.names]
-        run = _lifted(list(reversed(here.names)), named, stacked, who)
+        run = lifted(list(reversed(here.names)), named, stacked, who)
         means, own, shared = run((updates, own, marks), shared)
         return means, _joined(own, shared, tree)
 
@@ -424,7 +424,7 @@ def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:
 
     On global arrays it is a sum over a dimension that XLA shards, as all sums are there.
     """
-    if _here() is None:
+    if placed_here() is None:
         return axes.in_group(x, groups).mean(0)
 
     def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -434,13 +434,13 @@ def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:
 
     named = lambda local, shared: ((), local[1], shared)  # noqa: E731
     marks = [lax.axis_index(name) for name in groups]
-    return _lifted([*reversed(groups)], named, stacked, "mean_of_group")(((), x, marks), ())[1]
+    return lifted([*reversed(groups)], named, stacked, "mean_of_group")(((), x, marks), ())[1]
 
 
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
-def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
+def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     """Return a function of one replica's arrays that calls ``stacked`` with those of all replicas.
 
     Each ``jax.vmap``, the innermost first, passes its stacked arguments to the rule.
@@ -465,7 +465,7 @@ def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
         assert not any(jax.tree.leaves(common)), "what replicas share differs"
         whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
         local = (local[0], jax.tree.map(whole, local[1], own), local[2])
-        means, own, shared = _lifted(rest, outer, stacked, who)(local, shared)
+        means, own, shared = lifted(rest, outer, stacked, who)(local, shared)
         same = lambda tree, mark: jax.tree.map(lambda _: mark, tree)  # noqa: E731
         return (means, own, shared), (same(means, False), same(own, True), same(shared, False))
 

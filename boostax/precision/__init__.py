@@ -16,6 +16,8 @@ from boostax.precision.loss_scale import skip_bad_steps as skip_bad_steps
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
+from boostax.precision.replicas import check_replicas as check_replicas
+from boostax.precision.replicas import raise_if_diverged as raise_if_diverged
 from boostax.precision.spikes import skip_spikes as skip_spikes
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store

@@ -379,6 +379,8 @@ class Programs:
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
+        if "replayed" in wanted:
+            extra["replayed"] = self._oracle.replayed(batch, seen=seen, **given)
         extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         # A window adds up the items of several calls.

@@ -41,6 +41,7 @@ from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
+from boostax.train.replay import Replay
 
 PyTree = Any
 _WHO = "value_and_grad"
@@ -297,6 +298,10 @@ class Oracle:
             both = (placement.outside(self._mapped(fn, PartitionSpec())) for fn in both)
         loss = placement.differentiable(*both, args)
         return lambda params: loss(trees.aside(params))
+
+    def replayed(self, batch: PyTree, /, *, seen: Any = None, **kwargs: Any) -> Replay:
+        """Return what ``boostax.precision.check_replicas`` compares of the gradients of a batch."""
+        return Replay(self, batch, _given(kwargs), seen or (lambda params: params))
 
     def _local(
         self,

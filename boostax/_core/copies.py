@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the copies that devices hold of arrays that are said to be equal.
+
+JAX takes an array that is replicated for one array, whatever its devices hold: a flipped bit, or a
+process with another seed, shows nowhere. Here every device reduces the words of its copy to two
+sums mod 2**32, a plain one and one weighted by odd numbers, and the sums of all devices are
+compared. An odd factor is invertible, so one altered word always changes the weighted sum. Integer
+sums are exact in any order.
+
+All devices send 8 bytes for each way in which leaves are sharded; the sums of each leaf are sent
+only where these differ.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from boostax._core import axes, checks, placement, trees
+from boostax._core.replicas import is_per_replica, specs_like
+
+PyTree = Any
+# The type in which the words of an array are read, by their size in bits.
+_UNSIGNED = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
+
+
+class Copies(NamedTuple):
+    """The result of a comparison, equal on all devices.
+
+    Attributes:
+      equal: bool scalar, whether all copies of all leaves have the same sums.
+      culprits: i32 ``[leaves]``, the replica whose copy of a leaf agrees with the fewest others,
+        the last of several; -1 for leaves whose copies are equal.
+    """
+
+    equal: jax.Array
+    culprits: jax.Array
+
+
+def words(leaf: jax.Array) -> jax.Array:
+    """Return the bits of an array as unsigned integers of 32 bits."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    if floating or leaf.dtype.itemsize == 8:
+        bits = jnp.finfo(leaf.dtype).bits if floating else 64
+        leaf = lax.bitcast_convert_type(leaf, _UNSIGNED[bits])
+    return leaf.astype(jnp.uint32)
+
+
+def weighted(words: jax.Array) -> jax.Array:
+    """Return the words, each multiplied by another odd number."""
+    factor, stride = jnp.uint32(1), 2
+    for axis in reversed(range(words.ndim)):
+        count = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        factor = factor + count * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return words * factor
+
+
+def sums(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return the plain and the weighted sum of each leaf's words, ``[leaves, 2]``.
+
+    Each leaf is read once. On XLA:CPU that takes one reduction with two results; a TPU and a GPU
+    fuse two reductions of one operand.
+    """
+
+    def by_pairs(leaves: list[jax.Array]) -> jax.Array:
+        zero = np.zeros((), np.uint32)
+        pairs = [(found := words(x), weighted(found)) for x in leaves]
+        reduced = [lax.reduce(x, (zero, zero), _add_both, range(x[0].ndim)) for x in pairs]
+        return jnp.stack([jnp.stack(x) for x in reduced])
+
+    def by_sums(leaves: list[jax.Array]) -> jax.Array:
+        found = list(map(words, leaves))
+        both = [(x.sum(dtype=jnp.uint32), weighted(x).sum(dtype=jnp.uint32)) for x in found]
+        return jnp.stack([jnp.stack(x) for x in both])
+
+    return lax.platform_dependent(list(leaves), cpu=by_pairs, default=by_sums)
+
+
+# JAX traces a module's function once for all leaves.
+def _add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
+
+
+def leaves_of(params: PyTree, state: PyTree) -> list[tuple[str, Any]]:
+    """Return the leaves that ``compare`` compares, with their names."""
+    rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica)
+    common = [(trees.path_name(path), x) for path, x in rows if not is_per_replica(x)]
+    return [*((f"params/{name}", x) for name, x in trees.named(params)), *common]
+
+
+def replicas(names: tuple[str, ...]) -> jax.Array:
+    """Return the number of replicas that ``compare`` compares; i32."""
+    here = placement.placed_here()
+    alone = axes.size(names) if names else 1
+    return jnp.asarray(alone if here is None else here.replicas, jnp.int32)
+
+
+def compare(
+    params: PyTree,
+    state: PyTree,
+    said: Sequence[int],
+    due: jax.Array | None,
+    names: tuple[str, ...],
+) -> Copies:
+    """Compare numbers of each process, and the copies of params and state, over the replicas.
+
+    Arrays in a ``PerReplica`` may differ, and so may params that each replica owns. A shard of a
+    leaf is compared with the copies of the same shard.
+
+    Args:
+      params: the params.
+      state: a state whose arrays are equal on all replicas, but for those in a ``PerReplica``.
+      said: numbers of this process, such as checksums of its program; they come first.
+      due: bool scalar, whether to compare now; ``None`` for always.
+      names: the replica axes of a mapped function. On global arrays the placement has them.
+    """
+    here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state)]
+    nothing = Copies(jnp.asarray(True), jnp.full(len(said) + len(leaves), -1, jnp.int32))
+    if here is None and not names:
+        return nothing
+    if here is None:
+        own = [bool(axes.varying(x) & {*names}) for x in leaves]
+        kept = [jnp.zeros(()) if apart else x for x, apart in zip(leaves, own, strict=True)]
+        groups = np.zeros((1, axes.size(names)), np.int32)
+        found = _on_device(kept, due, said, names, groups, [0] * len(kept))
+        more = tuple(sorted(axes.varying(found.culprits)))
+        most = axes.largest(found.culprits, more) if more else found.culprits
+        return Copies(axes.agree(found.equal, more), most)
+    of_params = jax.tree_util.tree_leaves_with_path(params)
+    # A param that each replica owns has no copies.
+    whole = lambda path: here.spec(path) or PartitionSpec()  # noqa: E731
+    specs = [PartitionSpec(here.names) if here.own else whole(path) for path, _ in of_params]
+    if here.own:
+        leaves[: len(specs)] = [jnp.zeros(here.replicas)] * len(specs)
+    owners = {path: (x.shape, whole(path)) for path, x in of_params}
+    shared_out = here.replicas if here.shared_out else None
+    of_state = specs_like(owners, state, here.names, shared_out, sizes=here.mesh.shape)
+    specs += [spec for _, spec in leaves_of((), of_state)]
+    order = (*here.names, *(x for x in here.mesh.axis_names if x not in here.names))
+    run = on_mesh(here.auto_mesh, order, tuple(specs), said)
+    leave = lambda local, shared: ((), (), run(*shared))  # noqa: E731
+    stay = lambda local, shared: ((), (), nothing)  # noqa: E731
+    marks = [lax.axis_index(name) for name in here.names]
+    outside = placement.lifted([*reversed(here.names)], stay, leave, "copies")
+    found = outside(((), (), marks), (leaves, due))[2]
+    return found._replace(culprits=found.culprits // (here.mesh.size // here.replicas))
+
+
+def on_mesh(
+    mesh: Mesh, order: tuple[str, ...], specs: tuple[PartitionSpec, ...], said: Sequence[int] = ()
+) -> Callable[[list[jax.Array], jax.Array | None], Copies]:
+    """Return a comparison of leaves of these specs; culprits are devices in the order of axes."""
+    sizes = [mesh.shape[name] for name in order]
+    positions = np.stack(np.unravel_index(np.arange(mesh.size), sizes))
+    entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
+    sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
+    classes = list(dict.fromkeys([frozenset[Any](), *sharded]))
+    kept = [np.array([[name in kind] for name in order]) * positions for kind in classes]
+    groups = np.stack([np.ravel_multi_index(tuple(x), sizes) for x in kept])
+    kinds = [classes.index(x) for x in sharded]
+
+    def compared(leaves: list[jax.Array], due: jax.Array | None = None) -> Copies:
+        whole = None if due is None else PartitionSpec()
+        on_device = lambda leaves, due: _on_device(leaves, due, said, order, groups, kinds)  # noqa: E731
+        how: Any = {"in_specs": ([*specs], whole), "out_specs": PartitionSpec()}
+        return jax.shard_map(on_device, mesh=mesh, check_vma=False, **how)(leaves, due)
+
+    return compared
+
+
+def _on_device(
+    leaves: list[jax.Array],
+    due: jax.Array | None,
+    said: Sequence[int],
+    names: tuple[str, ...],
+    groups: np.ndarray[Any, Any],
+    kinds: list[int],
+) -> Copies:
+    """Compare the leaves of one device with those of the others.
+
+    Args:
+      leaves: the shards of this device.
+      due: see ``compare``. It is read on each device, so one whose counter differs is found.
+      said: see ``compare``.
+      names: the axes of all devices.
+      groups: ``[classes, devices]``; devices with the same number hold copies.
+      kinds: the class of each leaf.
+    """
+    numbers = np.asarray([(x, x) for x in said], np.uint32).reshape(-1, 2)
+    look = lambda: jnp.concatenate([jnp.asarray(numbers), sums(leaves)])  # noqa: E731
+    if due is None:
+        found = look()
+    else:
+        rest = lambda: jax.tree.map(axes.zeros, jax.eval_shape(look))  # noqa: E731
+        found = lax.switch(due.astype(jnp.int32), [rest, look])
+    of_rows = np.array([0] * len(numbers) + kinds)
+    odd = (2 * np.arange(len(of_rows), dtype=np.uint32) + 1)[:, None]
+    rows = [found * odd * (of_rows == i)[:, None] for i in range(len(groups))]
+    total = axes.to_varying(jnp.stack([x.sum(0, dtype=jnp.uint32) for x in rows]), names)
+    totals = axes.gather(total, names)
+    first = np.stack([np.argmax(x[:, None] == x, 1) for x in groups], 1)
+    equal = jnp.all(totals == jnp.take_along_axis(totals, first[..., None], 0))
+
+    def unlike() -> jax.Array:
+        every = axes.gather(axes.to_varying(found, names), names)
+        return lax.map(lambda x: _culprit(*x), (every.swapaxes(0, 1), jnp.asarray(of_rows)))
+
+    def _culprit(copies: jax.Array, kind: jax.Array) -> jax.Array:
+        group = jnp.asarray(groups)[kind]
+        near = group[:, None] == group
+        others = jnp.sum(near & jnp.any(copies[:, None] != copies, -1), 1)
+        last = len(group) - 1 - jnp.argmax(others[::-1])
+        return jnp.where(others.max() > 0, last, -1).astype(jnp.int32)
+
+    none = lambda: jax.tree.map(axes.zeros, jax.eval_shape(unlike)) - 1  # noqa: E731
+    return Copies(equal, lax.switch(equal.astype(jnp.int32), [unlike, none]))
+
+
+def require_equal(who: str, state: PyTree) -> None:
+    """Refuse arrays of which devices of this mesh hold different copies.
+
+    Cost: a read of the state where it is, and 8 bytes from each device.
+    """
+    meshes: dict[Any, dict[str, jax.Array]] = {}
+    for name, x in trees.named(state):
+        at = getattr(x, "sharding", None)
+        if isinstance(at, NamedSharding) and at.memory_kind in (None, _memory(at)):
+            meshes.setdefault(at.mesh, {})[name] = x
+    for mesh, arrays in meshes.items():
+        specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
+        culprits = np.asarray(_jitted(mesh, specs)([*arrays.values()]).culprits)
+        got = [
+            f"{name!r} on {mesh.devices.flat[i]}"
+            for name, i in zip(arrays, culprits, strict=True)
+            if i >= 0
+        ]
+        hint = (
+            "Other bits stand there than on the other devices. Go back to a checkpoint; or, where "
+            "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
+        )
+        allowed = "the same on all devices that hold a copy"
+        checks.require(who, "state", ", ".join(got[:6]) + " ", allowed, not got, hint)
+
+
+def _memory(at: NamedSharding) -> str:
+    """Return the kind of memory in which programs compute; arrays in others are streamed."""
+    return next(iter(at.device_set)).default_memory().kind
+
+
+@functools.cache
+def _jitted(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., Copies]:
+    return jax.jit(on_mesh(mesh, tuple(mesh.axis_names), specs))
