@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, copies, late, mismatch, placement, trees
+from boostax._core import checks, copies, late, mismatch, placement, replicas, trees
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -103,6 +103,7 @@ class Checkpointer:
             fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
             checks.require(_WHO, "state", got, allowed, fits, hint, TypeError)
         mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
+        replicas.require_stacked(_WHO, state)
         copies.require_equal(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}

@@ -134,6 +134,11 @@ averaged_view = lambda state: state._replace(inner_state=below(state))  # noqa: 
 FIRST = [
     Case("dynamic_loss_scale", scaler, skips=True),
     Case("check_updates", around(precision.check_updates)),
+    Case(
+        "check_replicas",
+        around(precision.check_replicas),
+        **refused("replay", lambda: precision.check_replicas(OPT, every=2, replay=3)),
+    ),
     Case("count_lost_updates", alone(precision.count_lost_updates)),
     Case(
         "store",
@@ -193,9 +198,11 @@ latest = nested(alone(model.average_params, "lawa", size=2, start=1), scaler, wi
 low_subspace = nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16"))
 measured = nested(functools.partial(by_group, rule="measure"), window)
 recorded = before(subspace.record_trajectory(3, every=2, start=1))
+of_replicas = nested(around(precision.check_replicas, every=2), scaler, window)
 # Other settings of these and their siblings: only the laws of arguments hold in every run.
 VARIANTS = [
     Case("skip_bad_steps", around(boostax.skip_bad_steps), skips=True),
+    Case("check_replicas_around_the_scaler", of_replicas, skip_view=below, **gates),
     Case("static_loss_scale", around(boostax.static_loss_scale, 128.0), skips=True),
     Case("static_loss_scale_without_check", unchecked),
     Case("accumulate_in_bfloat16", narrow_window, calls=2),

@@ -14,6 +14,7 @@ ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
 
 # Of those that share the gate with the scalers: what is not the gate's.
 GATED = {
+    "check_replicas",
     "check_updates",
     "count_lost_updates",
     "dim_reduce",

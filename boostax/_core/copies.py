@@ -234,7 +234,7 @@ def require_equal(who: str, state: PyTree) -> None:
     meshes: dict[Any, dict[str, jax.Array]] = {}
     for name, x in trees.named(state):
         at = getattr(x, "sharding", None)
-        if isinstance(at, NamedSharding) and at.memory_kind in (None, _memory(at)):
+        if isinstance(at, NamedSharding) and len(at.device_set) > 1 and _in_reach(at):
             meshes.setdefault(at.mesh, {})[name] = x
     for mesh, arrays in meshes.items():
         specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
@@ -252,9 +252,10 @@ def require_equal(who: str, state: PyTree) -> None:
         checks.require(who, "state", ", ".join(got[:6]) + " ", allowed, not got, hint)
 
 
-def _memory(at: NamedSharding) -> str:
-    """Return the kind of memory in which programs compute; arrays in others are streamed."""
-    return next(iter(at.device_set)).default_memory().kind
+def _in_reach(at: NamedSharding) -> bool:
+    """Return whether programs compute in the memory of an array; arrays in others are streamed."""
+    usual = next(iter(at.device_set)).default_memory().kind
+    return at.memory_kind in (None, usual)
 
 
 @functools.cache

@@ -453,9 +453,6 @@ def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     def call(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         return named(local, shared)
 
-    in_axes = (0, 0, None), None
-    outer = jax.vmap(named, in_axes=in_axes, out_axes=(None, 0, None), axis_name=name)
-
     @call.def_vmap
     def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         (grads, own, _), common = batched
@@ -465,6 +462,8 @@ def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
         assert not any(jax.tree.leaves(common)), "what replicas share differs"
         whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
         local = (local[0], jax.tree.map(whole, local[1], own), local[2])
+        how: Any = {"in_axes": ((0, 0, None), None), "out_axes": (None, 0, None)}
+        outer = jax.vmap(named, axis_name=name, axis_size=size, **how)
         means, own, shared = lifted(rest, outer, stacked, who)(local, shared)
         same = lambda tree, mark: jax.tree.map(lambda _: mark, tree)  # noqa: E731
         return (means, own, shared), (same(means, False), same(own, True), same(shared, False))

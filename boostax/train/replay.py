@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks, copies, interpret, placement, trees
+from boostax._core import axes, checks, interpret, placement, trees
+from boostax._core.copies import sums
 from boostax.accumulate.microbatch import split
 
 PyTree = Any
@@ -86,7 +87,7 @@ class Replay:
             rows, data = one
             keyed = {} if key is None else {"key": _key(data, key)}
             grads = jax.grad(lambda p: self._loss(p, params, rows, rest | keyed))(_trained(params))
-            return carry, copies.sums(jax.tree.leaves(grads))
+            return carry, sums(jax.tree.leaves(grads))
 
         mine = axes.to_varying(mine, names)
         both = jax.tree.map(lambda *x: jnp.stack(x), mine, sent(mine))

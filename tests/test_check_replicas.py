@@ -1,0 +1,317 @@
+"""Replicas whose bits differ are held and named; replicas that compute otherwise are found."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import processes
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import copies
+from boostax.checkpoint import Checkpointer
+from boostax.precision import check_replicas, raise_if_diverged
+from boostax.train import replay
+
+WORKER = processes.ROOT / "tests" / "workers" / "replicas.py"
+PARAMS = {"w": jnp.ones((8, 8)) / 3, "h": jnp.ones(8, jnp.bfloat16), "v": jnp.ones((8, 1)) / 2}
+
+
+def loss_fn(params, batch, key=None):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["w"] + params["h"].astype(jnp.float32))
+    if key is not None:
+        hidden *= jax.random.bernoulli(key, 0.9, hidden.shape)
+    return jnp.mean((hidden @ params["v"] - y) ** 2)
+
+
+def batch_of(seed, rows=32):
+    x = np.random.default_rng(seed).normal(size=(rows, 9)).astype(np.float32)
+    return x[:, :8], x[:, 8:]
+
+
+def optimizer(**options):
+    inner = optax.chain(boostax.all_reduce(), optax.adam(1e-2))
+    return check_replicas(boostax.dynamic_loss_scale(inner), **options)
+
+
+def flipped(x, device, word, bit):
+    """The array, with one bit flipped in the copy of one device."""
+    shards = []
+    for shard in x.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device.id == device:
+            flat = data.reshape(-1).view(f"uint{8 * data.itemsize}")
+            flat[word % flat.size] ^= flat.dtype.type(1 << bit % (8 * data.itemsize))
+        shards.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+def flipped_somewhere(tree, rng):
+    """The tree with a bit flipped in the copy of one device, and that device."""
+    leaves, structure = jax.tree.flatten(tree)
+    place, device = rng.integers(len(leaves)), int(rng.integers(8))
+    bit = int(rng.integers(32)) if leaves[place].dtype != bool else 0
+    leaves[place] = flipped(leaves[place], device, int(rng.integers(64)), bit)
+    return structure.unflatten(leaves), device
+
+
+def bits(tree):
+    return [
+        np.asarray(s.data).tobytes() for x in jax.tree.leaves(tree) for s in x.addressable_shards
+    ]
+
+
+@pytest.fixture(scope="module")
+def checked(mesh):
+    step = boostax.make_train_step(loss_fn, optimizer(), mesh=mesh)
+    state, _ = step(step.init(PARAMS), batch_of(0))
+    return step, jax.tree.map(np.asarray, state), step.shardings(state)
+
+
+def test_a_flipped_bit_anywhere_holds_the_step_and_names_its_replica(checked):
+    """Every leaf counts: params, moments, the loss scale, the counters of the check itself."""
+    (step, kept, where), rng = checked, np.random.default_rng(0)
+    for _ in range(120):
+        state = jax.device_put(kept, where)
+        (params, opt_state), device = flipped_somewhere((state.params, state.opt_state), rng)
+        before = bits((params, opt_state.inner_state))
+        state, metrics = step(state._replace(params=params, opt_state=opt_state), batch_of(1))
+        assert not metrics["applied"] and metrics["differing_replica"] == device
+        assert bits((state.params, state.opt_state.inner_state)) == before
+        with pytest.raises(RuntimeError, match=f"replica {device}: "):
+            raise_if_diverged(state)
+
+
+def test_a_difference_is_named_by_leaf_and_stays_named(checked):
+    step, kept, where = checked
+    state = jax.device_put(kept, where)
+    params = state.params | {"v": flipped(state.params["v"], 5, 3, 30)}
+    for held in (1, 2):
+        state, metrics = step(state._replace(params=params), batch_of(1))
+        params = state.params
+        assert metrics["held_by_replicas"] == held and metrics["differing_replica"] == 5
+    with pytest.raises(RuntimeError, match="at call 3:\n  replica 5: params/v\nGo back"):
+        raise_if_diverged(state)
+    with pytest.raises(RuntimeError, match="replica 5: params/v"):
+        raise_if_diverged(state.opt_state, state.params)
+
+
+def test_a_clean_run_is_the_run_without_it(mesh):
+    inner = boostax.dynamic_loss_scale(optax.chain(boostax.all_reduce(), optax.adam(1e-2)))
+    ends = []
+    for tx in (inner, check_replicas(inner, every=2, replay=4)):
+        step = boostax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=2)
+        state = step.init(PARAMS, key=jax.random.key(0))
+        for call in range(9):
+            state, _ = step(state, batch_of(call))
+        ends.append(state)
+    chex.assert_trees_all_equal(ends[0].params, ends[1].params)
+    chex.assert_trees_all_equal(ends[0].opt_state, ends[1].opt_state.inner_state)
+    raise_if_diverged(ends[1])
+    assert ends[1].opt_state.compared == 8 and ends[1].opt_state.calls == 9
+
+
+def test_every_is_the_number_of_calls_between_comparisons(mesh):
+    step = boostax.make_train_step(loss_fn, optimizer(every=3), mesh=mesh)
+    state = step.init(PARAMS)
+    state, _ = step(state, batch_of(0))
+    state = state._replace(params=state.params | {"w": flipped(state.params["w"], 2, 9, 12)})
+    applied = []
+    for call in range(1, 4):
+        state, metrics = step(state, batch_of(call))
+        applied.append(bool(metrics["applied"]))
+    assert applied == [True, True, False]
+    # A replica that compares at other calls differs from the others at each of these.
+    state = step.init(PARAMS)
+    own = state.opt_state._replace(calls=flipped(state.opt_state.calls, 4, 0, 0))
+    _, metrics = step(state._replace(opt_state=own), batch_of(0))
+    assert not metrics["applied"] and metrics["differing_replica"] == 4
+
+
+PLACES = {
+    "HSDP": ((2, 4), ("replica", "fsdp"), P("fsdp")),
+    "FSDP": ((8,), ("fsdp",), P("fsdp")),
+    "tensor parallel": ((4, 2), ("data", "model"), P(None, "model")),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_shard_is_compared_with_its_copies(place):
+    shape, names, spec = PLACES[place]
+    mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(names))
+    axis = names if "model" not in names else "data"
+    specs = {"w": spec, "h": P(), "v": P()}
+    how = {"mesh": mesh, "axis_name": axis, "param_specs": specs}
+    step = boostax.make_train_step(loss_fn, optimizer(), **how)
+    state, metrics = step(step.init(PARAMS), batch_of(0))
+    assert metrics["applied"]
+    for name, device in (("w", 5), ("h", 6)):
+        own = jax.tree.map(jnp.copy, state)
+        params = own.params | {name: flipped(own.params[name], device, 1, 7)}
+        _, metrics = step(own._replace(params=params), batch_of(1))
+        # Without copies nothing shows; the replay of a gradient does.
+        alone = place == "FSDP" and name == "w"
+        assert metrics["applied"] == alone
+        replica = {"HSDP": device, "FSDP": device, "tensor parallel": device // 2}[place]
+        assert metrics["differing_replica"] == (-1 if alone else replica)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_in_a_mapped_function_of_ones_own(mesh, checks):
+    tx = check_replicas(optax.chain(boostax.all_reduce("data"), optax.adam(1e-2)), axis_name="data")
+    grad_fn = boostax.value_and_grad(loss_fn, axis_name="data")
+
+    def each(params, state, batch):
+        _, grads = grad_fn(params, state, batch)
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    step = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=checks, **specs))
+    put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P()))  # noqa: E731
+    params, state = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
+    assert state.ran and state.compared == 8
+    _, held = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
+    assert not held.ran and held.culprits[0] == 7
+
+
+def faulty(device, leaves):
+    """Return the sums of a device that flips a bit of each gradient that it computes."""
+    bad = jax.lax.bitcast_convert_type(leaves[-1], jnp.uint32) ^ jnp.uint32(4)
+    bad = jax.lax.bitcast_convert_type(bad, leaves[-1].dtype)
+    wrong = jax.lax.axis_index("data") == device
+    return copies.sums([*leaves[:-1], jnp.where(wrong, bad, leaves[-1])])
+
+
+@pytest.mark.parametrize("device", [0, 5, 7])
+def test_a_device_that_computes_wrongly_is_found_by_a_replay(mesh, monkeypatch, device):
+    monkeypatch.setattr(replay, "sums", functools.partial(faulty, device))
+    step = boostax.make_train_step(loss_fn, optimizer(every=2, replay=4), mesh=mesh)
+    state = step.init(PARAMS, key=jax.random.key(0))
+    applied = []
+    for call in range(6):
+        state, metrics = step(state, batch_of(call))
+        applied.append(bool(metrics["applied"]))
+    assert applied == [False, True, True, True, False, True]
+    assert metrics["differing_replica"] == device
+    with pytest.raises(RuntimeError, match=f"  replica {device}: gradients/w\n"):
+        raise_if_diverged(state)
+
+
+def test_a_replay_compares_fsdp_gradients_of_terms_in_micro_batches(monkeypatch):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+
+    def terms(params, batch):
+        x, y = batch
+        out = jnp.tanh(x @ params["w"]) @ params["v"]
+        return {"mse": ((out - y) ** 2, jnp.ones_like(y)), "size": (jnp.abs(out).sum(), 1.0)}
+
+    found = []
+    for sums in (copies.sums, functools.partial(faulty, 3)):
+        monkeypatch.setattr(replay, "sums", sums)
+        specs = jax.tree.map(lambda _: P("data"), PARAMS)
+        how = {"mesh": mesh, "param_specs": specs, "microbatches": 2}
+        step = boostax.make_train_step(terms, optimizer(replay=1), **how)
+        found.append(step(step.init(PARAMS), batch_of(0))[1]["differing_replica"])
+    assert found == [-1, 3]
+
+
+def test_an_own_loop_hands_over_the_gradient_function(mesh):
+    tx = optimizer(replay=1)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    sharded, grad_fn = boostax.on_mesh(tx, params), boostax.value_and_grad(loss_fn, mesh=mesh)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(params, state, batch, told):
+        _, grads = grad_fn(params, state, batch)
+        extra = {"replayed": grad_fn.replayed(batch)} if told else {}
+        return boostax.apply_gradients(sharded, grads, state, params, **extra)
+
+    _, state = step(params, sharded.init(params), batch_of(0), True)
+    assert state.ran and state.compared == 8
+    raise_if_diverged(state)
+    with pytest.raises(ValueError, match=r"replayed must be .* replayed=grad_fn.replayed\(batch\)"):
+        step(params, sharded.init(params), batch_of(0), False)
+
+
+@pytest.mark.parametrize("loss", ["mean over replicas", "index"])
+def test_a_loss_that_depends_on_its_replica_is_refused_by_a_replay(mesh, loss):
+    own = {"index": lambda x: jax.lax.axis_index("data") * 1.0}
+    own["mean over replicas"] = lambda x: jax.lax.pmean(x.mean(), "data")
+    moved = lambda params, batch: loss_fn(params, batch) * own[loss](batch[0])  # noqa: E731
+    step = boostax.make_train_step(moved, optimizer(replay=1), mesh=mesh)
+    with pytest.raises(ValueError, match="loss_fn must be one that computes on its rows alone"):
+        step(step.init(PARAMS), batch_of(0))
+
+
+def test_params_of_each_replica_have_no_replay_and_are_not_compared(mesh):
+    local = boostax.reduce.local_updates(optax.sgd(0.1), None, every=2)
+    step = boostax.make_train_step(loss_fn, check_replicas(local), mesh=mesh)
+    state = step.init(PARAMS)
+    for call in range(3):
+        state, metrics = step(state, batch_of(call))
+        assert metrics["applied"] and metrics["differing_replica"] == -1
+    step = boostax.make_train_step(loss_fn, check_replicas(local, replay=1), mesh=mesh)
+    with pytest.raises(ValueError, match="without params that each replica owns"):
+        step(step.init(PARAMS), batch_of(0))
+
+
+def test_a_check_that_compares_nothing_is_refused(mesh):
+    """One line forgotten: in plain jit without ``on_mesh`` no replica is seen."""
+    tx = check_replicas(optax.sgd(0.1))
+    put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P()))  # noqa: E731
+    step = jax.jit(lambda grads, state, params: boostax.apply_gradients(tx, grads, state, params))
+    _, state = step(put(PARAMS), put(tx.init(PARAMS)), put(PARAMS))
+    with pytest.raises(ValueError, match=r"compared 1 on 8 devices\. Wrap the chain in"):
+        raise_if_diverged(state)
+    with pytest.raises(ValueError, match="a CheckReplicasState"):
+        raise_if_diverged(optax.sgd(0.1).init(PARAMS))
+
+
+def test_a_checkpoint_of_replicas_that_differ_is_refused(checked, tmp_path):
+    _, kept, where = checked
+    state = jax.device_put(kept, where)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        bad = state._replace(params=state.params | {"w": flipped(state.params["w"], 6, 0, 0)})
+        with pytest.raises(ValueError, match=r"got 'params/w' on .*6.* Go back to a checkpoint"):
+            checkpointer.save(2, bad)
+        assert checkpointer.steps() == [1]
+
+
+KINDS = ["f4", "f2", "i4", "u1", "?", "c8", "bfloat16", "float8_e4m3fn", "i8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_flip_of_each_dtype_changes_the_sums(kind):
+    dtype = jnp.dtype(kind)
+    with jax.enable_x64(dtype.itemsize == 8 and kind != "c8"):
+        x = np.arange(1, 13).reshape(3, 4).astype(dtype)
+        sums = jax.jit(lambda x: copies.sums([x])[0])
+        plain = np.asarray(sums(x))
+        count = 1 if kind == "?" else 8 * dtype.itemsize
+        for word, bit in [(w, b) for w in (0, 7, 11) for b in range(count)]:
+            other = x.copy()
+            other.reshape(-1).view(np.uint8)[word * dtype.itemsize + bit // 8] ^= 1 << bit % 8
+            assert np.asarray(sums(other))[1] != plain[1], (word, bit)
+
+
+def test_two_processes_that_differ_end_with_a_table(tmp_path):
+    differences = "seed,rate,rows,code,version"
+    with processes.Processes([WORKER, tmp_path], 2, tmp_path, DIFFERENCES=differences) as run:
+        printed = run.end()
+    rows = {
+        "seed": "params/w",
+        "rate": "update",
+        "rows": "batch",
+        "code": "loss",
+        "version": "versions",
+    }
+    for name, leaf in rows.items():
+        found = printed.split(f"{name}: after call 1, applied 0: ")[1].split("Go back")[0]
+        assert f"replica 1: {leaf}" in found, printed
