@@ -91,10 +91,11 @@ def _add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.A
     return lax.add(a[0], b[0]), lax.add(a[1], b[1])
 
 
-def leaves_of(params: PyTree, state: PyTree) -> list[tuple[str, Any]]:
+def leaves_of(params: PyTree, state: PyTree, value: Any = None) -> list[tuple[str, Any]]:
     """Return the leaves that ``compare`` compares, with their names."""
     rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica)
     common = [(trees.path_name(path), x) for path, x in rows if not is_per_replica(x)]
+    common += [] if value is None else [("value", value)]
     return [*((f"params/{name}", x) for name, x in trees.named(params)), *common]
 
 
@@ -111,6 +112,7 @@ def compare(
     said: Sequence[int],
     due: jax.Array | None,
     names: tuple[str, ...],
+    value: jax.Array | None = None,
 ) -> Copies:
     """Compare numbers of each process, and the copies of params and state, over the replicas.
 
@@ -123,8 +125,10 @@ def compare(
       said: numbers of this process, such as checksums of its program; they come first.
       due: bool scalar, whether to compare now; ``None`` for always.
       names: the replica axes of a mapped function. On global arrays the placement has them.
+      value: the loss. With it the comparison comes after the mean of the loss, also in processes
+        whose programs differ; in another order their messages would not fit together.
     """
-    here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state)]
+    here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state, value)]
     nothing = Copies(jnp.asarray(True), jnp.full(len(said) + len(leaves), -1, jnp.int32))
     if here is None and not names:
         return nothing
@@ -146,6 +150,7 @@ def compare(
     shared_out = here.replicas if here.shared_out else None
     of_state = specs_like(owners, state, here.names, shared_out, sizes=here.mesh.shape)
     specs += [spec for _, spec in leaves_of((), of_state)]
+    specs += [PartitionSpec()] * (value is not None)
     order = (*here.names, *(x for x in here.mesh.axis_names if x not in here.names))
     run = on_mesh(here.auto_mesh, order, tuple(specs), said)
     leave = lambda local, shared: ((), (), run(*shared))  # noqa: E731

@@ -157,9 +157,10 @@ def check_replicas(
         own = owns_params(state.inner_state)
         due = None if every == 1 else state.calls % every == 0
         compared = () if own else params
-        found = copies.compare(compared, state, tuple(said.values()), due, names)
+        value = extra.get("value")
+        found = copies.compare(compared, state, tuple(said.values()), due, names, value)
         ok, culprits, state = *found, state._replace(compared=copies.replicas(names))
-        rows = [*said, *(name for name, _ in copies.leaves_of(compared, state))]
+        rows = [*said, *(name for name, _ in copies.leaves_of(compared, state, value))]
         if replay is not None:
             again = _require_replayed(replayed, own)(params)
             none = lambda: jnp.full(len(again.names), -1, jnp.int32)  # noqa: E731
@@ -203,7 +204,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     if culprits[0] < 0:
         return
     params = getattr(state, "params", None) if params is None else params
-    names = [name for name, _ in copies.leaves_of(params, own)] + [*_NUMBERS]
+    names = [name for name, _ in copies.leaves_of(params, own)] + [*_NUMBERS, "value"]
     names += [f"gradients/{name}" for name in trees.names(params)]
     known = {_checksum(name): name for name in names}
     rows = [
