@@ -73,6 +73,7 @@ bench: $(READY)
 	$(RUN) benchmarks/stored_time.py
 	$(RUN) benchmarks/restrictions.py
 	$(RUN) benchmarks/spikes.py
+	$(RUN) benchmarks/check_replicas.py
 	$(RUN) benchmarks/average_params.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py

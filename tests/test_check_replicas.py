@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import processes
 import pytest
+from check_replicas import PARAMS, batch_of, faulty, flipped, flipped_somewhere, loss_fn, optimizer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,46 +20,6 @@ from boostax.precision import check_replicas, raise_if_diverged
 from boostax.train import replay
 
 WORKER = processes.ROOT / "tests" / "workers" / "replicas.py"
-PARAMS = {"w": jnp.ones((8, 8)) / 3, "h": jnp.ones(8, jnp.bfloat16), "v": jnp.ones((8, 1)) / 2}
-
-
-def loss_fn(params, batch, key=None):
-    x, y = batch
-    hidden = jnp.tanh(x @ params["w"] + params["h"].astype(jnp.float32))
-    if key is not None:
-        hidden *= jax.random.bernoulli(key, 0.9, hidden.shape)
-    return jnp.mean((hidden @ params["v"] - y) ** 2)
-
-
-def batch_of(seed, rows=32):
-    x = np.random.default_rng(seed).normal(size=(rows, 9)).astype(np.float32)
-    return x[:, :8], x[:, 8:]
-
-
-def optimizer(**options):
-    inner = optax.chain(boostax.all_reduce(), optax.adam(1e-2))
-    return check_replicas(boostax.dynamic_loss_scale(inner), **options)
-
-
-def flipped(x, device, word, bit):
-    """The array, with one bit flipped in the copy of one device."""
-    shards = []
-    for shard in x.addressable_shards:
-        data = np.array(shard.data)
-        if shard.device.id == device:
-            flat = data.reshape(-1).view(f"uint{8 * data.itemsize}")
-            flat[word % flat.size] ^= flat.dtype.type(1 << bit % (8 * data.itemsize))
-        shards.append(jax.device_put(data, shard.device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-
-
-def flipped_somewhere(tree, rng):
-    """The tree with a bit flipped in the copy of one device, and that device."""
-    leaves, structure = jax.tree.flatten(tree)
-    place, device = rng.integers(len(leaves)), int(rng.integers(8))
-    bit = int(rng.integers(32)) if leaves[place].dtype != bool else 0
-    leaves[place] = flipped(leaves[place], device, int(rng.integers(64)), bit)
-    return structure.unflatten(leaves), device
 
 
 def bits(tree):
@@ -180,17 +141,9 @@ def test_in_a_mapped_function_of_ones_own(mesh, checks):
     assert not held.ran and held.culprits[0] == 7
 
 
-def faulty(device, leaves):
-    """Return the sums of a device that flips a bit of each gradient that it computes."""
-    bad = jax.lax.bitcast_convert_type(leaves[-1], jnp.uint32) ^ jnp.uint32(4)
-    bad = jax.lax.bitcast_convert_type(bad, leaves[-1].dtype)
-    wrong = jax.lax.axis_index("data") == device
-    return copies.sums([*leaves[:-1], jnp.where(wrong, bad, leaves[-1])])
-
-
 @pytest.mark.parametrize("device", [0, 5, 7])
 def test_a_device_that_computes_wrongly_is_found_by_a_replay(mesh, monkeypatch, device):
-    monkeypatch.setattr(replay, "sums", functools.partial(faulty, device))
+    monkeypatch.setattr(replay, "sums", functools.partial(faulty, device, 2, 5, 2))
     step = boostax.make_train_step(loss_fn, optimizer(every=2, replay=4), mesh=mesh)
     state = step.init(PARAMS, key=jax.random.key(0))
     applied = []
@@ -212,7 +165,7 @@ def test_a_replay_compares_fsdp_gradients_of_terms_in_micro_batches(monkeypatch)
         return {"mse": ((out - y) ** 2, jnp.ones_like(y)), "size": (jnp.abs(out).sum(), 1.0)}
 
     found = []
-    for sums in (copies.sums, functools.partial(faulty, 3)):
+    for sums in (copies.sums, functools.partial(faulty, 3, 2, 5, 2)):
         monkeypatch.setattr(replay, "sums", sums)
         specs = jax.tree.map(lambda _: P("data"), PARAMS)
         how = {"mesh": mesh, "param_specs": specs, "microbatches": 2}

@@ -169,6 +169,27 @@ def test_an_average_writes_in_place_and_a_held_call_moves_nothing_of_it(place, k
     assert applied <= (2.1 if kind == "lawa" or (target != CPU and place == "inside") else 3.1)
 
 
+@everywhere
+def test_copies_are_compared_by_one_read_and_eight_bytes(target):
+    """The sums of each leaf, and rows for a replay, are sent in branches that are seldom taken."""
+    model, check = perceptron(8, 4096), boostax.precision.check_replicas
+    gate = lambda: boostax.dynamic_loss_scale(mean())  # noqa: E731
+    bare = trained(model, gate(), target)
+    found = trained(model, check(gate()), target)
+    checked = 3 * 4 * found.params
+    read = (found.traffic.most - bare.traffic.most) / checked
+    sent = found.wire_bytes.least - bare.wire_bytes.least
+    more = len(found.collectives) - len(bare.collectives)
+    print(f"{read:.4f} of params and moments read, {sent:.0f} bytes sent, {more} collectives")
+    # The third is the mean of the loss, which else travels with the gradients.
+    assert read <= 1.01 and more <= 3
+    # A gather of 8 bytes from each of 8, or as much by a sum.
+    assert sent <= 2 * 7 * 8
+    often = trained(model, check(gate(), every=10), target)
+    assert often.traffic.least - bare.traffic.least <= 0.001 * checked
+    assert found.temporary_bytes - bare.temporary_bytes <= 0.15 * 4 * found.params
+
+
 @on(H100)
 @pytest.mark.parametrize("name", ["dynamic_loss_scale", "accumulate"])
 def test_a_gate_adds_at_most_one_copy_to_a_whole_step(name, target):

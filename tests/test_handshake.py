@@ -323,4 +323,4 @@ def test_marks_do_not_outlive_their_trace():
     for _ in range(3):
         jax.jit(step_of(tx, by_scale_loss)).lower(W, tx.init(W), X)
     gc.collect()
-    assert len(handshake._MARKS) == before
+    assert len(handshake._MARKS) <= before
