@@ -192,6 +192,29 @@ def test_an_own_loop_hands_over_the_gradient_function(mesh):
         step(params, sharded.init(params), batch_of(0), False)
 
 
+SCHEDULE = boostax.freeze_schedule("continuous", total_steps=8, frozen_fraction=0.6)
+AROUND = {
+    "accumulate": lambda tx: boostax.accumulate(tx, every=2),
+    "scheduled_freeze": lambda tx: boostax.scheduled_freeze(tx, {"w": 0, "h": 1, "v": 2}, SCHEDULE),
+    "average_params": boostax.model.average_params,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_inside_other_parts_it_compares_what_it_is_given(mesh, around):
+    step = boostax.make_train_step(loss_fn, AROUND[around](optimizer(replay=1)), mesh=mesh)
+    state = step.init(PARAMS)
+    for call in range(6):
+        state, _ = step(state, batch_of(call))
+    raise_if_diverged(state)
+    state = state._replace(params=state.params | {"v": flipped(state.params["v"], 3, 5, 7)})
+    for call in range(2):
+        state, metrics = step(state, batch_of(call))
+    assert metrics["differing_replica"] == 3
+    with pytest.raises(RuntimeError, match="replica 3: params/v"):
+        raise_if_diverged(state)
+
+
 @pytest.mark.parametrize("loss", ["mean over replicas", "index"])
 def test_a_loss_that_depends_on_its_replica_is_refused_by_a_replay(mesh, loss):
     own = {"index": lambda x: jax.lax.axis_index("data") * 1.0}

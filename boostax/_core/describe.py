@@ -200,7 +200,10 @@ def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> di
         return lambda trial: fn(place(trial))
 
     functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}
-    return {**extra, **{name: moved(fn) for name, fn in functions.items() if fn is not None}}
+    placed = {name: moved(fn) for name, fn in functions.items() if fn is not None}
+    replayed: Any = extra.get("replayed")
+    placed |= {} if replayed is None else {"replayed": replayed.at(place)}
+    return {**extra, **placed}
 
 
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:

@@ -265,7 +265,8 @@ class _Windows(NamedTuple):
         sums = jax.tree_util.tree_map_with_path(add, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        rest = params, apply, elsewhere(extra, _refused)
+        kept = {name: extra[name] for name in ("replayed",) if name in extra}
+        rest = params, apply, elsewhere(extra, _refused) | kept
         value, closed = self._close_if(ends, sums, count, state, *rest)
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)

@@ -50,6 +50,10 @@ class Replay:
     given: dict[str, Any]
     seen: Callable[[PyTree], PyTree] = lambda params: params
 
+    def at(self, place: Callable[[PyTree], PyTree]) -> "Replay":
+        """Return it for other params, which ``place`` converts."""
+        return dataclasses.replace(self, seen=lambda params: self.seen(place(params)))
+
     def said(self, params: PyTree) -> dict[str, str]:
         """Return the types of the batch and the program of the loss, as text."""
         types = [(name, jax.typeof(x).str_short()) for name, x in trees.named(self.batch)]
