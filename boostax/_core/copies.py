@@ -25,8 +25,6 @@ from boostax._core import axes, checks, placement, trees
 from boostax._core.replicas import is_per_replica, specs_like
 
 PyTree = Any
-# The type in which the words of an array are read, by their size in bits.
-_UNSIGNED = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
 
 
 class Copies(NamedTuple):
@@ -51,7 +49,7 @@ def words(leaf: jax.Array) -> jax.Array:
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     if floating or leaf.dtype.itemsize == 8:
         bits = jnp.finfo(leaf.dtype).bits if floating else 64
-        leaf = lax.bitcast_convert_type(leaf, _UNSIGNED[bits])
+        leaf = lax.bitcast_convert_type(leaf, f"uint{min(bits, 32)}")
     return leaf.astype(jnp.uint32)
 
 
@@ -72,18 +70,14 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     fuse two reductions of one operand.
     """
 
-    def by_pairs(leaves: list[jax.Array]) -> jax.Array:
-        zero = np.zeros((), np.uint32)
-        pairs = [(found := words(x), weighted(found)) for x in leaves]
-        reduced = [lax.reduce(x, (zero, zero), _add_both, range(x[0].ndim)) for x in pairs]
-        return jnp.stack([jnp.stack(x) for x in reduced])
-
-    def by_sums(leaves: list[jax.Array]) -> jax.Array:
-        found = list(map(words, leaves))
-        both = [(x.sum(dtype=jnp.uint32), weighted(x).sum(dtype=jnp.uint32)) for x in found]
-        return jnp.stack([jnp.stack(x) for x in both])
-
-    return lax.platform_dependent(list(leaves), cpu=by_pairs, default=by_sums)
+    zero = np.zeros((), np.uint32)
+    pairs = [(found := words(x), weighted(found)) for x in leaves]
+    reduced = lax.platform_dependent(
+        pairs,
+        cpu=lambda pairs: [lax.reduce(x, (zero, zero), _add_both, range(x[0].ndim)) for x in pairs],
+        default=lambda pairs: [tuple(x.sum(dtype=x.dtype) for x in pair) for pair in pairs],
+    )
+    return jnp.stack([jnp.stack(pair) for pair in reduced])
 
 
 # JAX traces a module's function once for all leaves.
@@ -110,7 +104,7 @@ def compare(
     params: PyTree,
     state: PyTree,
     said: Sequence[int],
-    due: jax.Array | None,
+    due: jax.Array,
     names: tuple[str, ...],
     value: jax.Array | None = None,
 ) -> Copies:
@@ -123,7 +117,7 @@ def compare(
       params: the params.
       state: a state whose arrays are equal on all replicas, but for those in a ``PerReplica``.
       said: numbers of this process, such as checksums of its program; they come first.
-      due: bool scalar, whether to compare now; ``None`` for always.
+      due: bool scalar, whether to compare now.
       names: the replica axes of a mapped function. On global arrays the placement has them.
       value: the loss. With it the comparison comes after the mean of the loss, also in processes
         whose programs differ; in another order their messages would not fit together.
@@ -163,7 +157,7 @@ def compare(
 
 def on_mesh(
     mesh: Mesh, order: tuple[str, ...], specs: tuple[PartitionSpec, ...], said: Sequence[int] = ()
-) -> Callable[[list[jax.Array], jax.Array | None], Copies]:
+) -> Callable[[list[jax.Array], jax.Array], Copies]:
     """Return a comparison of leaves of these specs; culprits are devices in the order of axes."""
     sizes = [mesh.shape[name] for name in order]
     positions = np.stack(np.unravel_index(np.arange(mesh.size), sizes))
@@ -174,18 +168,14 @@ def on_mesh(
     groups = np.stack([np.ravel_multi_index(tuple(x), sizes) for x in kept])
     kinds = [classes.index(x) for x in sharded]
 
-    def compared(leaves: list[jax.Array], due: jax.Array | None = None) -> Copies:
-        whole = None if due is None else PartitionSpec()
-        on_device = lambda leaves, due: _on_device(leaves, due, said, order, groups, kinds)  # noqa: E731
-        how: Any = {"in_specs": ([*specs], whole), "out_specs": PartitionSpec()}
-        return jax.shard_map(on_device, mesh=mesh, check_vma=False, **how)(leaves, due)
-
-    return compared
+    on_device = lambda leaves, due: _on_device(leaves, due, said, order, groups, kinds)  # noqa: E731
+    how: Any = {"in_specs": ([*specs], PartitionSpec()), "out_specs": PartitionSpec()}
+    return jax.shard_map(on_device, mesh=mesh, check_vma=False, **how)
 
 
 def _on_device(
     leaves: list[jax.Array],
-    due: jax.Array | None,
+    due: jax.Array,
     said: Sequence[int],
     names: tuple[str, ...],
     groups: np.ndarray[Any, Any],
@@ -201,14 +191,11 @@ def _on_device(
       groups: ``[classes, devices]``; devices with the same number hold copies.
       kinds: the class of each leaf.
     """
-    numbers = np.asarray([(x, x) for x in said], np.uint32).reshape(-1, 2)
-    look = lambda: jnp.concatenate([jnp.asarray(numbers), sums(leaves)])  # noqa: E731
-    if due is None:
-        found = look()
-    else:
-        rest = lambda: jax.tree.map(axes.zeros, jax.eval_shape(look))  # noqa: E731
-        found = lax.switch(due.astype(jnp.int32), [rest, look])
-    of_rows = np.array([0] * len(numbers) + kinds)
+    numbers = jnp.asarray(np.repeat(np.array([said], np.uint32).T, 2, 1))
+    look = lambda: jnp.concatenate([numbers, sums(leaves)])  # noqa: E731
+    rest = lambda: axes.zeros(jax.eval_shape(look))  # noqa: E731
+    found = lax.switch(due.astype(jnp.int32), [rest, look])
+    of_rows = np.array([0] * len(said) + kinds)
     odd = (2 * np.arange(len(of_rows), dtype=np.uint32) + 1)[:, None]
     rows = [found * odd * (of_rows == i)[:, None] for i in range(len(groups))]
     total = axes.to_varying(jnp.stack([x.sum(0, dtype=jnp.uint32) for x in rows]), names)
@@ -227,7 +214,7 @@ def _on_device(
         last = len(group) - 1 - jnp.argmax(others[::-1])
         return jnp.where(others.max() > 0, last, -1).astype(jnp.int32)
 
-    none = lambda: jax.tree.map(axes.zeros, jax.eval_shape(unlike)) - 1  # noqa: E731
+    none = lambda: axes.zeros(jax.eval_shape(unlike)) - 1  # noqa: E731
     return Copies(equal, lax.switch(equal.astype(jnp.int32), [unlike, none]))
 
 
@@ -243,18 +230,15 @@ def require_equal(who: str, state: PyTree) -> None:
             meshes.setdefault(at.mesh, {})[name] = x
     for mesh, arrays in meshes.items():
         specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
-        culprits = np.asarray(_jitted(mesh, specs)([*arrays.values()]).culprits)
-        got = [
-            f"{name!r} on {mesh.devices.flat[i]}"
-            for name, i in zip(arrays, culprits, strict=True)
-            if i >= 0
-        ]
+        found = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True)).culprits
+        rows = zip(arrays, np.asarray(found), strict=True)
+        got = ", ".join([f"{name!r} on {mesh.devices.flat[i]}" for name, i in rows if i >= 0][:6])
         hint = (
             "Other bits stand there than on the other devices. Go back to a checkpoint; or, where "
             "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
         )
         allowed = "the same on all devices that hold a copy"
-        checks.require(who, "state", ", ".join(got[:6]) + " ", allowed, not got, hint)
+        checks.require(who, "state", got, allowed, not got, hint)
 
 
 def _in_reach(at: NamedSharding) -> bool:

@@ -155,19 +155,18 @@ def check_replicas(
         heavy, _ = trees.trace_once(run)
         said = _said(heavy.program, replayed, params)
         own = owns_params(state.inner_state)
-        due = None if every == 1 else state.calls % every == 0
+        due = state.calls % every == 0
         compared = () if own else params
         value = extra.get("value")
         found = copies.compare(compared, state, tuple(said.values()), due, names, value)
         ok, culprits, state = *found, state._replace(compared=copies.replicas(names))
         rows = [*said, *(name for name, _ in copies.leaves_of(compared, state, value))]
         if replay is not None:
-            again = _require_replayed(replayed, own)(params)
-            none = lambda: jnp.full(len(again.names), -1, jnp.int32)  # noqa: E731
-            at = ok & (state.calls % replay == 0)
-            more = gate.branch(at, again.run, none)
+            leaves, run = _replayed(replayed, own)(params)
+            none = lambda: jnp.full(len(leaves), -1, jnp.int32)  # noqa: E731
+            more = gate.branch(ok & (state.calls % replay == 0), run, none)
             ok, culprits = ok & jnp.all(more < 0), jnp.concatenate([culprits, more])
-            rows += [f"gradients/{name}" for name in again.names]
+            rows += [f"gradients/{name}" for name in leaves]
         moved = _recorded(state, ok, rows, culprits)
         how: Any = {"apply": apply, "who": _WHO, "names": names}
         return gate.decide(ok, heavy, grads, state, moved, _finished, params, **how)
@@ -200,18 +199,14 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     fits = used == 1 or compared > 1 or not int(own.calls)
     got = f"one that compared {compared} on {used} devices"
     checks.require("raise_if_diverged", "check_replicas", got, allowed, fits, hint)
-    culprits, leaves = np.asarray(own.culprits), np.asarray(own.leaves)
-    if culprits[0] < 0:
+    if int(own.culprits[0]) < 0:
         return
     params = getattr(state, "params", None) if params is None else params
-    names = [name for name, _ in copies.leaves_of(params, own)] + [*_NUMBERS, "value"]
+    names = [name for name, _ in copies.leaves_of(params, own)] + [*_SAID, "value"]
     names += [f"gradients/{name}" for name in trees.names(params)]
     known = {_checksum(name): name for name in names}
-    rows = [
-        f"  replica {replica}: {known.get(int(leaf), 'a param')}"
-        for leaf, replica in zip(leaves, culprits, strict=True)
-        if replica >= 0
-    ]
+    found = zip(np.asarray(own.culprits), np.asarray(own.leaves), strict=True)
+    rows = [f"  replica {i}: {known.get(int(x), 'a param')}" for i, x in found if i >= 0]
     raise RuntimeError(
         f"check_replicas: replicas must be equal, got different ones at call {int(own.calls)}:\n"
         + "\n".join(rows)
@@ -220,37 +215,29 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     )
 
 
-# What is compared besides arrays, by its name, and how two replicas come to differ in it.
-_NUMBERS = {
-    "versions": "of Python packages",
-    "batch": "types of the arrays",
-    "loss": "the program",
-    "update": "the program, hyperparameters included",
-}
+# What is compared besides arrays: versions of packages, and the batch's types and the programs.
+_SAID = "versions", "batch", "loss", "update"
 
 
 def _said(program: Any, replayed: Any, params: PyTree) -> dict[str, int]:
-    """Return checksums of what each process computes with, by their names in ``_NUMBERS``."""
-    texts = dict.fromkeys(_NUMBERS, "")
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
-    texts |= {"versions": " ".join(versions), "update": str(program)}
-    texts |= {} if replayed is None else replayed.said(params)
-    return {name: _checksum(*_words(text)) for name, text in texts.items()}
+    """Return checksums of what this process computes with, by their names."""
+    versions = str([importlib.metadata.version(name) for name in _PACKAGES])
+    batch, loss = ("", "") if replayed is None else replayed.said(params)
+    texts = versions, batch, loss, str(program)
+    return {name: _checksum(text) for name, text in zip(_SAID, texts, strict=True)}
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of a printed program, sorted: JAX prints sets, in another order each time.
+def _checksum(text: str) -> int:
+    """Return the CRC-32 of the sorted words of a text, without the addresses of functions.
 
-    Addresses of functions differ between processes.
+    JAX prints sets, each time in another order.
     """
-    return sorted(re.split(r"[\s,(){}\[\]]+", re.sub(r" at 0x[0-9a-f]+", "", text)))
+    words = re.split(r"[\s,(){}\[\]]+", re.sub(r" at 0x[0-9a-f]+", "", text))
+    return zlib.crc32(" ".join(sorted(words)).encode())
 
 
-def _checksum(*words: str) -> int:
-    return zlib.crc32(" ".join(words).encode())
-
-
-def _require_replayed(replayed: Any, own: bool) -> Any:
+def _replayed(replayed: Any, own: bool) -> Any:
+    """Require the gradient function of a step in which replicas have the same params."""
     allowed, hint = "without params that each replica owns", "No other replica can compute there."
     checks.require(_WHO, "replay", "one beside some", allowed, not own, hint)
     hint = "apply_gradients(tx, grads, state, params, replayed=grad_fn.replayed(batch)) passes it."

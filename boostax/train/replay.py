@@ -8,7 +8,7 @@ code, bits could differ by rounding.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,6 @@ from boostax._core.copies import sums
 from boostax.accumulate.microbatch import split
 
 PyTree = Any
-
-
-class Again(NamedTuple):
-    """A comparison of gradients.
-
-    Attributes:
-      names: the leaves of the gradient.
-      run: returns i32 ``[leaves]``, the replica whose gradient differs; -1 where all are equal.
-    """
-
-    names: list[str]
-    run: Callable[[], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,19 +42,20 @@ class Replay:
         """Return it for other params, which ``place`` converts."""
         return dataclasses.replace(self, seen=lambda params: self.seen(place(params)))
 
-    def said(self, params: PyTree) -> dict[str, str]:
+    def said(self, params: PyTree) -> tuple[str, str]:
         """Return the types of the batch and the program of the loss, as text."""
         types = [(name, jax.typeof(x).str_short()) for name, x in trees.named(self.batch)]
         program = jax.make_jaxpr(self._mapped())(self.seen(params))
-        return {"batch": str(types), "loss": str(program)}
+        return str(types), str(program)
 
-    def __call__(self, params: PyTree) -> Again:
-        """Return the comparison of gradients at these params."""
-        params = self.seen(params)
-        run = self._mapped()
-        if self.oracle.mesh is not None:
-            run = placement.outside(run)
-        return Again([name for name, _ in trees.named(_trained(params))], lambda: run(params))
+    def __call__(self, params: PyTree) -> tuple[list[str], Callable[[], jax.Array]]:
+        """Return the names of the gradient's leaves, and a function that compares them.
+
+        It returns i32 ``[leaves]``, the replica whose gradient differs, or -1.
+        """
+        params, run = self.seen(params), self._mapped()
+        run = run if self.oracle.mesh is None else placement.outside(run)
+        return trees.names(_trained(params)), lambda: run(params)
 
     def _mapped(self) -> Callable[[PyTree], jax.Array]:
         if self.oracle.mesh is None:
