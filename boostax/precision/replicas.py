@@ -104,6 +104,7 @@ def check_replicas(
       replay: calls between two replays, a multiple of ``every``; ``None`` for never. The gradient
         function is handed to ``update``: by ``make_train_step``, or in an own loop as
         ``replayed=grad_fn.replayed(batch)``, where ``grad_fn`` is ``boostax.value_and_grad(...)``.
+        Without it, batch and loss are not compared.
         The loss may not communicate over the replicas or read the index of its own.
       axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. ``None`` is no axis, and in a
         step the step's axis where something inside reduces.
