@@ -32,6 +32,7 @@ from boostax.precision.loss_scale import skip_bad_steps as skip_bad_steps
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.policy import policy as policy
 from boostax.reduce.adasum import adasum as adasum
+from boostax.reduce.by_shape import by_shape as by_shape
 from boostax.reduce.mean import all_reduce as all_reduce
 from boostax.reduce.quantized import int8_reduce as int8_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce

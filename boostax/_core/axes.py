@@ -157,6 +157,15 @@ def require_bound(
             ) from error
 
 
+def are_bound(names: tuple[str, ...]) -> bool:
+    """Return whether the code that is traced is mapped over all of these axes."""
+    try:
+        require_bound(names, "")
+    except ValueError:
+        return False
+    return True
+
+
 def size(names: tuple[str, ...]) -> int:
     """Return the number of replicas over the axes, or in a group."""
     return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)

@@ -376,9 +376,7 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
         here = placed_here()
         if here is None:
             return update(updates, state, params, **extra)
-        hint = "One reduction serves all of them; adasum has within= for two levels."
-        allowed, fits = f"all replica axes {here.names}", set(names) == set(here.names)
-        checks.require(who, "axis_name", names, allowed, fits, hint)
+        _require_all_axes(here, who, names)
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
         structure = jax.tree.structure(updates)
@@ -387,36 +385,100 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
         of_state = specs_like(owners, state, here.names, sizes=here.mesh.shape)
         own_specs, shared_specs, _ = _apart(of_state)
 
-        def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            grads, own, _ = local
-            with _at(None):
-                means, new = update(grads, _joined(own, shared, tree))
+        def on_device(grads: PyTree, own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+            means, new = update(grads, _joined(own, shared, tree))
             return means, *_apart(new)[:2]
 
-        def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            grads, own = jax.tree.map(lambda x: x[0], local)
-            # Without the barrier, XLA would add arrays in the stacked shape although they are
-            # computed in the leaf's shape, and would not fuse the two on a TPU.
-            own = jax.tree.map(lax.optimization_barrier, own)
-            means, own, shared = named((grads, own, ()), shared)
-            return means, jax.tree.map(lambda x: x[None], own), shared
-
-        lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
-        taken = (jax.tree.map(lead, specs), own_specs), shared_specs
-        handed = specs, own_specs, shared_specs
-        island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
-
-        def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            means, own, shared = island(here.by_replica(local[:2]), shared)
-            return means, here.by_axis(own), shared
-
-        # Each vmap passes stacked arguments only if one of them differs over its axis.
-        marks = [lax.axis_index(name) for name in here.names]
-        run = lifted(list(reversed(here.names)), named, stacked, who)
-        means, own, shared = run((updates, own, marks), shared)
+        places = specs, own_specs, shared_specs
+        run = _island(here, who, on_device, places, places)
+        means, own, shared = run(updates, own, shared)
         return means, _joined(own, shared, tree)
 
     return placed
+
+
+def _require_all_axes(here: Placement, who: str, names: tuple[str, ...]) -> None:
+    hint = "One reduction serves all of them; adasum has within= for two levels."
+    allowed, fits = f"all replica axes {here.names}", set(names) == set(here.names)
+    checks.require(who, "axis_name", names, allowed, fits, hint)
+
+
+# From gradients, what a replica owns and what replicas share: means, and the latter two anew.
+OnDevice = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+Specs = tuple[PyTree, PyTree, PyTree]
+
+
+def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Specs) -> OnDevice:
+    """Return ``call`` on the shards of each device: it leaves the mapping, as ``on_shards`` does.
+
+    Args:
+      here: the placement.
+      who: the reduction.
+      call: code of one device with the replica axes as named axes.
+      taken: specs of its arguments: of gradients without, of what a replica owns with the replica
+        axes in front.
+      handed: such specs of its results.
+    """
+
+    def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        with _at(None):
+            return call(*local[:2], shared)
+
+    def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        grads, own = jax.tree.map(lambda x: x[0], local)
+        # Without the barrier, XLA would add arrays in the stacked shape although they are
+        # computed in the leaf's shape, and would not fuse the two on a TPU.
+        own = jax.tree.map(lax.optimization_barrier, own)
+        means, own, shared = named((grads, own, ()), shared)
+        return means, jax.tree.map(lambda x: x[None], own), shared
+
+    rows = jax.tree.map(lambda spec: PartitionSpec(here.names, *spec), taken[0])
+    inside: Any = {"in_specs": ((rows, taken[1]), taken[2]), "out_specs": handed}
+    island = jax.shard_map(mapped, mesh=here.auto_mesh, **inside)
+
+    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        means, own, shared = island(here.by_replica(local[:2]), shared)
+        return means, here.by_axis(own), shared
+
+    # Each vmap passes stacked arguments only if one of them differs over its axis.
+    marks = [lax.axis_index(name) for name in here.names]
+    run = lifted(list(reversed(here.names)), named, stacked, who)
+    return lambda grads, own, shared: run((grads, own, marks), shared)
+
+
+def to_rows(
+    who: str, names: tuple[str, ...], path: Path, deal: Callable[..., PyTree], leaves: PyTree
+) -> PyTree:
+    """Return ``deal(leaves)`` of a device: rows ``[rows, *shape]`` of local leaves of one shape.
+
+    Args:
+      who: the reduction.
+      names: its axes.
+      path: the path of one of the leaves, by whose spec the shards of all are placed.
+      deal: returns the rows that this replica owns.
+      leaves: local leaves.
+    """
+    here = placed_here()
+    if here is None:
+        return deal(leaves)
+    _require_all_axes(here, who, names)
+    spec = here.shards(path, who)
+    call = lambda leaves, own, shared: ((), deal(leaves), ())  # noqa: E731
+    of_rows = (), PartitionSpec(here.names, None, *spec), ()
+    return _island(here, who, call, ([spec] * len(leaves), (), ()), of_rows)(leaves, (), ())[1]
+
+
+def from_rows(
+    who: str, path: Path, gather: Callable[[PyTree], list[jax.Array]], rows: PyTree
+) -> list[jax.Array]:
+    """Invert ``to_rows``: return the leaves, equal on all replicas, that ``gather(rows)`` returns."""
+    here = placed_here()
+    if here is None:
+        return gather(rows)
+    spec = here.shards(path, who)
+    call = lambda leaves, rows, shared: (gather(rows), (), ())  # noqa: E731
+    of_rows = (), PartitionSpec(here.names, None, *spec), ()
+    return _island(here, who, call, of_rows, (spec, (), ()))((), rows, ())[0]
 
 
 def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:

@@ -91,6 +91,23 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
     return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
 
 
+def dealt(opt_state: PyTree) -> dict[int, int]:
+    """Return the number of items in each per-replica part that deals them, by the part's ``id``.
+
+    A state names such parts by a method ``dealt()``. Their arrays are ``[replicas, slots, ...]``;
+    item ``i`` is in slot ``i % slots`` of replica ``i // slots``.
+    """
+    found = [pair for node in trees.telling(opt_state, "dealt") for pair in node.dealt()]
+    return {id(part): items for part, items in found}
+
+
+def _deal(x: Any, replicas: int, items: int) -> Any:
+    """Deal items over other replicas; slots that are left over repeat the last item."""
+    slots = -(-items // replicas)
+    order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
+    return x.reshape(-1, *x.shape[2:])[order]
+
+
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
     got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
@@ -151,7 +168,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
     Returns:
       The state for the outside of a mapped function: every array inside a ``PerReplica`` has shape
-      ``(replicas, *shape)``, all others are unchanged.
+      ``(replicas, *shape)``, all others are unchanged. Matrices of ``by_shape`` are dealt.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -164,7 +181,14 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
         broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
         return broadcast(x[None], (replicas, *x.shape))
 
-    return _map_local(stack, opt_state)
+    items = dealt(opt_state)
+
+    def stacked(node: PyTree) -> PyTree:
+        if id(node) in items:
+            return jax.tree.map(lambda x: _deal(x[None], replicas, items[id(node)]), node)
+        return jax.tree.map(stack, node) if is_per_replica(node) else node
+
+    return jax.tree.map(stacked, opt_state, is_leaf=is_per_replica)
 
 
 def enter_replica(opt_state: PyTree) -> PyTree:
@@ -358,7 +382,8 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     Arrays that are added up over the replicas (an open window with ``normalize="weight"``, or
     before ``all_reduce(op="sum")``) are multiplied by ``n / m`` as well, so that their sum stays.
     Integers, booleans and PRNG keys come from the old replica that covers the beginning of the new
-    one. Arrays outside a ``PerReplica`` are equal on all replicas and stay.
+    one. Arrays outside a ``PerReplica`` are equal on all replicas and stay. Matrices of ``by_shape``
+    are dealt anew, exactly.
 
     A state class of your own names the ``PerReplica`` parts that are added up by a method
     ``shares()``, which returns them. A sum by ``jax.lax.psum`` is not seen: close such a window
@@ -393,7 +418,7 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
-    summed = shares(state)
+    summed, items = shares(state), dealt(state)
     # States name the parts that are equal inside a server by a method ``servers()``.
     of_servers = [part for node in trees.telling(state, "servers") for part in node.servers()]
 
@@ -403,19 +428,27 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
         if any(node is part for part in of_servers):
             part = spread_anew(node, replicas // within, False)
             return jax.tree.map(lambda x: jnp.repeat(x, within, 0) if within > 1 else x, part)
-        return spread_anew(node, replicas, any(node is part for part in summed))
+        summed_up = any(node is part for part in summed)
+        return spread_anew(node, replicas, summed_up, items.get(id(node)))
 
     return jax.tree.map(moved, state, is_leaf=is_per_replica)
 
 
-def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
-    """Return a per-replica part for other replicas, by the rule of ``reshard_state``."""
+def spread_anew(
+    part: PerReplica, replicas: int, summed: bool, items: int | None = None
+) -> PerReplica:
+    """Return a per-replica part for other replicas, by the rule of ``reshard_state``.
+
+    If it deals ``items``, each keeps its value.
+    """
 
     def spread(x: jax.Array) -> jax.Array:
         old, where = x.shape[0], getattr(x, "sharding", None)
         if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
             # Replicas cannot be picked from a dimension that is typed as sharded.
             x = jax.device_put(x, NamedSharding(where.mesh, PartitionSpec(None, *where.spec[1:])))
+        if items is not None:
+            return _deal(x, replicas, items)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[np.arange(replicas) * old // replicas]
         ends = lambda n: np.arange(n + 1) / n  # noqa: E731

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from boostax._core import trees
-from boostax._core.replicas import PyTree, is_per_replica, shares, spread_anew
+from boostax._core.replicas import PyTree, dealt, is_per_replica, shares, spread_anew
 
 
 def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
@@ -23,11 +23,14 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
       A tree of ``jax.ShapeDtypeStruct``.
     """
     parts = trees.find(target, is_per_replica)
-    local = {id(x) for part in parts for x in jax.tree.leaves(part)}
+    # The first dimensions that are free: the replicas, and what each of them is dealt.
+    items = dealt(target)
+    local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
 
     def type_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = tuple(saved.get(trees.path_name(path), {}).get("shape", ()))
-        alike = id(leaf) in local and shape and leaf.shape and shape[1:] == leaf.shape[1:]
+        free = local.get(id(leaf), 0)
+        alike = free and min(len(shape), leaf.ndim) >= free and shape[free:] == leaf.shape[free:]
         return typed(leaf, shape if alike else leaf.shape)
 
     return jax.tree_util.tree_map_with_path(type_of, target)
@@ -49,15 +52,16 @@ def typed(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
     """Reshard ``state`` as ``reshard_state`` does, to the replicas and shardings of ``target``."""
-    summed = shares(state)
+    summed, items = shares(state), dealt(state)
 
     def node(old: Any, new: Any) -> Any:
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (old, new)]
         if not is_per_replica(old) or shapes[0] == shapes[1]:
             return old
+        how = shapes[1][0][0], any(old is part for part in summed), items.get(id(old))
         # The rule is compiled, so each device computes only the part that it keeps.
         rule = jax.jit(
-            lambda x: spread_anew(x, shapes[1][0][0], any(old is part for part in summed)),
+            lambda x: spread_anew(x, *how),
             out_shardings=jax.tree.map(lambda x: typed(x, x.shape).sharding, new),
         )
         return rule(old)
