@@ -80,12 +80,12 @@ class _Shape(NamedTuple):
 
     def chosen(self, leaves: Arrays) -> Arrays:
         """Select the matrices that this replica owns of those that all replicas have."""
-        order = [leaves[min(i, len(leaves) - 1)] for i in range(self.slots * self.replicas)]
         if self.replicas == 1:
-            return order
-        here = axes.index(self.names)
-        order = axes.to_varying(order, self.names)
-        return [lax.select_n(here, *order[i :: self.slots]) for i in range(self.slots)]
+            return leaves
+        here, leaves = axes.index(self.names), axes.to_varying(leaves, self.names)
+        last, slots = len(leaves) - 1, self.slots
+        owners = [[min(r * slots + s, last) for r in range(self.replicas)] for s in range(slots)]
+        return [lax.select_n(here, *[leaves[i] for i in order]) for order in owners]
 
     def means(self, paths: Sequence[Any], leaves: Arrays) -> Arrays:
         """Return the means of the matrices that this replica owns."""
@@ -124,7 +124,7 @@ def _shapes(leaves: Arrays, names: Names) -> list[_Shape]:
     for i, x in enumerate(leaves):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
             found.setdefault((x.shape, trees.wide_dtype(x)), []).append(i)
-    return [_Shape(indices, names) for indices in found.values() if len(indices) > 1]
+    return [_Shape(x, names) for x in found.values() if len(x) > 1]
 
 
 def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
