@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, mismatch, norms, trees
+from boostax._core import axes, checks, interpret, mismatch, norms, trees
 from boostax._core.describe import PyTree, Stepped
 from boostax._core.placement import settled
 from boostax._core.replicas import Swept, is_per_replica
@@ -207,6 +207,35 @@ def run(
     if apply:
         return settled(trees.applied(params, updates)), state
     return trees.as_updates(updates, params), state
+
+
+def sources(tx: Extended, params: PyTree) -> Stepped:
+    """Return new params and a new state of sets: which params' gradients each array depends on.
+
+    Params are numbered in the order of their leaves.
+    """
+    # Types without shardings, by which an Explicit mesh would judge the program.
+    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(jax.tree.map(typed, params))
+
+    def update(grads: list[Any], state: PyTree, params: list[Any]) -> Stepped:
+        given = Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
+        return run(tx, *given, apply=True, extra={"value": jnp.zeros(())})
+
+    def first() -> PyTree:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        return init_inner(tx, treedef.unflatten(zeros))
+
+    program, types = jax.make_jaxpr(update, return_shape=True)(
+        leaves, jax.eval_shape(first), leaves
+    )
+    none = frozenset[int]()
+    unite = lambda facts: none.union(*facts)  # noqa: E731
+    known = [frozenset([i]) for i in range(len(leaves))]
+    known += [none] * (len(program.in_avals) - len(known))
+    each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
+    found = interpret.flow(program, known, each, unite, none)
+    return jax.tree.unflatten(jax.tree.structure(types), found)
 
 
 def applied(

@@ -422,7 +422,7 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
 
     def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         with _at(None):
-            return call(*local[:2], shared)
+            return call(local[0], local[1], shared)
 
     def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         grads, own = jax.tree.map(lambda x: x[0], local)
@@ -446,39 +446,31 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
     return lambda grads, own, shared: run((grads, own, marks), shared)
 
 
-def to_rows(
-    who: str, names: tuple[str, ...], path: Path, deal: Callable[..., PyTree], leaves: PyTree
-) -> PyTree:
-    """Return ``deal(leaves)`` of a device: rows ``[rows, *shape]`` of local leaves of one shape.
+def on_rows(
+    who: str, names: tuple[str, ...], path: Path, call: Callable[..., Any], given: Any, deal: bool
+) -> Any:
+    """Return ``call(given)`` of a device, which deals leaves of one shape, or gathers such leaves.
 
     Args:
       who: the reduction.
       names: its axes.
       path: the path of one of the leaves, by whose spec the shards of all are placed.
-      deal: returns the rows that this replica owns.
-      leaves: local leaves.
+      call: see above.
+      given: local leaves, or rows ``[rows, *shape]`` that a replica owns.
+      deal: whether ``call`` returns such rows from leaves, or leaves that are equal on all replicas
+        from rows.
     """
     here = placed_here()
     if here is None:
-        return deal(leaves)
+        return call(given)
     _require_all_axes(here, who, names)
-    spec = here.shards(path, who)
-    call = lambda leaves, own, shared: ((), deal(leaves), ())  # noqa: E731
-    of_rows = (), PartitionSpec(here.names, None, *spec), ()
-    return _island(here, who, call, ([spec] * len(leaves), (), ()), of_rows)(leaves, (), ())[1]
-
-
-def from_rows(
-    who: str, path: Path, gather: Callable[[PyTree], list[jax.Array]], rows: PyTree
-) -> list[jax.Array]:
-    """Invert ``to_rows``: return the leaves, equal on all replicas, that ``gather(rows)`` returns."""
-    here = placed_here()
-    if here is None:
-        return gather(rows)
-    spec = here.shards(path, who)
-    call = lambda leaves, rows, shared: (gather(rows), (), ())  # noqa: E731
-    of_rows = (), PartitionSpec(here.names, None, *spec), ()
-    return _island(here, who, call, of_rows, (spec, (), ()))((), rows, ())[0]
+    spec: PyTree = here.shards(path, who)
+    leaves, rows = (spec, (), ()), ((), PartitionSpec(here.names, None, *spec), ())
+    if deal:
+        scatter: OnDevice = lambda leaves, own, shared: ((), call(leaves), ())  # noqa: E731
+        return _island(here, who, scatter, leaves, rows)(given, (), ())[1]
+    gather: OnDevice = lambda leaves, own, shared: (call(own), (), ())  # noqa: E731
+    return _island(here, who, gather, rows, leaves)((), given, ())[0]
 
 
 def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:

@@ -382,8 +382,8 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     Arrays that are added up over the replicas (an open window with ``normalize="weight"``, or
     before ``all_reduce(op="sum")``) are multiplied by ``n / m`` as well, so that their sum stays.
     Integers, booleans and PRNG keys come from the old replica that covers the beginning of the new
-    one. Arrays outside a ``PerReplica`` are equal on all replicas and stay. Matrices of ``by_shape``
-    are dealt anew, exactly.
+    one. Arrays outside a ``PerReplica`` are equal on all replicas and stay. Matrices of
+    ``by_shape`` are dealt anew, exactly.
 
     A state class of your own names the ``PerReplica`` parts that are added up by a method
     ``shares()``, which returns them. A sum by ``jax.lax.psum`` is not seen: close such a window

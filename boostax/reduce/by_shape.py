@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer of matrices that runs on each matrix once: on one replica, not on all of them."""
+"""Matrices dealt to the replicas: each orthogonalises 1/n of them, and all receive the updates."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,8 @@ from boostax.reduce.codec import Arrays, Names, PyTree
 from boostax.reduce.mean import all_reduce
 
 _WHO = "by_shape"
-_PARTS = "value_fn", "obj_fn", "grad"
+# Extra arguments that speak of whole params, of which a replica's optimizer sees a part.
+_OF_PARAMS = "value_fn", "obj_fn", "grad"
 
 
 class Dealt(NamedTuple):
@@ -48,9 +48,8 @@ class ByShapeState(NamedTuple):
 
     def dealt(self) -> list[tuple[PerReplica, int]]:
         """Return the parts that are dealt and the number of their items, for ``reshard_state``."""
-        parts = [x.by_shape for x in trees.find(self.inner_state, _is_dealt)]
-        counts = [len(order) for order in self.order]
-        return [pair for each in parts for pair in zip(each, counts, strict=True)]
+        views, counts = trees.find(self.inner_state, _is_dealt), [*map(len, self.order)]
+        return [pair for x in views for pair in zip(x.by_shape, counts, strict=True)]
 
 
 class _Shape(NamedTuple):
@@ -58,10 +57,12 @@ class _Shape(NamedTuple):
 
     Attributes:
       indices: their indices among the leaves.
+      path: the path of the first.
       names: the replica axes; empty where they are not bound, for a single replica.
     """
 
     indices: list[int]
+    path: tuple[Any, ...]
     names: Names
 
     @property
@@ -71,145 +72,207 @@ class _Shape(NamedTuple):
 
     @property
     def replicas(self) -> int:
+        """The number of replicas."""
         return axes.size(self.names) if self.names else 1
 
     @property
     def few(self) -> bool:
-        """Whether padding to all slots would more than double the bytes."""
+        """Whether filling up all slots would more than double the bytes."""
         return 2 * len(self.indices) < self.slots * self.replicas
 
-    def chosen(self, leaves: Arrays) -> Arrays:
-        """Select the matrices that this replica owns of those that all replicas have."""
+    def chosen(self, leaves: Any) -> Arrays:
+        """Select the matrices that this replica owns of leaves that all replicas have."""
+        mine = [leaves[i] for i in self.indices]
         if self.replicas == 1:
-            return leaves
-        here, leaves = axes.index(self.names), axes.to_varying(leaves, self.names)
-        last, slots = len(leaves) - 1, self.slots
-        owners = [[min(r * slots + s, last) for r in range(self.replicas)] for s in range(slots)]
-        return [lax.select_n(here, *[leaves[i] for i in order]) for order in owners]
+            return mine
+        here, mine = axes.index(self.names), axes.to_varying(mine, self.names)
+        mine += [mine[-1]] * (self.slots * self.replicas - len(mine))
+        return [lax.select_n(here, *mine[i :: self.slots]) for i in range(self.slots)]
 
-    def means(self, paths: Sequence[Any], leaves: Arrays) -> Arrays:
+    def means(self, leaves: Arrays) -> Arrays:
         """Return the means of the matrices that this replica owns."""
         if self.few:
-            return self.chosen([lax.pmean(x, self.names) for x in leaves])
-        path = paths[self.indices[0]]
-        return list(placement.to_rows(_WHO, self.names, path, self._scattered, leaves))
+            mine = {i: lax.pmean(leaves[i], self.names) for i in self.indices}
+            return self.chosen(mine)
+        mine = [leaves[i] for i in self.indices]
+        spare = self.slots * self.replicas - len(mine)
 
-    def _scattered(self, leaves: Arrays) -> jax.Array:
-        spare = self.slots * self.replicas - len(leaves)
-        stack = jnp.stack([*leaves, *[jnp.zeros_like(leaves[0])] * spare])
-        return axes.scatter(stack, self.names, 0) / self.replicas
+        def deal(mine: Arrays) -> jax.Array:
+            stack = jnp.stack([*mine, *[jnp.zeros_like(mine[0])] * spare])
+            return axes.scatter(stack, self.names, 0) / self.replicas
 
-    def gathered(self, paths: Sequence[Any], rows: Arrays, leaves: Arrays) -> Arrays:
+        return list(placement.on_rows(_WHO, self.names, self.path, deal, mine, deal=True))
+
+    def gathered(self, rows: Arrays, dtype: Any) -> Arrays:
         """Return all matrices, equal on all replicas, from those that each replica owns."""
-        dtype = jnp.result_type(*leaves)
         rows = [x.astype(dtype) for x in rows]
         if self.few:
             here = axes.index(self.names)
-            mine = [jnp.where(here == i, rows[0], 0) for i in range(len(leaves))]
+            mine = [jnp.where(here == i, rows[0], 0) for i, _ in enumerate(self.indices)]
             return [lax.psum(x, self.names) for x in mine]
-        path = paths[self.indices[0]]
-        return placement.from_rows(_WHO, path, self._joined, jnp.stack(rows))
-
-    def _joined(self, rows: jax.Array) -> Arrays:
-        return list(axes.gather_along(rows, self.names, 0)[: len(self.indices)])
+        count = len(self.indices)
+        call = lambda rows: list(axes.gather_along(rows, self.names, 0)[:count])  # noqa: E731
+        given = self.path, call, jnp.stack(rows)
+        return placement.on_rows(_WHO, self.names, *given, deal=False)
 
 
 def _is_dealt(node: Any) -> bool:
     return isinstance(node, Dealt)
 
 
-def _shapes(leaves: Arrays, names: Names) -> list[_Shape]:
+def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
     """Group the matrices by shape and dtype; a shape with a single matrix is not dealt."""
-    found: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
+    found: dict[Any, dict[int, Any]] = {}
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
-            found.setdefault((x.shape, trees.wide_dtype(x)), []).append(i)
-    return [_Shape(x, names) for x in found.values() if len(x) > 1]
+            found.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
+    several = [x for x in found.values() if len(x) > 1]
+    return [_Shape([*x], next(iter(x.values())), names) for x in several]
 
 
 def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
     """Return the leaves that are not dealt."""
     leaves, treedef = jax.tree.flatten(tree)
     taken = {i for shape in shapes for i in shape.indices}
-    return treedef.unflatten([optax.MaskedNode() if i in taken else x for i, x in enumerate(leaves)])
+    return trees.masked(tree, treedef.unflatten([i not in taken for i, _ in enumerate(leaves)]))
 
 
 def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Dealt:
     """Return what this replica owns of a tree that is equal on all of them, and the rest."""
     leaves = jax.tree.leaves(tree)
-    owned = [tuple(x.chosen([leaves[i] for i in x.indices])) for x in shapes]
-    return Dealt(tuple(owned), _rest(tree, shapes))
+    return Dealt(tuple(tuple(x.chosen(leaves)) for x in shapes), _rest(tree, shapes))
 
 
-def _packed(state: PyTree) -> PyTree:
-    """Stack what belongs to the matrices of one shape."""
+def _changed(change: Callable[[Any], Sequence[Any]], state: PyTree) -> PyTree:
+    """Change what belongs to the matrices of a state."""
+    new = lambda x: x._replace(by_shape=tuple(change(x.by_shape))) if _is_dealt(x) else x  # noqa: E731
+    return jax.tree.map(new, state, is_leaf=_is_dealt)
 
-    def pack(node: Any) -> Any:
-        if not _is_dealt(node):
-            return node
-        stack = lambda *slots: jnp.stack(slots)  # noqa: E731
-        return node._replace(by_shape=tuple(PerReplica(jax.tree.map(stack, *x)) for x in node.by_shape))
 
-    return jax.tree.map(pack, state, is_leaf=_is_dealt)
+def _packed(state: PyTree, names: Names) -> PyTree:
+    """Stack what belongs to the matrices of one shape, in a ``PerReplica``."""
+    stack = lambda *slots: axes.to_varying(jnp.stack(slots), names)  # noqa: E731
+    return _changed(lambda parts: [PerReplica(jax.tree.map(stack, *x)) for x in parts], state)
 
 
 def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
     """Invert ``_packed``; refuse a state for another number of replicas."""
 
-    def unpack(node: Any) -> Any:
-        if not _is_dealt(node):
-            return node
+    def unpack(parts: Any) -> list[Any]:
         slots = [shape.slots for shape in shapes]
-        got = [[len(x) for x in jax.tree.leaves(part)] for part in node.by_shape]
+        got = [[len(x) for x in jax.tree.leaves(part)] for part in parts]
         fits = len(got) == len(slots) and all({*g} <= {n} for g, n in zip(got, slots, strict=True))
         hint = "stack_replicas(tx.init(params), n) deals it, boostax.reshard_state(state, n) anew."
         allowed = f"one with {slots} matrices of each shape on a replica"
         checks.require(_WHO, "state", got, allowed, fits, hint)
-        pairs = zip(node.by_shape, slots, strict=True)
         one = lambda part, i: jax.tree.map(lambda x: x[i], part.local)  # noqa: E731
-        return node._replace(by_shape=tuple(tuple(one(x, i) for i in range(n)) for x, n in pairs))
+        return [tuple(one(x, i) for i in range(n)) for x, n in zip(parts, slots, strict=True)]
 
-    return jax.tree.map(unpack, state, is_leaf=_is_dealt)
+    return _changed(unpack, state)
+
+
+def _require_apart(tx: gate.Extended, view: Dealt) -> None:
+    """Refuse an optimizer whose update of a matrix depends on other gradients: it has not all."""
+    # Two matrices of a shape show what more of them would, also where a replica owns only one.
+    two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
+    matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
+    mixed = False
+    for x in jax.tree.leaves(gate.sources(tx, two), is_leaf=_is_dealt):
+        slots = [slot for shape in x.by_shape for slot in shape] if _is_dealt(x) else []
+        own = [facts <= {i} for i, slot in enumerate(slots) for facts in jax.tree.leaves(slot)]
+        rest = jax.tree.leaves(x.rest if _is_dealt(x) else x)
+        mixed |= not all(own) or not all(map(matrices.isdisjoint, rest))
+    allowed = "an optimizer that computes the update of a matrix from its own gradient"
+    hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
+    checks.require(_WHO, "inner", "one that reads several gradients", allowed, not mixed, hint)
 
 
 @bound_axis.reduction
 def by_shape(
     inner: optax.GradientTransformation, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner`` on each matrix once, on the replica that owns it; reduce the rest by a mean.
+    r"""Run ``inner`` on each matrix on one replica alone, and gather the updates: a Muon for many.
+
+    ``chain(all_reduce("data"), muon)`` orthogonalises every matrix on every replica. Here the local
+    gradients of the matrices of one shape are stacked and reduce-scattered, which *is* their mean;
+    replica :math:`r` runs ``inner`` on those that it owns, and all updates of a shape are gathered
+    at once:
+
+    .. math::
+      u_i = \text{inner}\Bigl(\tfrac1n \sum_{s=1}^{n} g_{s,i}\Bigr)
+      \text{ on replica } \lfloor i / \lceil c/n \rceil \rfloor, \quad i = 0 \dots c-1 .
+
+    The result is that of the chain. It stands where reduction and optimizer would, inside gates:
+    ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
+
+    Dealt are floating-point leaves of two dimensions of whose shape there are at least two; they
+    are counted by shape and by dtype in f32 or wider. All other leaves, stacks of layers
+    ``[layers, m, n]`` included, are averaged as by ``all_reduce``, and every replica updates them.
+
+    Args:
+      inner: an optimizer without collectives or gates that computes the update of a matrix from its
+        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. It sees a ``Dealt``: matrices
+        without their paths, so a mask or partition by path stands around ``by_shape``.
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
+
+    Returns:
+      A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state`` deal its
+      moments exactly. Cost for c matrices of a shape on n replicas: the matrix arithmetic and the
+      moments of ``ceil(c/n)`` of them; a reduce-scatter in f32 or wider and an all-gather in the
+      dtype of the updates, together the bytes of a ring all-reduce times ``n ceil(c/n) / c``,
+      because zeros fill up the last replicas; two copies of the matrices, one after the other. If
+      that factor is above 2, they are all-reduced and their updates too, which is a factor of 2.
+      Where params are sharded over the replicas (FSDP) and ``inner`` reads them, they are gathered
+      too; over another axis (tensor parallel), XLA shards or repeats the arithmetic.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several
+        gradients for one update, such as a clip by their global norm; at trace time, an unbound
+        axis, already reduced or integer gradients, a state for another number of replicas.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.by_shape(optax.contrib.muon(1.0), "data")
+      >>> params = {"q": jnp.eye(4), "k": jnp.eye(4), "bias": jnp.zeros(4)}
+      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name="data")
+      >>> updates, state = jax.jit(step)(jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params))
+      >>> updates["q"].shape, state.dealt()[-1][0].local.shape  # of both; of its own
+      ((2, 4, 4), (2, 1, 4, 4))
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/, 2024. Ahn et al., Dion,
+      https://arxiv.org/abs/2504.05295, 2025, whose code deals matrices of one shape in such rounds.
     """
     tx = checks.transformation(_WHO, "inner", inner)
     gate.refuse_gates(_WHO, [gate.gate_of(inner)])
     names = axes.canonical(_WHO, axis_name)
 
     def init_fn(params: PyTree) -> ByShapeState:
-        leaves = jax.tree.leaves(params)
-        shapes = _shapes(leaves, names if axes.are_bound(names) else ())
+        shapes = _shapes(params, names if axes.are_bound(names) else ())
         view = _chosen(trees.at_least_float32(params), shapes)
-        state = _packed(gate.init_optimizer(_WHO, tx, view))
+        state = gate.init_optimizer(_WHO, tx, view)
+        _require_apart(tx, view)
         order = [jnp.arange(len(shape.indices), dtype=jnp.int32) for shape in shapes]
-        return ByShapeState(tuple(order), state)
+        return ByShapeState(tuple(order), _packed(state, names))
 
     @describe(_WHO, "delta", names, inner={"inner_state": tx})
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, _WHO)
-        named, treedef = jax.tree_util.tree_flatten_with_path(updates)
-        paths, leaves = [path for path, _ in named], [x for _, x in named]
-        shapes = _shapes(leaves, names)
-        wide = trees.at_least_float32(updates)
+        leaves, treedef = jax.tree.flatten(updates)
+        shapes, wide = _shapes(updates, names), trees.at_least_float32(updates)
         means = all_reduce(names).update(_rest(wide, shapes), optax.EmptyState())[0]
-        flat = jax.tree.leaves(wide)
-        owned = [tuple(x.means(paths, [flat[i] for i in x.indices])) for x in shapes]
+        owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
         own = None if params is None else _chosen(trees.at_least_float32(params), shapes)
-        extra = {name: x for name, x in extra.items() if name not in _PARTS}
+        extra = {name: x for name, x in extra.items() if name not in _OF_PARAMS}
         kept = _unpacked(state.inner_state, shapes)
-        made, new = tx.update(Dealt(tuple(owned), means), kept, own, **extra)
+        made, new = tx.update(Dealt(owned, means), kept, own, **extra)
         new = axes.unify(trees.cast_like(new, kept), kept)
         found = dict(enumerate(jax.tree.leaves(made.rest, is_leaf=trees.is_masked)))
         for shape, rows in zip(shapes, made.by_shape, strict=True):
-            whole = shape.gathered(paths, list(rows), [leaves[i] for i in shape.indices])
-            found |= zip(shape.indices, whole, strict=True)
+            dtype = jnp.result_type(*[leaves[i] for i in shape.indices])
+            found |= zip(shape.indices, shape.gathered(rows, dtype), strict=True)
         result = treedef.unflatten([found[i] for i in range(len(leaves))])
-        return trees.cast_like(result, updates), ByShapeState(state.order, _packed(new))
+        return trees.cast_like(result, updates), ByShapeState(state.order, _packed(new, names))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

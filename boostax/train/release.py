@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, interpret
+from boostax._core import axes, checks, gate
 from boostax._core.describe import Stepped, asked, describe
 from boostax._core.replicas import Swept
 from boostax.chain.parts import REDUCTIONS, read, rows
@@ -137,26 +137,8 @@ def _require_mean(tx: optax.GradientTransformation) -> None:
 
 def _require_apart(tx: gate.Extended, params: PyTree) -> None:
     """Refuse an optimizer that computes the update of a leaf from the gradients of others."""
-    # Types without shardings, by which an Explicit mesh would judge the program.
-    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    leaves, treedef = jax.tree.flatten(jax.tree.map(typed, params))
-
-    def update(grads: list[Any], state: PyTree, params: list[Any]) -> list[Any]:
-        given = gate.Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
-        return jax.tree.leaves(gate.run(tx, *given, apply=True, extra={})[0])
-
-    def first() -> PyTree:
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        return gate.init_inner(tx, treedef.unflatten(zeros))
-
     with axes.binding(axes.ONE_LAYER + axes.bound()):
-        program = jax.make_jaxpr(update)(leaves, jax.eval_shape(first), leaves)
-    none = frozenset[int]()
-    unite = lambda facts: none.union(*facts)  # noqa: E731
-    known = [frozenset([i]) for i in range(len(leaves))]
-    known += [none] * (len(program.in_avals) - len(known))
-    each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
-    found = interpret.flow(program, known, each, unite, none)
+        found = jax.tree.leaves(gate.sources(tx, params)[0])
     fits = all(facts <= {i} for i, facts in enumerate(found))
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
     got, allowed = "a norm of several", "one that reads the gradient of one param at a time"
