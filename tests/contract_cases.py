@@ -216,6 +216,7 @@ VARIANTS = [
     Case("all_reduce_in_buckets", behind(boostax.all_reduce, bucket_bytes=2**20), reduces=True),
     Case("adasum_half_inside_the_scaler", low_adasum, reduces=True, skips=True),
     Case("adasum_delta", around(adasum_delta), reduces=True),
+    Case("by_shape", around(boostax.by_shape), reduces=True),
     Case(
         "adasum_delta_of_servers",
         around(adasum_delta, within=4),

@@ -49,6 +49,7 @@ WRAPPERS = (
     precision.skip_spikes,
     functools.partial(precision.group_loss_scale, labels=half),
     functools.partial(reduce.adasum_delta, axis_name="data"),
+    functools.partial(boostax.by_shape, axis_name="data"),
     functools.partial(reduce.partial_average, axis_name="data", partitions=2),
     functools.partial(boostax.scheduled_freeze, groups=half, schedule=1),
     model.average_params,

@@ -462,6 +462,7 @@ REDUCTIONS = {
     "all_reduce": mean,
     "adasum": adasum,
     "adasum_delta": delta,
+    "by_shape": boostax.by_shape(sgd, "data"),
     "top_k_reduce": top_k,
     "threshold_reduce": boostax.reduce.threshold_reduce("data", 0.1),
     "int8_reduce": boostax.int8_reduce("data"),

@@ -7,6 +7,7 @@ To add a codec, subclass ``Codec``; ``compress`` makes a transformation of it.
 from boostax._core.late import late as _late
 from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.adasum import adasum_delta as adasum_delta
+from boostax.reduce.by_shape import by_shape as by_shape
 from boostax.reduce.codec import Codec as Codec
 from boostax.reduce.codec import Late as Late
 from boostax.reduce.codec import Message as Message

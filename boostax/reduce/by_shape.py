@@ -268,11 +268,14 @@ def by_shape(
         kept = _unpacked(state.inner_state, shapes)
         made, new = tx.update(Dealt(owned, means), kept, own, **extra)
         new = axes.unify(trees.cast_like(new, kept), kept)
-        found = dict(enumerate(jax.tree.leaves(made.rest, is_leaf=trees.is_masked)))
+        found = dict[int, jax.Array]()
         for shape, rows in zip(shapes, made.by_shape, strict=True):
             dtype = jnp.result_type(*[leaves[i] for i in shape.indices])
             found |= zip(shape.indices, shape.gathered(rows, dtype), strict=True)
-        result = treedef.unflatten([found[i] for i in range(len(leaves))])
+        others = iter(jax.tree.leaves(made.rest))
+        result = treedef.unflatten(
+            [found[i] if i in found else next(others) for i, _ in enumerate(leaves)]
+        )
         return trees.cast_like(result, updates), ByShapeState(state.order, _packed(new, names))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

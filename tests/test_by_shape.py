@@ -1,0 +1,301 @@
+"""Laws of ``by_shape``: a dealt optimizer of matrices is Optax's, on any replicas and placement."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax import states, testing
+from boostax.train.resharding import resharded
+
+STEPS = 3
+# A single matrix, counts that divide among no replicas, and one that divides among 8.
+COUNTS = {(4, 3): 24, (3, 5): 7, (2, 4): 3, (8, 2): 1}
+
+
+def muon(**options):
+    """Momentum, decay, a schedule, and Adam for vectors."""
+    rate = optax.linear_schedule(0.1, 0.01, 5)
+    return optax.contrib.muon(rate, weight_decay=0.1, adam_b1=0.8, **options)
+
+
+def drawn(params, seed, *lead):
+    """Gradients for params, stacked over the replicas."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    shapes = [(*lead, *x.shape) for x in leaves]
+    return treedef.unflatten([jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)])
+
+
+def tree(counts):
+    """Matrices of these shapes between vectors."""
+    one = lambda shape, count: {f"w{i}": jnp.zeros(shape) for i in range(count)}  # noqa: E731
+    groups = {f"{m}x{n}": one((m, n), count) for (m, n), count in counts.items()}
+    return drawn({**groups, "bias": jnp.zeros(5), "scale": jnp.zeros(())}, 99)
+
+
+def matrices(count=3, shape=(4, 8)):
+    """A few matrices and a vector, whose dimensions 2 and 4 divide."""
+    return tree({shape: count})
+
+
+@functools.cache
+def reference_step(make):
+    """A step of the optimizer alone on the mean of stacked gradients."""
+    tx = make()
+
+    @jax.jit
+    def step(params, state, grads):
+        means = jax.tree.map(lambda g: g.mean(0), grads)
+        updates, state = tx.update(means, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def reference(make, params, replicas, steps=range(STEPS)):
+    init, step = reference_step(make)
+    state = init(params)
+    for seed in steps:
+        params, state = step(params, state, drawn(params, seed, replicas))
+    return params
+
+
+def mesh_of(shape, names=("data",), kind=AxisType.Auto):
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
+
+
+def placed(params, mesh, spec=P()):
+    """Matrices by a spec, all else whole."""
+    of = lambda x: spec if x.ndim == 2 else P()  # noqa: E731
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, of(x))), params)
+
+
+def on_global_arrays(tx, params, steps=range(STEPS), state=None, **options):
+    """Train in plain ``jit`` on params that are placed; return params and state."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    tx = boostax.on_mesh(tx, params, axis_name="data", **options)
+    state = tx.init(params) if state is None else state
+    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
+    for seed in steps:
+        grads = drawn(params, seed, mesh.shape["data"])
+        where = NamedSharding(mesh, P("data"))
+        params, state = step(params, state, jax.device_put(grads, where))
+    return params, state
+
+
+def assert_equal(got, wanted, tolerance=1e-6):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance, err_msg=str(path))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5, 8])
+def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
+    params = tree(COUNTS)
+    got, state = on_global_arrays(boostax.by_shape(muon()), placed(params, mesh_of((replicas,))))
+    assert_equal(got, reference(muon, params, replicas))
+    dealt = [jax.tree.leaves(part)[0].shape for part, _ in state.dealt() if jax.tree.leaves(part)]
+    counts = [24, 7, 3]
+    assert sorted({x[:2] for x in dealt}) == sorted({(replicas, -(-n // replicas)) for n in counts})
+
+
+MODES = "checked", "unchecked", "pmap", "vmap"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_muon_in_a_mapped_function(mode):
+    params, replicas = matrices(9), jax.device_count()
+    tx = boostax.by_shape(muon(), "data")
+    state = states.stack_replicas(tx.init(params), replicas)
+
+    def step(params, state, grads):
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    if mode in ("checked", "unchecked"):
+        specs = states.state_specs(tx, params, "data")
+
+        def local(params, state, grads):
+            one = jax.tree.map(lambda g: g[0], grads)
+            params, state = step(params, states.enter_replica(state), one)
+            return params, states.leave_replica(state)
+
+        given = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
+        check = {"check_vma": mode == "checked"}
+        run = jax.jit(jax.shard_map(local, mesh=mesh_of((replicas,)), **given, **check))
+        for seed in range(STEPS):
+            params, state = run(params, state, drawn(params, seed, replicas))
+    else:
+        mapped = {"axis_name": "data", "in_axes": (None, 0)}
+
+        def train(params, grads):
+            one = lambda carry, grads: (step(*carry, grads), None)  # noqa: E731
+            return jax.lax.scan(one, (params, tx.init(params)), grads)[0][0]
+
+        several = [drawn(params, seed, replicas) for seed in range(STEPS)]
+        grads = jax.tree.map(lambda *xs: jnp.stack(xs, 1), *several)
+        run = jax.pmap(train, **mapped) if mode == "pmap" else jax.jit(jax.vmap(train, **mapped))
+        params = jax.tree.map(lambda x: x[-1], run(params, grads))
+    assert_equal(params, reference(muon, matrices(9), replicas))
+
+
+PLACEMENTS = {
+    "FSDP": ((8,), ("data",), P("data"), {}),
+    "ZeRO": ((8,), ("data",), P(), {"shard_optimizer": True}),
+    "tensor parallel": ((4, 2), ("data", "model"), P(None, "model"), {}),
+    "FSDP and tensor parallel": ((4, 2), ("data", "model"), P("data", "model"), {}),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_it_is_muon_on_sharded_params(name, kind):
+    shape, names, spec, options = PLACEMENTS[name]
+    params = matrices(6, (8, 16))
+    start = placed(params, mesh_of(shape, names, kind), spec)
+    got, _ = on_global_arrays(boostax.by_shape(muon()), start, **options)
+    assert_equal(got, reference(muon, params, shape[0]))
+
+
+def test_matrices_of_one_shape_may_be_sharded_in_two_ways():
+    """Columns and rows, as in the two products of a tensor-parallel block."""
+    params, mesh = matrices(5, (8, 8)), mesh_of((4, 2), ("data", "model"))
+    start = placed(params, mesh)
+    for i, spec in enumerate([P(None, "model"), P("model"), P("model"), P(), P("data", "model")]):
+        where = NamedSharding(mesh, spec)
+        start["8x8"][f"w{i}"] = jax.device_put(params["8x8"][f"w{i}"], where)
+    got, _ = on_global_arrays(boostax.by_shape(muon()), start)
+    assert_equal(got, reference(muon, params, 4))
+
+
+def by_label(params):
+    """Adam for the first matrix, Muon for the others."""
+    first = lambda path, x: "adam" if "w0" in str(path) else "muon"  # noqa: E731
+    return jax.tree_util.tree_map_with_path(first, params)
+
+
+def partitioned(matrices_by=muon, vectors_by=optax.adam):
+    return optax.partition({"muon": matrices_by(), "adam": vectors_by(0.1)}, by_label)
+
+
+def hyperparameters():
+    rate = optax.linear_schedule(0.1, 0.01, 5)
+    return optax.inject_hyperparams(optax.contrib.muon)(learning_rate=rate, weight_decay=0.1)
+
+
+INSIDE = {
+    "in a partition": (
+        partitioned,
+        lambda: partitioned(
+            lambda: boostax.by_shape(muon()),
+            lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate)),
+        ),
+    ),
+    "around hyperparameters": (hyperparameters, lambda: boostax.by_shape(hyperparameters())),
+    "around Adafactor": (
+        lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+        lambda: boostax.by_shape(optax.adafactor(0.1, min_dim_size_to_factor=2)),
+    ),
+    "around LAMB": (lambda: optax.lamb(0.1), lambda: boostax.by_shape(optax.lamb(0.1))),
+    "around an optimizer that keeps params": (
+        lambda: optax.contrib.schedule_free_adamw(0.1),
+        lambda: boostax.by_shape(optax.contrib.schedule_free_adamw(0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_it_is_the_optimizer_that_it_wraps(name):
+    alone, dealt = INSIDE[name]
+    params = matrices(6)
+    got, _ = on_global_arrays(dealt(), placed(params, mesh_of((4,))))
+    assert_equal(got, reference(alone, params, 4), 2e-6)
+
+
+def test_a_scaled_window_skips_and_waits_around_it():
+    params, mesh = matrices(5), mesh_of((4,))
+    inside = boostax.accumulate(boostax.by_shape(muon()), 2)
+    tx = testing.drawn(boostax.static_loss_scale(inside, 8.0))
+    scaled = lambda seed: jax.tree.map(lambda g: 8 * g, drawn(params, seed, 4))  # noqa: E731
+    start = placed(params, mesh)
+    tx = boostax.on_mesh(tx, start)
+    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
+    got, state = start, tx.init(start)
+    bad = jax.tree.map(lambda g: g.at[1].set(jnp.nan), scaled(7))
+    for grads in (scaled(0), bad, scaled(1)):
+        got, state = step(got, state, grads)
+    init, one = reference_step(muon)
+    means = jax.tree.map(lambda *g: sum(g) / 2, *[drawn(params, seed, 4) for seed in (0, 1)])
+    assert_equal(got, one(params, init(params), means)[0])
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+def test_a_state_of_four_replicas_trains_on_by_others(replicas):
+    """Both by ``reshard_state`` and as a checkpoint is read into another step's state."""
+    params = matrices(7)
+    tx, start = boostax.by_shape(muon()), placed(params, mesh_of((4,)))
+    first, state = on_global_arrays(tx, start, range(2))
+    init, one = reference_step(muon)
+    wanted, known = params, init(params)
+    for seed, count in [(0, 4), (1, 4), (2, replicas)]:
+        wanted, known = one(wanted, known, drawn(params, seed, count))
+    mesh = mesh_of((replicas,))
+    moved = placed(jax.device_get(first), mesh)
+    target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
+    for way in (
+        boostax.reshard_state(jax.device_get(state), replicas),
+        resharded(jax.device_get(state), target),
+    ):
+        where = jax.tree.map(lambda x: x.sharding, target)
+        got, _ = on_global_arrays(tx, moved, [2], jax.device_put(way, where))
+        assert_equal(got, wanted)
+
+
+def norm_of_all():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (norm_of_all, "reads several gradients"),
+        (lambda: optax.flatten(optax.sgd(0.1, momentum=0.9)), "reads several gradients"),
+        (lambda: boostax.skip_bad_steps(optax.sgd(0.1)), "without gates"),
+        (lambda: optax.chain(boostax.accumulate(optax.sgd(0.1), 2)), "without gates"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 8])
+def test_what_needs_all_matrices_is_refused(inner, said, count):
+    params, replicas = matrices(count), jax.device_count()
+    with pytest.raises(ValueError, match=said):
+        boostax.by_shape(inner(), "data").init(params)
+    with pytest.raises(ValueError, match=said):
+        init = lambda _: boostax.by_shape(inner(), "data").init(params)  # noqa: E731
+        jax.vmap(init, axis_name="data")(jnp.arange(replicas))
+
+
+def test_a_state_for_other_replicas_is_refused():
+    params = matrices(7)
+    tx = boostax.by_shape(muon(), "data")
+    step = jax.vmap(lambda g: tx.update(g, tx_state, params), axis_name="data")
+    tx_state = tx.init(params)
+    with pytest.raises(ValueError, match="reshard_state"):
+        step(drawn(params, 0, 4))
+
+
+def test_it_is_described_as_a_reduction():
+    params = placed(matrices(3), mesh_of((4,)))
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(boostax.by_shape(muon()), 2))
+    found = boostax.explain(tx, params)
+    assert [x.role for x in found.parts if x.name == "by_shape"] == ["delta"]
+    assert not found.findings
+    twice = boostax.explain(optax.chain(boostax.all_reduce(), boostax.by_shape(muon())), params)
+    assert any("takes local gradients" in x.mend for x in twice.findings)
