@@ -65,6 +65,12 @@ With one micro-batch, and its optimizer in the backward loop
     "Wire formats": """\
 Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU moves bf16 as
 f32.""",
+    "Matrices by shape": """\
+The optimizer's part of a step on 24 square matrices and a vector, on 8 devices, with weight decay:
+local gradients given, all donated. Collectives are executed ones. Bytes sent are multiples of what
+a mean of whole params sends, temporaries and arguments (params, state, gradients) of the params'
+bytes, FLOPs, matrix products and cycles of the first row of the same width. Tensor parallelism
+halves the products. A TPU keeps temporaries of the smaller width in its vector memory.""",
     "Reductions beside the mean": """\
 The perceptron of 67 M params again, in 4 leaves, with another reduction before Adam: temporaries in
 multiples of P; the cycles and the instructions of the program for v5e, and the seconds in which it
@@ -295,6 +301,34 @@ def narrow() -> Rows:
     return rows
 
 
+def by_shape() -> Rows:
+    rows: Rows = []
+    for width, placed in [(1024, name) for name in cases.MUON_PLACED] + [(4096, "whole")]:
+        for form in cases.MUON:
+            row: dict[str, Any] = {"form": form, "matrices": width, "params": placed}
+            for name, target in (("v5e", V5E), ("H100", H100)):
+                found = cases.muon(form, target, {width: 24}, placed)
+                plain = muon_alone(target, width)
+                unit = 4 * found.params
+                row[f"{name} collectives"] = len(found.collectives)
+                row[f"{name} wire"] = found.wire_bytes.most / (2 * 7 / 8 * unit)
+                row[f"{name} temporaries"] = found.temporary_bytes / unit
+                row[f"{name} arguments"] = found.argument_bytes / unit
+                row[f"{name} products"] = cases.products(found) / cases.products(plain)
+                if found.cycles is not None:
+                    row["v5e FLOPs"] = found.flops / plain.flops
+                    row["v5e cycles"] = found.cycles.most / plain.cycles.most
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+@functools.cache
+def muon_alone(target: str | None, width: int) -> Audit:
+    """The mean and Muon on every replica."""
+    return cases.muon(next(iter(cases.MUON)), target, {width: 24})
+
+
 def instructions(found: Audit) -> int:
     """Of the whole program."""
     return sum(" = " in line for line in found.text.splitlines())
@@ -419,6 +453,7 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "Reductions per optimizer step": reductions,
     "Released layers": released,
     "Wire formats": wires,
+    "Matrices by shape": by_shape,
     "Reductions beside the mean": narrow,
     "Size": size,
     "Size, sharded": sharded_size,
@@ -465,6 +500,11 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
             for name in TARGETS:
                 claim = f"released layers, {row['params']}, temporaries on {name}, P"
                 found.append(harness.Bar(claim, row[f"{name} temporaries"], 0.5))
+    for row in sections["Matrices by shape"]:
+        if row["form"] != next(iter(cases.MUON)) and row["params"] == "whole":
+            for name, limit in (("wire", 1.0), ("products", 1.1 / 8)):
+                claim = f"{row['form']}, {row['matrices']}, {name} on v5e, of a mean and Muon"
+                found.append(harness.Bar(claim, row[f"v5e {name}"], limit))
     beside = {row["reduction"]: row["v5e cycles"] for row in sections["Reductions beside the mean"]}
     for form, (_, limit) in cases.NARROW.items():
         claim = f"{form}, of the f32 mean's cycles on v5e"

@@ -4,7 +4,8 @@ Shared by ``benchmarks/compilers.py``, which writes the page, and ``tests/test_c
 holds the laws.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -300,3 +301,54 @@ def forms(target, fsdp=False, model=None, rows=2):
     step = boostax.make_train_step(model.loss, mean(), **how)
     batch = model.batch(rows * mesh.size * WINDOW)
     return boostax.inspect.forms(step, step.init(params), batch, target=target)
+
+
+MUON = {
+    "`all_reduce`, Muon": lambda: optax.chain(boostax.all_reduce(), _muon()),
+    "`by_shape` of Muon": lambda: boostax.by_shape(_muon()),
+}
+# A mesh of data and model, and the spec of matrices.
+MUON_PLACED = {
+    "whole": ((8, 1), P()),
+    "FSDP": ((8, 1), P(AXIS)),
+    "tensor parallel, 4 x 2": ((4, 2), P(None, "model")),
+}
+
+
+def _muon() -> optax.GradientTransformation:
+    return optax.contrib.muon(0.02, weight_decay=0.1)
+
+
+def muon(form: str, target: str | None, counts: Mapping[int, int], placed: str = "whole") -> Audit:
+    """The optimizer's part of a step on square matrices: local gradients given, all donated.
+
+    Args:
+      form: a key of ``MUON``.
+      target: where it is compiled for.
+      counts: the number of matrices by their width.
+      placed: a key of ``MUON_PLACED``.
+    """
+    shape, spec = MUON_PLACED[placed]
+    mesh = mesh_of(target, shape, (AXIS, "model"))
+    whole, at = (NamedSharding(mesh, x) for x in (P(), spec))
+    square = lambda width: jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=at)  # noqa: E731
+    params: dict[str, Any] = {str(w): [square(w)] * count for w, count in counts.items()}
+    params["bias"] = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=whole)
+    tx = boostax.on_mesh(MUON[form](), params, axis_name=AXIS)
+
+    def local(x):
+        rest = [name if name != AXIS else None for name in x.sharding.spec]
+        where = NamedSharding(mesh, P(AXIS, *rest))
+        return jax.ShapeDtypeStruct((shape[0], *x.shape), x.dtype, sharding=where)
+
+    def step(params, state, grads):
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    grads = boostax.PerReplica(jax.tree.map(local, params))
+    step = jax.jit(step, donate_argnums=(0, 1, 2))
+    return boostax.audit(step, params, tx.init(params), grads, target=target)
+
+
+def products(found: Audit) -> int:
+    """The matrix products that a device runs."""
+    return len(re.findall(r'custom_call_target="__cublas|= \S+ (?:dot|convolution)\(', found.text))

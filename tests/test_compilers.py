@@ -710,3 +710,21 @@ def test_a_stored_state_of_released_layers_takes_five_bytes_a_param(target):
     kept, beside = found.argument_bytes / found.params, found.temporary_bytes / found.params
     print(f"{kept:.3f} bytes a param of params and state, {beside:.3f} of temporaries")
     assert kept <= 4.1 and kept + beside <= 5.1
+
+
+@on(V5E, H100)
+def test_dealt_matrices_are_orthogonalised_once_and_send_what_a_mean_sends(target):
+    """Each of two shapes takes a reduce-scatter and a gather; a vector beside them one mean."""
+    form = "`by_shape` of Muon"
+    found = cases.muon(form, target, {1024: 16, 512: 8})
+    kinds = collections.Counter(c.kind for c in found.collectives)
+    assert kinds == {"reduce-scatter": 2, "all-gather": 2, "all-reduce": 1}
+    sent = 2 * 7 / 8 * 4 * found.params
+    assert found.wire_bytes.most <= 1.001 * sent
+    # Five steps of three products for each matrix.
+    assert cases.products(found) == 15 * (16 + 8) / 8
+    plain = cases.muon("`all_reduce`, Muon", target, {1024: 16, 512: 8})
+    if target == V5E:
+        assert found.flops <= 1.1 / 8 * plain.flops
+        assert found.temporary_bytes <= 0.1 * 4 * found.params
+    assert found.temporary_bytes <= plain.temporary_bytes
