@@ -409,9 +409,12 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Sum over the replicas, or over each group, and return this replica's slice of the sum."""
-    if not (vmapped(names) and isinstance(names, Groups)):
-        over: dict[str, Any] = {"axis_name": tuple(names), "axis_index_groups": _lists(names)}
-        return lax.psum_scatter(x, scatter_dimension=dim, tiled=True, **over)
+    how: Any = {"scatter_dimension": dim, "tiled": True, "axis_index_groups": _lists(names)}
+    if not vmapped(names):
+        return lax.psum_scatter(x, tuple(names), **how)
+    if not isinstance(names, Groups):
+        # vmap has no rule for several axes at once.
+        return functools.reduce(lambda x, name: lax.psum_scatter(x, name, **how), names, x)
     length = x.shape[dim] // size(names)
     summed = in_group(x, names).sum(0)
     return lax.dynamic_slice_in_dim(summed, names.place() * length, length, dim)
