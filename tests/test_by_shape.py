@@ -299,3 +299,13 @@ def test_it_is_described_as_a_reduction():
     assert not found.findings
     twice = boostax.explain(optax.chain(boostax.all_reduce(), boostax.by_shape(muon())), params)
     assert any("takes local gradients" in x.mend for x in twice.findings)
+
+
+@pytest.mark.parametrize(
+    ("count", "times"), [(1, 1), (2, 2), (3, 2), (7, 8 / 7), (9, 16 / 9), (24, 1)]
+)
+def test_it_sends_what_a_mean_sends_times_what_fills_up_the_replicas(count, times):
+    params, of = {f"w{i}": jnp.zeros((16, 8)) for i in range(count)}, {"axis_sizes": {"data": 8}}
+    one = lambda tx: boostax.explain(tx, params, **of).parts[0].wire_bytes  # noqa: E731
+    sent = one(boostax.by_shape(optax.sgd(0.1), "data"))
+    assert sent == pytest.approx(times * one(boostax.all_reduce("data")))
