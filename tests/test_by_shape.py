@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import states, testing
-from boostax.train.resharding import resharded
+from boostax._core import trees
+from boostax.train.resharding import as_saved, resharded
 
 STEPS = 3
 # A single matrix, counts that divide among no replicas, and one that divides among 8.
@@ -250,6 +251,9 @@ def test_a_state_of_four_replicas_trains_on_by_others(replicas):
     mesh = mesh_of((replicas,))
     moved = placed(jax.device_get(first), mesh)
     target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
+    saved = {name: {"shape": x.shape} for name, x in trees.named(state)}
+    found = as_saved(target, saved)
+    assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(state)]
     for way in (
         boostax.reshard_state(jax.device_get(state), replicas),
         resharded(jax.device_get(state), target),
