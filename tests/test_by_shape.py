@@ -278,7 +278,8 @@ def norm_of_all():
 )
 @pytest.mark.parametrize("count", [2, 8])
 def test_what_needs_all_matrices_is_refused(inner, said, count):
-    params, replicas = matrices(count), jax.device_count()
+    # Matrices alone: beside vectors a common norm is seen in what it does to these.
+    params, replicas = matrices(count)["4x8"], jax.device_count()
     with pytest.raises(ValueError, match=said):
         boostax.by_shape(inner(), "data").init(params)
     with pytest.raises(ValueError, match=said):
@@ -313,3 +314,27 @@ def test_it_sends_what_a_mean_sends_times_what_fills_up_the_replicas(count, time
     one = lambda tx: boostax.explain(tx, params, **of).parts[0].wire_bytes  # noqa: E731
     sent = one(boostax.by_shape(optax.sgd(0.1), "data"))
     assert sent == pytest.approx(times * one(boostax.all_reduce("data")))
+
+
+def test_replicas_may_be_those_of_two_axes():
+    params, names = matrices(5), ("nodes", "cores")
+    start = placed(params, mesh_of((2, 2), names))
+    tx = boostax.on_mesh(boostax.by_shape(muon()), start, axis_name=names)
+    several = [drawn(params, seed, 4) for seed in range(STEPS)]
+    got, state = start, tx.init(start)
+    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
+    for grads in several:
+        got, state = step(got, state, grads)
+    wanted = reference(muon, params, 4)
+    assert_equal(got, wanted)
+    tx = boostax.by_shape(muon(), names)
+
+    def train(several):
+        params, state = matrices(5), tx.init(matrices(5))
+        for grads in several:
+            params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params
+
+    split = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), several)
+    mapped = jax.vmap(jax.vmap(train, axis_name="cores"), axis_name="nodes")(split)
+    assert_equal(jax.tree.map(lambda x: x[1, 1], mapped), wanted)
