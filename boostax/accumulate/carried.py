@@ -46,6 +46,10 @@ class CarryState(NamedTuple):
     window: dict[Rule, PyTree]
     inner_state: optax.OptState
 
+    def waiting(self) -> Carried:
+        """Return the new values that are not yet set, by path."""
+        return {name: x for tree in self.window.values() for name, x in trees.named(tree)}
+
 
 @bound_axis.gate
 def carry(
@@ -153,15 +157,18 @@ class _Carry(NamedTuple):
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
         others, inside = without(params, found), state.inner_state
+        waiting = state.waiting()
+
+        def merged(name: str, x: jax.Array) -> jax.Array:
+            old, x = waiting[name], x.astype(waiting[name].dtype)
+            return jnp.where(opened, combine(found[name], old, x), x)
+
+        both = {name: merged(name, x) for name, x in new.items()}
+        extra["carried"] = both
         trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
-
-        def merged(name: str, old: jax.Array) -> jax.Array:
-            x = new[name].astype(old.dtype)
-            both = jnp.where(opened, combine(found[name], old, x), x)
-            return jnp.where(took, both, old)
-
-        window: dict[Rule, PyTree] = {rule: _map(merged, x) for rule, x in state.window.items()}
+        kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731
+        window: dict[Rule, PyTree] = {rule: _map(kept, x) for rule, x in state.window.items()}
         have = opened | took
         params = _settled(trained, params, window, gate.passed(inner) & have)
         return params, CarryState(have & gate.held_open(inner), window, inner)
@@ -169,6 +176,7 @@ class _Carry(NamedTuple):
     def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
         """Close the windows that are open inside, and set the leaves that waited for them."""
         others = without(params, resolve(self.rules, params))
+        extra["carried"] = state.waiting()
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
         closed = state.open & gate.passed(inner_state)
         params = _settled(trained, params, state.window, closed)

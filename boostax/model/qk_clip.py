@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Scale the query and key weights of a head back once its attention logits exceed a bound.
+
+Nothing in a transformer bounds the products of queries and keys. Muon lets their weights grow until
+the softmax has one term left. A factor on a head's weights is the same factor on its logits, and
+unlike a clip of the logits it needs no change to the model.
+
+References:
+  Kimi Team, Kimi K2: Open Agentic Intelligence (MuonClip), https://arxiv.org/abs/2507.20534, 2025.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import checks, gate, trees
+from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core.groups import few
+
+Stars = tuple[str, ...]
+_WHO = "qk_clip"
+
+
+class Heads(NamedTuple):
+    """The attention layers of a model: where weights and maxima are, and the axis of the heads.
+
+    The fields but for the last three are patterns of paths, in which ``*`` stands for any text. The
+    path of a module stands for its kernel and its bias. Leaves belong to one layer if all their
+    stars stand for the same text.
+
+    Attributes:
+      query: weights of the queries, ``[..., heads, head_dim]``, or ``[..., heads * head_dim]`` with
+        ``axis=-1``; latent attention (MLA) has its content part here.
+      key: weights of the keys.
+      maxima: the carried leaf ``[heads]`` with the largest logit of each head; ``[layers, heads]``
+        if the layers are stacked, as all weights are then.
+      rotary: of MLA, the weights of the queries that meet the shared rotary key; none by default.
+      axis: the axis of the heads, counted from the end, in kernels and biases alike.
+      key_heads: the number of heads of the keys, of which each serves as many query heads; by
+        default all of them.
+      content: of MLA, if a leaf holds several parts: the first ``content`` elements of a head are
+        keys, or the queries that meet these. The rest of a query leaf is rotary, the rest of a key
+        leaf is values, which stay.
+    """
+
+    query: str
+    key: str
+    maxima: str
+    rotary: str = ""
+    axis: int = -2
+    key_heads: int | None = None
+    content: int | None = None
+
+
+class QKClipState(NamedTuple):
+    """State of ``qk_clip``.
+
+    Attributes:
+      inner_state: state of the inner transformation.
+    """
+
+    inner_state: optax.OptState
+
+
+@jax.custom_vjp
+def _with_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
+    return x
+
+
+_with_gradient.defvjp(
+    lambda x, leaf, value: (x, value.astype(leaf.dtype)),
+    lambda value, g: (g, value, jnp.zeros_like(value)),
+)
+
+
+def set_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
+    """Return ``x``, and make ``value`` the gradient of ``leaf``: its new value for ``carry``.
+
+    Args:
+      x: an array that the loss depends on; its own gradient stays.
+      leaf: a param that the loss uses nowhere else.
+      value: an array of its shape, which is not differentiated.
+
+    Returns:
+      ``x``. Cost: none.
+
+    Raises:
+      ValueError: a value of another shape.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> loss = lambda p: boostax.model.set_gradient(2 * p["w"], p["seen"], jnp.float32(7))
+      >>> {k: float(g) for k, g in jax.grad(loss)({"w": 1.0, "seen": 0.0}).items()}
+      {'seen': 7.0, 'w': 2.0}
+    """
+    leaf, value = jnp.asarray(leaf), jax.lax.stop_gradient(jnp.asarray(value))
+    hint = "The largest logit of each head is scores.max((0, 2, 3)) of [batch, heads, q, k]."
+    trees.require_shapes("set_gradient", "value", {"value": value}, {"value": leaf}, hint)
+    return _with_gradient(x, leaf, value.astype(jnp.result_type(value, jnp.float16)))
+
+
+@checks.arguments
+def qk_clip(
+    inner: optax.GradientTransformation,
+    heads: Heads | Mapping[str, Any],
+    *,
+    tau: float = 100.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run ``inner``, then scale query and key weights of each head whose logits exceeded ``tau``.
+
+    With :math:`S_h` the largest logit of head :math:`h` in the forward passes of the step,
+
+    .. math::
+      \gamma_h = \min(1, \tau / S_h), \qquad c_j = \sqrt{\textstyle\max_{h \in j} \gamma_h}, \qquad
+      W_k^j \leftarrow c_j W_k^j, \qquad W_q^h \leftarrow \frac{\gamma_h}{c_j} W_q^h
+
+    where key head :math:`j` serves the query heads :math:`h \in j`. With a key head for each query
+    head both factors are :math:`\sqrt{\gamma_h}`. Among several the key takes the mildest, so every
+    logit is multiplied by its :math:`\gamma_h` and no weight grows. Of MLA the rotary queries take
+    the whole :math:`\gamma_h`, because their key is shared by all heads. Biases are scaled too.
+
+    The maxima are a carried leaf: the loss sets its gradient (``set_gradient``), and
+    ``boostax.carry`` around this one takes the largest over micro-batches, replicas and windows:
+    ``carry(dynamic_loss_scale(qk_clip(muon(1e-2), heads)), {"max_logits": "max"})``. The bound is
+    one on the forward that was measured: the step itself may raise a logit above it again.
+
+    Args:
+      inner: the optimizer; nothing after it may change its updates.
+      heads: a ``Heads``, or a dict of its fields.
+      tau: :math:`\tau`, the largest logit that is not scaled.
+
+    Returns:
+      A transformation with a ``QKClipState``. Maxima that are not finite scale nothing. A step that
+      a gate around it skips changes nothing. Sharded weights are multiplied where they are. Cost:
+      one product, which compilers fuse with the optimizer; no collective beside ``carry``'s.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; at ``init``, a pattern that matches nothing,
+        queries without keys, or a gate in ``inner``; at trace time, no ``carry`` around it, layers
+        without maxima, or weights that the heads do not divide.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> heads = boostax.model.Heads("query", "key", "max_logits", axis=-1)
+      >>> tx = boostax.model.qk_clip(optax.sgd(1.0), heads)
+      >>> tx = boostax.carry(tx, {"max_logits": "max"})
+      >>> params = {"query": jnp.ones(2), "key": jnp.ones(2), "max_logits": jnp.zeros(2)}
+      >>> grads = {"query": jnp.zeros(2), "key": jnp.zeros(2), "max_logits": jnp.array([99., 400.])}
+      >>> params, state = boostax.apply_gradients(tx, grads, tx.init(params), params)
+      >>> params["query"].tolist(), params["key"].tolist()
+      ([1.0, 0.5], [1.0, 0.5])
+    """
+    tx, layout = checks.transformation(_WHO, "inner", inner), _checked(heads)
+    checks.number(_WHO, "tau", tau, "greater than 0", lambda x: x > 0, "100 is Kimi K2's.")
+
+    def init_fn(params: PyTree) -> QKClipState:
+        _layers(layout, params)
+        return QKClipState(gate.init_optimizer(_WHO, tx, params))
+
+    @describe(_WHO, "watch", inner={"inner_state": tx})
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
+        updates, inner_state = tx.update(updates, state.inner_state, params, **extra)
+        factors = dict(_factors(layout, params, extra.get("carried", {}), tau))
+
+        def scaled(path: Any, u: Any, p: Any) -> Any:
+            factor = factors.get(trees.path_name(path))
+            # Where the factor is 1, this is the update bit for bit.
+            return u if factor is None else trees.as_dtype(u + (factor - 1) * (p + u), u.dtype)
+
+        updates = jax.tree_util.tree_map_with_path(scaled, updates, params)
+        return updates, QKClipState(inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _checked(heads: Any) -> Heads:
+    """Return the layout, from a dictionary too."""
+    hint = "Try Heads(query='*/query', key='*/key', maxima='*/max_logits')."
+    named = isinstance(heads, Mapping) and {"query", "key", "maxima"} <= heads.keys() <= {
+        *Heads._fields
+    }
+    found: Any = Heads(**heads) if named else heads
+    checks.require(_WHO, "heads", heads, "a Heads", isinstance(found, Heads), hint, TypeError)
+    patterns = [x for x in (found.query, found.key, found.maxima, found.rotary or found.query)]
+    texts = all(isinstance(x, str) and x for x in patterns)
+    fits = texts and len({x.count("*") for x in patterns}) == 1
+    checks.require(_WHO, "heads", patterns, "patterns with equally many stars", fits, hint)
+    hint = "It counts from the end: -1."
+    axis = checks.integer(_WHO, "heads.axis", found.axis, "negative", hint)
+    checks.require(_WHO, "heads.axis", axis, "negative", axis < 0, hint)
+    for name in ("key_heads", "content"):
+        if getattr(found, name) is not None:
+            checks.positive_int(_WHO, f"heads.{name}", getattr(found, name), "None is all of them.")
+    return found
+
+
+def _stars(pattern: str, name: str) -> Stars | None:
+    """Return what the stars of a pattern stand for in a path, or in a path within a module."""
+    words = "(.*)".join(map(re.escape, pattern.split("*")))
+    found = re.fullmatch(f"{words}(/.*)?", name)
+    return found and found.groups()[:-1]
+
+
+def _by_stars(pattern: str, names: Iterable[str]) -> dict[Stars, list[str]]:
+    found: dict[Stars, list[str]] = {}
+    for name in names:
+        stars = _stars(pattern, name) if pattern else None
+        if stars is not None:
+            found.setdefault(stars, []).append(name)
+    return found
+
+
+def _layers(layout: Heads, params: PyTree) -> dict[Stars, dict[str, list[str]]]:
+    """Return by layer the paths of the leaves of each field, masked ones too."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_masked)
+    names = [trees.path_name(path) for path, _ in leaves]
+    fields = ("query", "key", *(["rotary"] if layout.rotary else []))
+    found = {x: _by_stars(getattr(layout, x), names) for x in fields}
+    for field in fields:
+        got = (getattr(layout, field), sorted(found["query"]))
+        hint = f"There are {few(names)}."
+        fits = bool(names) <= bool(found[field]) and found[field].keys() == found["query"].keys()
+        allowed = "a pattern of leaves, in the layers of the queries"
+        checks.require(_WHO, f"heads.{field}", got, allowed, fits, hint)
+    return {stars: {x: found[x][stars] for x in fields} for stars in found["query"]}
+
+
+def _factors(
+    layout: Heads, params: PyTree, carried: Mapping[str, jax.Array], tau: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield the factor of each weight, shaped to multiply it."""
+    maxima, leaves = _by_stars(layout.maxima, carried), dict(trees.named(params))
+    for stars, names in _layers(layout, params).items():
+        if not any(name in leaves for of_field in names.values() for name in of_field):
+            continue  # The layer is frozen.
+        got = (layout.maxima, [*carried])
+        hint = f"Write carry(qk_clip(...), {{{layout.maxima.split('/')[-1]!r}: 'max'}})."
+        allowed = f"a pattern of carried leaves, with one for {names['query'][0]!r}"
+        checks.require(_WHO, "heads.maxima", got, allowed, len(maxima.get(stars, ())) == 1, hint)
+        largest = carried[maxima[stars][0]].astype(jnp.float32)
+        # An infinity would make the weights zero.
+        over = (largest > tau) & (largest < jnp.inf)
+        gamma = jnp.where(over, tau / largest, 1)
+        count = layout.key_heads or gamma.shape[-1]
+        group, left = divmod(gamma.shape[-1], count)
+        allowed = f"a divisor of the {gamma.shape[-1]} query heads"
+        hint = "A key head serves as many query heads as any other."
+        checks.require(_WHO, "heads.key_heads", count, allowed, not left, hint)
+        of_key = jnp.sqrt(gamma.reshape(*gamma.shape[:-1], count, group).max(-1))
+        of_query = gamma / jnp.repeat(of_key, group, -1)
+        rest = {"query": gamma, "key": jnp.ones_like(of_key), "rotary": None}
+        first = {"query": of_query, "key": of_key, "rotary": gamma}
+        for field, of_field in names.items():
+            for name in of_field:
+                if name in leaves:
+                    yield name, _shaped(layout, name, leaves[name], first[field], rest[field])
+
+
+def _shaped(
+    layout: Heads, name: str, leaf: Any, first: jax.Array, rest: jax.Array | None
+) -> jax.Array:
+    """Return factors ``[..., heads]`` in a shape that multiplies a leaf."""
+    shape, lead, count = jnp.shape(leaf), first.shape[:-1], first.shape[-1]
+    dim, content = len(shape) + layout.axis, layout.content if rest is not None else None
+    fits = dim >= len(lead) and shape[: len(lead)] == lead and shape[dim] % count == 0
+    allowed = f"of {count} heads on axis {layout.axis}, and led by {lead}, at {name!r}"
+    hint = "heads.axis is the axis of the heads; GQA has heads.key_heads of them in its keys."
+    checks.require(_WHO, "weights", shape, allowed, fits, hint)
+    size = shape[dim] // count
+    # The elements of a head lie behind its axis, or on the same one.
+    behind = size == 1 and content is not None and dim + 1 < len(shape)
+    size = shape[dim + 1] if behind else size
+    if content is not None and rest is not None:
+        allowed = f"less than the {size} elements of a head at {name!r}"
+        hint = "Leave it out if all of them are content."
+        checks.require(_WHO, "heads.content", content, allowed, content < size, hint)
+        first = jnp.where(jnp.arange(size) < content, first[..., None], rest[..., None])
+    elif size > 1:
+        first = jnp.broadcast_to(first[..., None], (*first.shape, size))
+    body = (count, size) if behind else (count * size,)
+    after = len(shape) - dim - len(body)
+    return first.reshape(*lead, *(1,) * (dim - len(lead)), *body, *(1,) * after)

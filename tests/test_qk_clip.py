@@ -1,0 +1,426 @@
+"""Attention logits of a head above the bound are scaled back, by its weights, and no others are."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
+from training import follow, own_step
+
+import boostax
+from boostax.model import Heads, qk_clip, set_gradient
+from boostax.testing._mapped import MODES, on_replicas
+
+RULES = {"max_logits": "max"}
+RNG = np.random.default_rng(0)
+HEADS = Heads("*/query", "*/key", "*/max_logits")
+
+
+def normal(*shape):
+    return jnp.float32(RNG.normal(size=shape))
+
+
+def carried(tx, **how):
+    return boostax.carry(tx, RULES, **how)
+
+
+def stepped(heads, params, maxima, tau=100.0, lr=0.0):
+    """Params after one step with no gradient beside the maxima."""
+    tx = carried(qk_clip(optax.sgd(lr), heads, tau=tau))
+    grads = jax.tree.map(jnp.zeros_like, params)
+    grads = jax.tree_util.tree_map_with_path(
+        lambda path, g: maxima if "max_logits" in jax.tree_util.keystr(path) else g, grads
+    )
+    step = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    return step(grads, tx.init(params), params)[0]
+
+
+# Each: the layout, the weights of one layer, and its logits, of inputs [rows, 6] or latents.
+def multi_head(p, x, y):
+    q = jnp.einsum("bd,dhe->bhe", x, p["query"]["kernel"]) + p["query"]["bias"]
+    k = jnp.einsum("bd,dhe->bhe", y, p["key"]["kernel"]) + p["key"]["bias"]
+    return jnp.einsum("bhe,che->hbc", q, k)
+
+
+def flat(p, x, y):
+    split = lambda a: a.reshape(len(a), 4, 3)  # noqa: E731
+    return jnp.einsum("bhe,che->hbc", split(x @ p["query"]), split(y @ p["key"]))
+
+
+def grouped(p, x, y):
+    q, k = (jnp.einsum("bd,dhe->bhe", a, p[n]) for a, n in ((x, "query"), (y, "key")))
+    return jnp.einsum("bhe,che->hbc", q, jnp.repeat(k, 2, axis=1))
+
+
+def latent(p, x, y):
+    content, rotary = (jnp.einsum("bd,dhe->bhe", x, p[n]) for n in ("query", "rotary"))
+    key = jnp.einsum("bd,dhe->bhe", y, p["key"])
+    shared = y @ p["shared"]
+    return jnp.einsum("bhe,che->hbc", content, key) + jnp.einsum("bhe,ce->hbc", rotary, shared)
+
+
+def latent_fused(p, x, y):
+    q, kv = (jnp.einsum("bd,dhe->bhe", a, p[n]) for a, n in ((x, "query"), (y, "key")))
+    return latent_logits(q, kv, y @ p["shared"])
+
+
+def latent_fused_flat(p, x, y):
+    q, kv = ((a @ p[n]).reshape(len(a), 4, -1) for a, n in ((x, "query"), (y, "key")))
+    return latent_logits(q, kv, y @ p["shared"])
+
+
+def latent_logits(q, kv, shared):
+    """Three elements of content, two rotary ones; three of the key, four of values."""
+    content = jnp.einsum("bhe,che->hbc", q[..., :3], kv[..., :3])
+    return content + jnp.einsum("bhe,ce->hbc", q[..., 3:], shared)
+
+
+KERNEL = (6, 4, 3)
+LAYOUTS = {
+    "MHA with biases": (
+        HEADS,
+        {n: {"kernel": KERNEL, "bias": KERNEL[1:]} for n in ("query", "key")},
+        multi_head,
+    ),
+    "flat": (HEADS._replace(axis=-1), {"query": (6, 12), "key": (6, 12)}, flat),
+    "GQA": (HEADS._replace(key_heads=2), {"query": KERNEL, "key": (6, 2, 3)}, grouped),
+    "MLA": (
+        HEADS._replace(rotary="*/rotary"),
+        {"query": KERNEL, "rotary": (6, 4, 2), "key": KERNEL, "shared": (6, 2)},
+        latent,
+    ),
+    "MLA, fused": (
+        HEADS._replace(content=3),
+        {"query": (6, 4, 5), "key": (6, 4, 7), "shared": (6, 2)},
+        latent_fused,
+    ),
+    "MLA, fused and flat": (
+        HEADS._replace(content=3, axis=-1),
+        {"query": (6, 20), "key": (6, 28), "shared": (6, 2)},
+        latent_fused_flat,
+    ),
+}
+IS_SHAPE = lambda x: isinstance(x, tuple)  # noqa: E731
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_of_a_head_are_multiplied_by_its_factor(name):
+    """Of every layout; no weight grows, and a head below the bound is unchanged bit for bit."""
+    heads, shapes, logits = LAYOUTS[name]
+    layer = jax.tree.map(lambda s: normal(*s), shapes, is_leaf=IS_SHAPE)
+    params = {"a": layer | {"max_logits": jnp.zeros(4)}}
+    maxima = jnp.float32([50.0, 200.0, 400.0, 900.0])
+    new = stepped(heads, params, maxima)["a"]
+    x, y = normal(5, 6), normal(7, 6)
+    before, after = logits(layer, x, y), logits(new, x, y)
+    factor = np.minimum(1, 100 / np.asarray(maxima))
+    np.testing.assert_allclose(after, factor[:, None, None] * before, rtol=1e-4, atol=1e-5)
+    for n, old in layer.items():
+        pairs = zip(jax.tree.leaves(new[n]), jax.tree.leaves(old), strict=True)
+        assert all((np.abs(a) <= np.abs(b)).all() for a, b in pairs)
+    if "shared" in layer:
+        np.testing.assert_array_equal(new["shared"], layer["shared"])
+        values = lambda p: p["key"].reshape(6, 4, -1)[..., 3:]  # noqa: E731
+        np.testing.assert_array_equal(values(new), values(layer))
+    np.testing.assert_array_equal(new["max_logits"], maxima)
+    np.testing.assert_array_equal(*(logits(p, x, y)[0] for p in (new, layer)))
+
+
+def test_stacked_layers_are_scaled_layer_by_layer():
+    kernels = {n: {"kernel": normal(3, *KERNEL), "bias": normal(3, 4, 3)} for n in ("query", "key")}
+    params = {"layers": kernels | {"max_logits": jnp.zeros((3, 4))}}
+    maxima = jnp.abs(normal(3, 4)) * 200
+    new = stepped(HEADS, params, maxima)["layers"]
+    for i in range(3):
+        one = {"a": jax.tree.map(lambda x: x[i], params["layers"])}  # noqa: B023
+        alone = stepped(HEADS, one, maxima[i])["a"]
+        chex.assert_trees_all_equal(jax.tree.map(lambda x: x[i], new), alone)  # noqa: B023
+
+
+def test_layers_are_paired_by_name_not_by_order():
+    """Layer 10 sorts before layer 2; maxima in a list do not."""
+    params = {
+        f"layer_{i}": {"query": jnp.ones((2, 1, 2)), "key": jnp.ones((2, 1, 2))} for i in range(11)
+    }
+    params |= {"max_logits": [jnp.zeros(1) for _ in range(11)]}
+    heads = Heads("layer_*/query", "layer_*/key", "max_logits/*")
+    tx = carried(qk_clip(optax.sgd(0.0), heads))
+    grads = jax.tree.map(jnp.zeros_like, params)
+    grads["max_logits"] = [jnp.full(1, 100.0 * (i + 1)) for i in range(11)]
+    new, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
+    for i in range(11):
+        found = float((new[f"layer_{i}"]["query"] * new[f"layer_{i}"]["key"])[0, 0, 0])
+        assert found == pytest.approx(1 / (i + 1), rel=1e-5)
+
+
+# Small integers: gradients, maxima and factors (a quarter, and its root) are exact in f32.
+START = {
+    f"layer_{i}": {
+        "query": jnp.float32([[[1, 2], [3, 1]], [[2, 1], [1, 4]]]) * (i + 1),
+        "key": jnp.float32([[[1, 0], [2, 2]], [[0, 1], [1, 2]]]),
+        "max_logits": jnp.zeros(2),
+    }
+    for i in range(2)
+}
+DATA = np.float32(RNG.integers(-2, 3, size=(4, 32, 2)))
+
+
+def loss_fn(params, x):
+    """Linear in the weights."""
+    total = 0.0
+    for layer in params.values():
+        q, k = (jnp.einsum("bd,dhe->bhe", x, layer[n]) for n in ("query", "key"))
+        scores = (q * k).sum(-1)
+        q = set_gradient(q, layer["max_logits"], scores.max(0))
+        total += (q + 2 * k).sum((1, 2)).mean()
+    return total
+
+
+def one_batch(tau, windows):
+    """What one device does with each window as one batch, by plain JAX."""
+    params = START
+    tx = carried(qk_clip(optax.sgd(0.25), HEADS, tau=tau))
+    for rows in windows:
+        grads = jax.jit(jax.grad(loss_fn))(params, rows)
+        params, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
+    return jax.device_get(params)
+
+
+TAU = 16.0
+
+
+def chain(axis, every=1, scale=False):
+    inner = qk_clip(optax.sgd(0.25), HEADS, tau=TAU)
+    inner = optax.chain(*([boostax.all_reduce(axis)] if axis else []), inner)
+    inner = boostax.accumulate(inner, every, axis_name=axis) if every > 1 else inner
+    inner = boostax.dynamic_loss_scale(inner, init_scale=8.0, axis_name=axis) if scale else inner
+    return carried(inner, axis_name=axis)
+
+
+def of_rows(n):
+    """Rows of several calls, so that each call has a part of them that is not the first's."""
+    return DATA[:n]
+
+
+@pytest.mark.parametrize("form", ["step", "own loop"])
+@pytest.mark.parametrize(
+    ("microbatches", "replicas", "every", "scale"),
+    [(1, 1, 1, False), (4, 1, 1, True), (4, 4, 1, False), (2, 4, 2, True), (4, 2, 2, False)],
+)
+def test_micro_batches_replicas_and_windows_are_one_batch(
+    form, microbatches, replicas, every, scale
+):
+    """Maxima, factors and params, bit for bit."""
+    axis = "data" if replicas > 1 else None
+    mesh = mesh_of(data=replicas) if axis else None
+    tx, how = chain(axis, every, scale), {"microbatches": microbatches}
+    if form == "step":
+        step = boostax.make_train_step(loss_fn, tx, mesh=mesh, **how)
+        state, _ = follow(step, step.init(START), list(of_rows(2 * every)))
+        found = state.params
+    else:
+        found = START
+        if mesh:
+            found = jax.device_put(START, NamedSharding(mesh, P()))
+            tx = boostax.on_mesh(tx, found)
+        step = own_step(tx, boostax.value_and_grad(loss_fn, mesh=mesh, **how))
+        state = tx.init(found)
+        for rows in of_rows(2 * every):
+            found, state, _ = step(found, state, rows)
+    windows = of_rows(2 * every).reshape(2, -1, 2)
+    wanted = one_batch(TAU, windows)
+    chex.assert_trees_all_equal(jax.device_get(found), wanted)
+    unclipped = one_batch(1e9, windows)
+    assert np.abs(wanted["layer_0"]["query"] - unclipped["layer_0"]["query"]).max() > 0.1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_mapped_loop_of_ones_own(mode, every):
+    tx = chain("data", every)
+
+    def train(params, rows):
+        state = tx.init(params)
+        grad = jax.grad(loss_fn)
+        for x in rows:
+            grads = grad(boostax.train.local_params(params, "data"), x)
+            params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params
+
+    parts = of_rows(every).reshape(every, 8, 4, 2).swapaxes(0, 1)
+    found = on_replicas(train, mode, parts, START)
+    wanted = one_batch(TAU, [of_rows(every).reshape(-1, 2)])
+    for replica in range(8):
+        chex.assert_trees_all_equal(jax.tree.map(lambda x: x[replica], found), wanted)  # noqa: B023
+
+
+def test_a_skipped_step_changes_nothing():
+    tx = chain(None, scale=True)
+    step = own_step(tx, boostax.value_and_grad(lambda p, x: loss_fn(p, x) * x.max()))
+    params, state, _ = step(START, tx.init(START), np.float32([[np.inf, 1.0]]))
+    chex.assert_trees_all_equal(params, START)
+    assert int(boostax.metrics(state)["skipped_steps"]) == 1
+
+
+def test_a_flushed_window_is_clipped():
+    tx = chain(None, every=4)
+    params, state = START, tx.init(START)
+    for x in DATA[:2]:
+        grads = jax.grad(loss_fn)(params, x)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+    chex.assert_trees_all_equal(params, START)
+    params, _ = boostax.flush(tx, state, params)
+    chex.assert_trees_all_equal(params, one_batch(TAU, [DATA[:2].reshape(-1, 2)]))
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_maxima_that_are_not_finite_scale_nothing(bad):
+    params = {"a": {"query": normal(*KERNEL), "key": normal(*KERNEL), "max_logits": jnp.zeros(4)}}
+    chex.assert_trees_all_equal(stepped(HEADS, params, jnp.full(4, bad)), params)
+
+
+def test_frozen_layers_rest():
+    groups = {name: dict.fromkeys(layer, i) for i, (name, layer) in enumerate(START.items())}
+    tx = boostax.scheduled_freeze(chain(None), groups, 1)
+    step = boostax.make_train_step(loss_fn, tx)
+    state, _ = step(step.init(START), DATA[0])
+    chex.assert_trees_all_equal(state.params["layer_0"], START["layer_0"])
+    wanted = one_batch(TAU, DATA[:1])["layer_1"]
+    chex.assert_trees_all_equal(jax.device_get(state.params["layer_1"]), wanted)
+
+
+def test_low_params_keep_f32_masters_that_are_clipped():
+    """The masters of ``store`` around it, not only the params that it rounds them to."""
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), START)
+    low = {n: p | {"max_logits": jnp.zeros(2)} for n, p in low.items()}
+    stored = boostax.precision.store(qk_clip(optax.sgd(0.25), HEADS, tau=TAU), params="remainder")
+    tx = carried(stored)
+    step = boostax.make_train_step(loss_fn, tx)
+    state, _ = step(step.init(low), DATA[0])
+    wanted = one_batch(TAU, DATA[:1])
+    masters = boostax.precision.masters(state.params, state.opt_state)
+    chex.assert_trees_all_close(masters, wanted, rtol=1e-6)
+
+
+PLACES = {
+    "tensor parallel": {
+        "query": P(None, "model"),
+        "key": P(None, "model"),
+        "max_logits": P("model"),
+    },
+    "FSDP": {"query": P("model"), "key": P("model"), "max_logits": P()},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_sharded_weights_are_those_of_one_device(place, shard_optimizer):
+    mesh = mesh_of(data=2, model=2)
+    specs = {name: PLACES[place] for name in START}
+    step = boostax.make_train_step(
+        loss_fn,
+        chain("data"),
+        mesh=mesh,
+        axis_name="data",
+        param_specs=specs,
+        shard_optimizer=shard_optimizer,
+    )
+    state, _ = follow(step, step.init(START), list(DATA[:2]))
+    chex.assert_trees_all_equal(jax.device_get(state.params), one_batch(TAU, DATA[:2]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_weight_is_gathered(place):
+    mesh = mesh_of(model=2)
+    put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))  # noqa: E731
+    params = jax.tree.map(put, START, {name: PLACES[place] for name in START})
+    tx = chain(None)
+    step = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    text = step.lower(params, tx.init(params), params).compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+class Attention(nnx.Module):
+    """NNX's own attention, whose logits are seen by its ``attention_fn``."""
+
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 6, qkv_features=8, decode=False, rngs=rngs)
+        self.max_logits = nnx.Param(jnp.zeros(2))
+
+    def __call__(self, x):
+        def watched(query, key, value, **how):
+            scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+            query = set_gradient(query, self.max_logits[...], scores.max((0, 2, 3)))
+            return nnx.dot_product_attention(query, key, value)
+
+        self.attention.attention_fn = watched
+        return self.attention(x)
+
+
+def test_attention_of_nnx_in_its_own_loop():
+    model = Attention(nnx.Rngs(0))
+    x = normal(3, 5, 6) * 30
+    heads = Heads("attention/query", "attention/key", "max_logits")
+    tx = carried(qk_clip(optax.sgd(0.0), heads, tau=1.0))
+    graph, params = nnx.split(model, nnx.Param)
+    step = own_step(tx, boostax.value_and_grad(lambda p, x: nnx.merge(graph, p)(x).mean()))
+    new, state, _ = step(params, tx.init(params), x)
+    assert float(new["max_logits"][...].min()) > 1
+    after, _, _ = step(new, state, x)
+    np.testing.assert_allclose(after["max_logits"][...], 1.0, rtol=1e-5)
+
+
+LAYER = {"query": normal(*KERNEL), "key": normal(*KERNEL), "max_logits": jnp.zeros(4)}
+SGD = optax.sgd(0.1)
+REFUSED = [
+    ({"heads": "query"}, TypeError, "heads must be a Heads"),
+    ({"heads": {"query": "q", "keys": "k"}}, TypeError, "heads must be a Heads"),
+    ({"heads": HEADS._replace(key="key")}, ValueError, "equally many stars"),
+    ({"heads": HEADS._replace(axis=1)}, ValueError, "axis must be negative"),
+    ({"heads": HEADS._replace(key_heads=0)}, ValueError, "key_heads"),
+    ({"heads": HEADS._replace(query="*/q")}, ValueError, "query must be a pattern of leaves"),
+    ({"heads": HEADS._replace(key="*/k")}, ValueError, "key must be a pattern of leaves"),
+    ({"heads": HEADS._replace(rotary="*/r")}, ValueError, "rotary must be a pattern of leaves"),
+    (
+        {"heads": HEADS._replace(maxima="*/maxima")},
+        ValueError,
+        "pattern of carried leaves, with one",
+    ),
+    ({"heads": HEADS._replace(key_heads=3)}, ValueError, "a divisor of the 4 query heads"),
+    ({"heads": HEADS._replace(key_heads=2, axis=-1)}, ValueError, "of 4 heads on axis -1"),
+    (
+        {"heads": HEADS._replace(axis=-3)},
+        ValueError,
+        "of 4 heads on axis -3, and led by .* at 'a/query'",
+    ),
+    ({"heads": HEADS._replace(content=3)}, ValueError, "less than the 3 elements of a head"),
+    ({"heads": HEADS, "tau": 0.0}, ValueError, "tau must be greater than 0"),
+    ({"heads": HEADS, "inner": boostax.dynamic_loss_scale(SGD)}, ValueError, "without gates"),
+]
+
+
+@pytest.mark.parametrize(("how", "error", "words"), REFUSED)
+def test_refusals(how, error, words):
+    params = {"a": LAYER}
+    with pytest.raises(error, match=f"qk_clip: .*{words}"):
+        tx = carried(qk_clip(**({"inner": SGD} | how)))
+        boostax.apply_gradients(tx, params, tx.init(params), params)
+
+
+def test_without_carry_it_says_what_to_write():
+    params, words = {"a": LAYER}, r"maxima .*\[\]\)\. Write carry\(qk_clip\(\.\.\.\), {'max_logits'"
+    tx = qk_clip(SGD, HEADS)
+    with pytest.raises(ValueError, match=words):
+        boostax.apply_gradients(tx, params, tx.init(params), params)
+
+
+def test_a_value_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"set_gradient: value .*shaped \(4,\).*scores.max"):
+        set_gradient(jnp.ones(3), jnp.zeros(4), jnp.ones(3))
