@@ -383,7 +383,7 @@ REFUSED = [
     ({"heads": "query"}, TypeError, "heads must be a Heads"),
     ({"heads": {"query": "q", "keys": "k"}}, TypeError, "heads must be a Heads"),
     ({"heads": HEADS._replace(key="key")}, ValueError, "equally many stars"),
-    ({"heads": HEADS._replace(axis=1)}, ValueError, "axis must be negative"),
+    ({"heads": HEADS._replace(axis=1)}, ValueError, "axis must be a negative integer"),
     ({"heads": HEADS._replace(key_heads=0)}, ValueError, "key_heads"),
     ({"heads": HEADS._replace(query="*/q")}, ValueError, "query must be a pattern of leaves"),
     ({"heads": HEADS._replace(key="*/k")}, ValueError, "key must be a pattern of leaves"),

@@ -11,7 +11,7 @@ replicas. ``value_fn`` and ``obj_fn`` are that loss as a function of the params;
 only some params, or coordinates, passes on a function of these. ``grad`` is the gradient of the
 loss, the mean over the replicas, in the units of the gradients beside it: a part that multiplies,
 masks or projects the gradients must do the same to ``grad``. A window over several calls passes
-none of ``value_fn``, ``obj_fn`` and ``grad``.
+none of ``value_fn``, ``obj_fn`` and ``grad``. ``carried`` has the new values of ``carry`` by path.
 """
 
 import dataclasses

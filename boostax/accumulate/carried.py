@@ -46,10 +46,6 @@ class CarryState(NamedTuple):
     window: dict[Rule, PyTree]
     inner_state: optax.OptState
 
-    def waiting(self) -> Carried:
-        """Return the new values that are not yet set, by path."""
-        return {name: x for tree in self.window.values() for name, x in trees.named(tree)}
-
 
 @bound_axis.gate
 def carry(
@@ -69,6 +65,8 @@ def carry(
     ``inner`` skips the step. A carried leaf is neither scaled, clipped, decayed, averaged nor
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines micro-batches by the same rules.
+
+    ``inner`` gets the combined values by path as the extra argument ``carried``.
 
     Put it outermost; only ``scheduled_freeze`` may stand around it. It needs
     ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
@@ -157,14 +155,14 @@ class _Carry(NamedTuple):
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
         others, inside = without(params, found), state.inner_state
-        waiting = state.waiting()
 
-        def merged(name: str, x: jax.Array) -> jax.Array:
-            old, x = waiting[name], x.astype(waiting[name].dtype)
+        def merged(name: str, old: jax.Array) -> jax.Array:
+            x = new[name].astype(old.dtype)
             return jnp.where(opened, combine(found[name], old, x), x)
 
-        both = {name: merged(name, x) for name, x in new.items()}
-        extra["carried"] = both
+        extra["carried"] = both = {
+            name: merged(name, x) for name, x in _named(state.window).items()
+        }
         trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
         kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731
@@ -176,7 +174,7 @@ class _Carry(NamedTuple):
     def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
         """Close the windows that are open inside, and set the leaves that waited for them."""
         others = without(params, resolve(self.rules, params))
-        extra["carried"] = state.waiting()
+        extra["carried"] = _named(state.window)
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
         closed = state.open & gate.passed(inner_state)
         params = _settled(trained, params, state.window, closed)
@@ -268,9 +266,14 @@ def _require_agreed(new: Carried, old: Carried) -> None:
             raise ValueError(checks.message(_WHO, "axis_name", allowed, None, hint))
 
 
+def _named(window: dict[Rule, PyTree]) -> Carried:
+    """Return the values of a window by path."""
+    return {name: x for tree in window.values() for name, x in trees.named(tree)}
+
+
 def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:
     """Return the ``trained`` params, with the carried values of a window that has closed."""
-    new = {name: x for tree in window.values() for name, x in trees.named(tree)}
+    new = _named(window)
     old = values(params, new)
     chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}
     # Per-replica params have a varying type.

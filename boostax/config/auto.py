@@ -69,9 +69,9 @@ class Boost:
         Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
         scaling), the check for spikes, the average of the params, storage in fewer bytes, the
         recorder of snapshots, the reduction, centralization, clipping, the check of updates, the
-        count of lost ones, ``inner``. A reduction that stands around the optimizer
-        (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) is around centralization
-        and clipping too.
+        bound on attention logits, the count of lost updates, ``inner``. A reduction that stands
+        around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) is
+        around centralization and clipping too.
 
         A ``dim_reduce`` from files is the whole chain, inside the loss scaler; ``inner`` then
         trains the part outside of the span, unless ``residual_rate`` selects an SGD for it.

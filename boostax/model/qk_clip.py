@@ -21,7 +21,6 @@ from boostax._core import checks, gate, trees
 from boostax._core.describe import PyTree, Stepped, describe
 from boostax._core.groups import few
 
-Stars = tuple[str, ...]
 _WHO = "qk_clip"
 
 
@@ -164,7 +163,8 @@ def qk_clip(
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
-        updates, inner_state = tx.update(updates, state.inner_state, params, **extra)
+        grads, inside = gate.Pending(updates), state.inner_state
+        updates, inside = gate.run(tx, grads, inside, params, apply=False, extra=extra)
         factors = dict(_factors(layout, params, extra.get("carried", {}), tau))
 
         def scaled(path: Any, u: Any, p: Any) -> Any:
@@ -173,7 +173,7 @@ def qk_clip(
             return u if factor is None else trees.as_dtype(u + (factor - 1) * (p + u), u.dtype)
 
         updates = jax.tree_util.tree_map_with_path(scaled, updates, params)
-        return updates, QKClipState(inner_state)
+        return updates, QKClipState(inside)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -181,41 +181,34 @@ def qk_clip(
 def _checked(heads: Any) -> Heads:
     """Return the layout, from a dictionary too."""
     hint = "Try Heads(query='*/query', key='*/key', maxima='*/max_logits')."
-    named = isinstance(heads, Mapping) and {"query", "key", "maxima"} <= heads.keys() <= {
-        *Heads._fields
-    }
+    needed = {"query", "key", "maxima"}
+    named = isinstance(heads, Mapping) and needed <= heads.keys() <= {*Heads._fields}
     found: Any = Heads(**heads) if named else heads
     checks.require(_WHO, "heads", heads, "a Heads", isinstance(found, Heads), hint, TypeError)
     patterns = [x for x in (found.query, found.key, found.maxima, found.rotary or found.query)]
     texts = all(isinstance(x, str) and x for x in patterns)
     fits = texts and len({x.count("*") for x in patterns}) == 1
     checks.require(_WHO, "heads", patterns, "patterns with equally many stars", fits, hint)
-    hint = "It counts from the end: -1."
-    axis = checks.integer(_WHO, "heads.axis", found.axis, "negative", hint)
-    checks.require(_WHO, "heads.axis", axis, "negative", axis < 0, hint)
+    fits, hint = isinstance(found.axis, int) and found.axis < 0, "It counts from the end: -1."
+    checks.require(_WHO, "heads.axis", found.axis, "a negative integer", fits, hint)
     for name in ("key_heads", "content"):
         if getattr(found, name) is not None:
             checks.positive_int(_WHO, f"heads.{name}", getattr(found, name), "None is all of them.")
     return found
 
 
-def _stars(pattern: str, name: str) -> Stars | None:
-    """Return what the stars of a pattern stand for in a path, or in a path within a module."""
+def _by_stars(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    """Return the paths that match, or lie in a module that does, by what the stars stand for."""
     words = "(.*)".join(map(re.escape, pattern.split("*")))
-    found = re.fullmatch(f"{words}(/.*)?", name)
-    return found and found.groups()[:-1]
-
-
-def _by_stars(pattern: str, names: Iterable[str]) -> dict[Stars, list[str]]:
-    found: dict[Stars, list[str]] = {}
+    found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        stars = _stars(pattern, name) if pattern else None
-        if stars is not None:
-            found.setdefault(stars, []).append(name)
+        match = re.fullmatch(f"{words}(/.*)?", name)
+        if match is not None:
+            found.setdefault(match.groups()[:-1], []).append(name)
     return found
 
 
-def _layers(layout: Heads, params: PyTree) -> dict[Stars, dict[str, list[str]]]:
+def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, list[str]]]:
     """Return by layer the paths of the leaves of each field, masked ones too."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_masked)
     names = [trees.path_name(path) for path, _ in leaves]
@@ -238,11 +231,12 @@ def _factors(
     for stars, names in _layers(layout, params).items():
         if not any(name in leaves for of_field in names.values() for name in of_field):
             continue  # The layer is frozen.
-        got = (layout.maxima, [*carried])
+        got, its = (layout.maxima, [*carried]), maxima.get(stars, [])
         hint = f"Write carry(qk_clip(...), {{{layout.maxima.split('/')[-1]!r}: 'max'}})."
-        allowed = f"a pattern of carried leaves, with one for {names['query'][0]!r}"
-        checks.require(_WHO, "heads.maxima", got, allowed, len(maxima.get(stars, ())) == 1, hint)
-        largest = carried[maxima[stars][0]].astype(jnp.float32)
+        allowed = f"a pattern of carried leaves, with one [..., heads] for {names['query'][0]!r}"
+        fits = len(its) == 1 and jnp.ndim(carried[its[0]]) > 0
+        checks.require(_WHO, "heads.maxima", got, allowed, fits, hint)
+        largest = carried[its[0]].astype(jnp.float32)
         # An infinity would make the weights zero.
         over = (largest > tau) & (largest < jnp.inf)
         gamma = jnp.where(over, tau / largest, 1)
@@ -256,9 +250,8 @@ def _factors(
         rest = {"query": gamma, "key": jnp.ones_like(of_key), "rotary": None}
         first = {"query": of_query, "key": of_key, "rotary": gamma}
         for field, of_field in names.items():
-            for name in of_field:
-                if name in leaves:
-                    yield name, _shaped(layout, name, leaves[name], first[field], rest[field])
+            for name in (x for x in of_field if x in leaves):
+                yield name, _shaped(layout, name, leaves[name], first[field], rest[field])
 
 
 def _shaped(
