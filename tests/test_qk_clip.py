@@ -126,8 +126,7 @@ def test_layers_are_paired_by_name_not_by_order():
         assert found == pytest.approx(1 / (i + 1), rel=1e-5)
 
 
-# Small integers: sums over rows are exact in f32, in any order. The first call of each window has
-# the largest ones.
+# Small integers are exact in f32, in any order. The first call of each window has the largest.
 START = {
     f"layer_{i}": {
         "query": jnp.float32([[[1, 2], [3, 1]], [[2, 1], [1, 4]]]) * (i + 1),
@@ -140,12 +139,12 @@ DATA = np.float32(RNG.integers(-2, 3, size=(4, 32, 2))) * np.float32([2, 1, 2, 1
 
 
 def loss_fn(params, x):
-    """Linear in the weights, so that gradients stay exact."""
+    """Linear in the weights; powers of four stand for the logits, so that factors are exact."""
     total = 0.0
     for layer in params.values():
         q, k = (jnp.einsum("bd,dhe->bhe", x, layer[n]) for n in ("query", "key"))
-        scores = (q * k).sum(-1)
-        q = set_gradient(q, layer["max_logits"], scores.max(0))
+        _, exponent = jnp.frexp((q * k).sum(-1).max(0))
+        q = set_gradient(q, layer["max_logits"], jnp.ldexp(1.0, exponent + exponent % 2))
         total += (q + 2 * k).sum((1, 2)).mean()
     return total
 
