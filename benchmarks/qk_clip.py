@@ -20,7 +20,7 @@ from workloads import TextConfig
 import boostax
 from boostax.model import Heads, qk_clip, set_gradient
 
-WIDTH, HEADS, LENGTH, LAYERS, STEPS, JUDGED = 64, 4, 64, 2, 150, 16
+WIDTH, HEADS, LENGTH, LAYERS, STEPS, JUDGED = 64, 4, 32, 2, 150, 32
 TEXT = Text(TextConfig(width=WIDTH, sequence_length=LENGTH, batch_size=16), judged=JUDGED)
 WHERE = "largest logit in a step", "after it", "after it, held out"
 RATES, MORE, BOUND = tuple(2.0**power for power in range(-6, -2)), 10, 100.0
