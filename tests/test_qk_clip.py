@@ -275,11 +275,8 @@ def test_low_params_keep_f32_masters_that_are_clipped():
 
 
 PLACES = {
-    "tensor parallel": {
-        "query": P(None, "model"),
-        "key": P(None, "model"),
-        "max_logits": P("model"),
-    },
+    "tensor parallel": dict.fromkeys(("query", "key"), P(None, "model"))
+    | {"max_logits": P("model")},
     "FSDP": {"query": P("model"), "key": P("model"), "max_logits": P()},
 }
 
@@ -289,16 +286,25 @@ PLACES = {
 def test_sharded_weights_are_those_of_one_device(place, shard_optimizer):
     mesh = mesh_of(data=2, model=2)
     specs = {name: PLACES[place] for name in START}
-    step = boostax.make_train_step(
-        loss_fn,
-        chain("data"),
-        mesh=mesh,
-        axis_name="data",
-        param_specs=specs,
-        shard_optimizer=shard_optimizer,
-    )
+    how = {"mesh": mesh, "axis_name": "data", "param_specs": specs}
+    step = boostax.make_train_step(loss_fn, chain("data"), **how, shard_optimizer=shard_optimizer)
     state, _ = follow(step, step.init(START), list(DATA[:2]))
     chex.assert_trees_all_equal(jax.device_get(state.params), one_batch(TAU, DATA[:2]))
+
+
+def test_heads_are_sharded_in_a_shard_map_of_ones_own():
+    """Each device has the maxima of its heads."""
+    tx, oracle = chain("data", scale=True), boostax.value_and_grad(loss_fn, axis_name="data")
+
+    def train(params, x):
+        state = tx.init(params)
+        _, grads = oracle(params, state, x)
+        return boostax.apply_gradients(tx, grads, state, params)[0]
+
+    specs = {name: PLACES["tensor parallel"] for name in START}
+    how = {"mesh": mesh_of(data=4, model=2), "in_specs": (specs, P("data")), "out_specs": specs}
+    found = jax.jit(jax.shard_map(train, **how))(START, DATA[0])
+    chex.assert_trees_all_equal(jax.device_get(found), one_batch(TAU, DATA[:1]))
 
 
 @pytest.mark.parametrize("place", PLACES)

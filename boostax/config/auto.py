@@ -70,6 +70,7 @@ class Boost:
         scaling), the check for spikes, the average of the params, storage in fewer bytes, the
         recorder of snapshots, the reduction, centralization, clipping, the check of updates, the
         bound on attention logits, the count of lost updates, ``inner``. A reduction that stands
+        bound on attention logits, the count of lost updates, ``inner``. A reduction that stands
         around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) is
         around centralization and clipping too.
 
