@@ -333,6 +333,15 @@ def test_a_loop_that_forgot_carry_is_refused(tx):
         boostax.apply_gradients(tx, grads, tx.init(START), START)
 
 
+def test_an_optimizer_that_takes_no_extra_argument_gets_none():
+    def update(updates, state, params=None):
+        return updates, state
+
+    strict = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    tx = boostax.carry(strict, RULES)
+    boostax.apply_gradients(tx, PLAIN, tx.init(PLAIN), PLAIN)
+
+
 BAD_RULES = [
     (({"amax": "mean"},), ValueError, "rules must be 'max' or 'sum' or 'last'"),
     (("amax",), TypeError, "rules must be a mapping"),

@@ -66,7 +66,8 @@ def carry(
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines micro-batches by the same rules.
 
-    ``inner`` gets the combined values by path as the extra argument ``carried``.
+    Parts of ``inner`` that read the combined values (``boostax.model.qk_clip``) get them by path as
+    the extra argument ``carried``.
 
     Put it outermost; only ``scheduled_freeze`` may stand around it. It needs
     ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
@@ -160,9 +161,8 @@ class _Carry(NamedTuple):
             x = new[name].astype(old.dtype)
             return jnp.where(opened, combine(found[name], old, x), x)
 
-        extra["carried"] = both = {
-            name: merged(name, x) for name, x in _named(state.window).items()
-        }
+        both = {name: merged(name, x) for name, x in _named(state.window).items()}
+        extra |= _handed(inside, both)
         trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
         kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731
@@ -174,7 +174,7 @@ class _Carry(NamedTuple):
     def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
         """Close the windows that are open inside, and set the leaves that waited for them."""
         others = without(params, resolve(self.rules, params))
-        extra["carried"] = _named(state.window)
+        extra |= _handed(state.inner_state, _named(state.window))
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
         closed = state.open & gate.passed(inner_state)
         params = _settled(trained, params, state.window, closed)
@@ -269,6 +269,11 @@ def _require_agreed(new: Carried, old: Carried) -> None:
 def _named(window: dict[Rule, PyTree]) -> Carried:
     """Return the values of a window by path."""
     return {name: x for tree in window.values() for name, x in trees.named(tree)}
+
+
+def _handed(inner_state: PyTree, carried: Carried) -> dict[str, Carried]:
+    """Return the extra argument for parts that read carried values; others may refuse it."""
+    return {"carried": carried} if trees.telling(inner_state, "reads_carried") else {}
 
 
 def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:

@@ -64,16 +64,16 @@ class QKClipState(NamedTuple):
 
     inner_state: optax.OptState
 
+    def reads_carried(self) -> None:
+        """Mark that ``carry`` hands its values inwards."""
+
 
 @jax.custom_vjp
 def _with_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
     return x
 
 
-_with_gradient.defvjp(
-    lambda x, leaf, value: (x, value.astype(leaf.dtype)),
-    lambda value, g: (g, value, jnp.zeros_like(value)),
-)
+_with_gradient.defvjp(lambda x, leaf, v: (x, v), lambda v, g: (g, v, jnp.zeros_like(v)))
 
 
 def set_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
@@ -96,10 +96,11 @@ def set_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
       >>> {k: float(g) for k, g in jax.grad(loss)({"w": 1.0, "seen": 0.0}).items()}
       {'seen': 7.0, 'w': 2.0}
     """
-    leaf, value = jnp.asarray(leaf), jax.lax.stop_gradient(jnp.asarray(value))
+    leaf = jnp.asarray(leaf)
+    value = jax.lax.stop_gradient(jnp.asarray(value, leaf.dtype))
     hint = "The largest logit of each head is scores.max((0, 2, 3)) of [batch, heads, q, k]."
     trees.require_shapes("set_gradient", "value", {"value": value}, {"value": leaf}, hint)
-    return _with_gradient(x, leaf, value.astype(jnp.result_type(value, jnp.float16)))
+    return _with_gradient(x, leaf, value)
 
 
 @checks.arguments
@@ -216,10 +217,9 @@ def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, li
     found = {x: _by_stars(getattr(layout, x), names) for x in fields}
     for field in fields:
         got = (getattr(layout, field), sorted(found["query"]))
-        hint = f"There are {few(names)}."
         fits = bool(names) <= bool(found[field]) and found[field].keys() == found["query"].keys()
         allowed = "a pattern of leaves, in the layers of the queries"
-        checks.require(_WHO, f"heads.{field}", got, allowed, fits, hint)
+        checks.require(_WHO, f"heads.{field}", got, allowed, fits, f"There are {few(names)}.")
     return {stars: {x: found[x][stars] for x in fields} for stars in found["query"]}
 
 
@@ -264,10 +264,9 @@ def _shaped(
     allowed = f"of {count} heads on axis {layout.axis}, and led by {lead}, at {name!r}"
     hint = "heads.axis is the axis of the heads; GQA has heads.key_heads of them in its keys."
     checks.require(_WHO, "weights", shape, allowed, fits, hint)
-    size = shape[dim] // count
     # The elements of a head lie behind its axis, or on the same one.
-    behind = size == 1 and content is not None and dim + 1 < len(shape)
-    size = shape[dim + 1] if behind else size
+    behind = shape[dim] == count and content is not None and dim + 1 < len(shape)
+    size = shape[dim + 1] if behind else shape[dim] // count
     if content is not None and rest is not None:
         allowed = f"less than the {size} elements of a head at {name!r}"
         hint = "Leave it out if all of them are content."
