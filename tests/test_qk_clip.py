@@ -31,7 +31,7 @@ def carried(tx, **how):
     return boostax.carry(tx, RULES, **how)
 
 
-def stepped(heads, params, maxima, tau=100.0, lr=0.0):
+def stepped(heads, params, maxima, tau=200.0, lr=0.0):
     """Params after one step with no gradient beside the maxima."""
     tx = carried(qk_clip(optax.sgd(lr), heads, tau=tau))
     grads = jax.tree.map(jnp.zeros_like, params)
@@ -119,7 +119,7 @@ def test_layers_are_paired_by_name_not_by_order():
     heads = Heads("layer_*/query", "layer_*/key", "max_logits/*")
     tx = carried(qk_clip(optax.sgd(0.0), heads))
     grads = jax.tree.map(jnp.zeros_like, params)
-    grads["max_logits"] = [jnp.full(1, 100.0 * (i + 1)) for i in range(11)]
+    grads["max_logits"] = [jnp.full(1, 50.0 * (i + 1)) for i in range(11)]
     new, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
     for i in range(11):
         found = float((new[f"layer_{i}"]["query"] * new[f"layer_{i}"]["key"])[0, 0, 0])
@@ -159,7 +159,7 @@ def one_batch(tau, windows):
     return jax.device_get(params)
 
 
-TAU = 16.0
+TAU = 32.0
 
 
 def chain(axis, every=1, scale=False):
@@ -339,7 +339,7 @@ def test_attention_of_nnx_in_its_own_loop():
     model = Attention(nnx.Rngs(0))
     x = normal(3, 5, 6) * 30
     heads = Heads("attention/query", "attention/key", "max_logits")
-    tx = carried(qk_clip(optax.sgd(0.0), heads, tau=1.0))
+    tx = carried(qk_clip(optax.sgd(0.0), heads, tau=2.0))
     graph, params = nnx.split(model, nnx.Param)
     step = own_step(tx, boostax.value_and_grad(lambda p, x: nnx.merge(graph, p)(x).mean()))
     new, state, _ = step(params, tx.init(params), x)

@@ -66,13 +66,12 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         """Build the whole chain around an optimizer, in the one order.
 
-        Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
-        scaling), the check for spikes, the average of the params, storage in fewer bytes, the
-        recorder of snapshots, the reduction, centralization, clipping, the check of updates, the
-        bound on attention logits, the count of lost updates, ``inner``. A reduction that stands
-        bound on attention logits, the count of lost updates, ``inner``. A reduction that stands
-        around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) is
-        around centralization and clipping too.
+        Outermost first: freezing, carried leaves, the check of replicas, loss scaling, the window
+        (or the window, then scaling), the check for spikes, the average of the params, storage in
+        fewer bytes, the recorder of snapshots, the reduction, centralization, clipping, the check
+        of updates, the bound on attention logits, the count of lost updates, ``inner``. A reduction
+        that stands around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``,
+        ``"local"``) is around centralization and clipping too.
 
         A ``dim_reduce`` from files is the whole chain, inside the loss scaler; ``inner`` then
         trains the part outside of the span, unless ``residual_rate`` selects an SGD for it.
