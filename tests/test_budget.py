@@ -17,26 +17,26 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 567,
-    "boostax/_core": 2728,
-    "boostax/accumulate": 634,
+    "boostax": 562,
+    "boostax/_core": 2953,
+    "boostax/accumulate": 642,
     "boostax/chain": 302,
     "boostax/config": 918,
     "boostax/freeze": 478,
     "boostax/inspect": 1641,
-    "boostax/model": 560,
-    "boostax/precision": 1596,
-    "boostax/reduce": 1843,
+    "boostax/model": 701,
+    "boostax/precision": 1729,
+    "boostax/reduce": 1987,
     "boostax/subspace": 682,
     "boostax/testing": 817,
-    "boostax/train": 1954,
+    "boostax/train": 2021,
     "examples": 1500,
-    "tests": 20046,
-    "benchmarks": 6695,
+    "tests": 20967,
+    "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 14720
-WORDS = 45263
+LIBRARY = 15433
+WORDS = 46239
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

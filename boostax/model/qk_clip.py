@@ -115,7 +115,7 @@ def qk_clip(
     With :math:`S_h` the largest logit of head :math:`h` in the forward passes of the step,
 
     .. math::
-      \gamma_h = \min(1, \tau / 2 S_h), \qquad c_j = \sqrt{\textstyle\max_{h \in j} \gamma_h}, \qquad
+      \gamma_h = \min(1, \tau / 2 S_h), \quad c_j = \sqrt{\textstyle\max_{h \in j} \gamma_h}, \quad
       W_k^j \leftarrow c_j W_k^j, \qquad W_q^h \leftarrow \frac{\gamma_h}{c_j} W_q^h
 
     where key head :math:`j` serves the query heads :math:`h \in j`. With a key head for each query
