@@ -128,7 +128,8 @@ def qk_clip(
     ``carry(dynamic_loss_scale(qk_clip(muon(1e-2), heads)), {"max_logits": "max"})``. The maxima are
     of the forward before the step, and the step raises logits again. So logits are scaled back to
     half of ``tau``: on record they then stay below ``tau`` after every step on its batch, at ten
-    times the best rate. Kimi K2 scales them back to its threshold itself, as here with twice that ``tau``.
+    times the best rate. Kimi K2 scales them back to its threshold itself, as twice that ``tau``
+    does here.
 
     Args:
       inner: the optimizer; nothing after it may change its updates.
