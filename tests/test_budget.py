@@ -31,12 +31,12 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2021,
     "examples": 1500,
-    "tests": 20967,
+    "tests": 20976,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
 LIBRARY = 15433
-WORDS = 46239
+WORDS = 45784
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

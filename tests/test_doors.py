@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import inspect
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax.inspect import hlo
 
-DOORS = sorted((pathlib.Path(__file__).parents[1] / "docs" / "doors").glob("*.py"))
+ROOT = pathlib.Path(__file__).parents[1]
+DOORS = sorted((ROOT / "docs" / "doors").glob("*.py"))
 FREEZING = [path for path in DOORS if path.stem.startswith("freezing_")]
 REDUCING = [path for path in DOORS if path not in FREEZING]
 FEW = [path for path in DOORS if path.stem not in ("haiku_transform", "keras_stateless")]
@@ -80,3 +82,13 @@ def test_few_lines_change(path):
     one, two = (inspect.getsource(f).splitlines()[1:] for f in (module.before, module.after))
     match = difflib.SequenceMatcher(None, one, two, autojunk=False).get_opcodes()
     assert 1 <= sum(max(b - a, d - c) for tag, a, b, c, d in match if tag != "equal") <= 3
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/doors.md"])
+def test_a_page_shows_lines_that_run(page):
+    """Its first diff is that of the door of ``MultiSteps``."""
+    shown = re.findall(r"```diff\n(.*?)```", (ROOT / page).read_text(), re.S)[0].splitlines()
+    module = module_of(ROOT / "docs/doors/optax_multi_steps.py")
+    for make, sign in ((module.before, "-"), (module.after, "+")):
+        lines = [line[1:].strip() for line in shown if line[:1] in (sign, " ")]
+        assert lines and {*lines} <= {x.strip() for x in inspect.getsource(make).splitlines()}

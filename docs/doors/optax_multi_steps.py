@@ -22,20 +22,19 @@ def made(mesh, width):
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 
-def mse(params, batch):
+def loss_fn(params, batch):
     hidden = jnp.tanh(batch["x"] @ params["up"])
     return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
 
 
 def before(mesh, width):
     params = made(mesh, width)
-    tx = optax.adamw(1e-3)
-    tx = optax.MultiSteps(tx, 8)
+    tx = optax.MultiSteps(optax.adamw(1e-3), 8)
     state = tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(mse)(params, batch)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return params, state, loss
@@ -45,13 +44,13 @@ def before(mesh, width):
 
 def after(mesh, width):
     params = made(mesh, width)
-    tx = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-3))
-    tx = boostax.on_mesh(boostax.accumulate(tx, 8, axis_name="data"), params, axis_name="data")
+    tx = optax.chain(boostax.all_reduce(), optax.adamw(1e-3))
+    tx = boostax.on_mesh(boostax.accumulate(tx, 8), params)
     state = tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = boostax.value_and_grad(mse, mesh=mesh, axis_name="data")(params, state, batch)
+        loss, grads = boostax.value_and_grad(loss_fn, mesh=mesh)(params, state, batch)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return params, state, loss
