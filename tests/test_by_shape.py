@@ -338,3 +338,26 @@ def test_replicas_may_be_those_of_two_axes():
     split = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), several)
     mapped = jax.vmap(jax.vmap(train, axis_name="cores"), axis_name="nodes")(split)
     assert_equal(jax.tree.map(lambda x: x[1, 1], mapped), wanted)
+
+
+def test_an_optimizer_that_reads_the_norm_of_all_params_is_refused():
+    divided = lambda u, s, p=None: (jax.tree.map(lambda x: x / optax.tree.norm(p), u), s)  # noqa: E731
+    by_norm = optax.GradientTransformation(lambda p: optax.EmptyState(), divided)
+    with pytest.raises(ValueError, match="reads several"):
+        boostax.by_shape(by_norm, "data").init(matrices(4)["4x8"])
+
+
+def test_qk_clip_which_finds_weights_by_path_stands_around_it():
+    heads = boostax.model.Heads("*/w0", "*/w1", "*ias", axis=-1)
+    inside = boostax.by_shape(boostax.model.qk_clip(muon(), heads), "data")
+    with pytest.raises(ValueError, match=r"Write qk_clip\(by_shape\(\.\.\.\), heads\)"):
+        inside.init(matrices())
+
+
+def test_counts_do_not_move_without_the_moments_that_are_dealt():
+    params = matrices()
+    plain = optax.chain(boostax.all_reduce("data"), optax.contrib.muon(0.1))
+    state = jax.tree.map(lambda x: x + 1, plain.init(params))
+    moved, _ = boostax.migrate_state(state, boostax.by_shape(optax.contrib.muon(0.1)), params)
+    counts = [x for name, x in trees.named(moved) if name.endswith("count")]
+    assert counts and not any(map(int, counts))

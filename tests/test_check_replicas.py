@@ -291,3 +291,28 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
     for name, leaf in rows.items():
         found = printed.split(f"{name}: after call 1, applied 0: ")[1].split("Go back")[0]
         assert f"replica 1: {leaf}" in found, printed
+
+
+def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (AxisType.Auto,) * 2)
+    names, shard = ("replica", "fsdp"), NamedSharding(mesh, P("fsdp"))
+    tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
+
+    def each(x, state):
+        grads = boostax.train.local_params(x, names)
+        return boostax.apply_gradients(tx, grads, state, x)[1]
+
+    how = {"in_specs": (P("fsdp"), P()), "out_specs": P(), "axis_names": {*names}}
+    x = jax.device_put(jnp.ones(8), shard)
+    step = jax.jit(jax.shard_map(each, mesh=mesh, **how))
+    assert step(x, tx.init(x)).ran
+    held = step(flipped(x, 6, 0, 3), tx.init(x))
+    assert not held.ran and held.culprits[0] == 6
+
+
+def test_what_pmap_stacks_is_raised():
+    tx = check_replicas(optax.chain(boostax.all_reduce("data"), optax.sgd(1.0)), axis_name="data")
+    stacked = jnp.ones(8).at[3].set(2.0)
+    step = jax.pmap(lambda x: boostax.apply_gradients(tx, x, tx.init(x), x), axis_name="data")
+    with pytest.raises(RuntimeError, match="replica 3: params"):
+        raise_if_diverged(step(stacked)[1], stacked)

@@ -390,3 +390,29 @@ def test_without_carry_it_says_what_to_write():
 def test_a_value_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"set_gradient: value .*shaped \(4,\).*scores.max"):
         set_gradient(jnp.ones(3), jnp.zeros(4), jnp.ones(3))
+
+
+def test_a_layer_cut_by_a_partition_is_refused():
+    """Biases in another optimizer would keep their size."""
+    weights = {"kernel": jnp.ones(KERNEL), "bias": jnp.ones((4, 3))}
+    params = {"a": {"query": weights, "key": weights, "max_logits": jnp.zeros(4)}}
+    parts = {3: qk_clip(optax.sgd(0.1), HEADS), 2: optax.sgd(0.1)}
+    tx = carried(optax.partition(parts, lambda tree: jax.tree.map(jnp.ndim, tree)))
+    with pytest.raises(ValueError, match=r"without 'a/query/bias', .* Put it around a partition"):
+        tx.init(params)
+
+
+@pytest.mark.parametrize(
+    ("tx", "found"),
+    [
+        (lambda: optax.chain(qk_clip(optax.sgd(0.2), HEADS), optax.scale(0.5)), "scale after"),
+        (lambda: qk_clip(optax.contrib.schedule_free_sgd(0.1), HEADS), "schedule_free inside"),
+        (lambda: optax.chain(optax.clip(1.0), qk_clip(optax.adamw(0.1), HEADS)), None),
+    ],
+)
+def test_what_undoes_the_factors_is_found(tx, found):
+    findings = [str(x) for x in boostax.explain(carried(tx()), START).findings]
+    assert [x for x in findings if "qk_clip" in x] == (
+        [x for x in findings if found in x] if found else []
+    )
+    assert bool(findings) == (found is not None)

@@ -127,10 +127,10 @@ def compare(
     if here is None and not names:
         return nothing
     if here is None:
-        own = [bool(axes.varying(x) & {*names}) for x in leaves]
-        kept = [jnp.zeros(()) if apart else x for x, apart in zip(leaves, own, strict=True)]
-        groups = np.zeros((1, axes.size(names)), np.int32)
-        found = _on_device(kept, due, said, names, groups, [0] * len(kept))
+        apart = [frozenset(axes.varying(x)) & {*names} for x in leaves]
+        kept = [jnp.zeros(()) if {*names} <= by else x for x, by in zip(leaves, apart, strict=True)]
+        groups, kinds = _classes(names, [axes.size((name,)) for name in names], apart)
+        found = _on_device(kept, due, said, names, groups, kinds)
         more = tuple(sorted(axes.varying(found.culprits)))
         most = axes.largest(found.culprits, more) if more else found.culprits
         return Copies(axes.agree(found.equal, more), most)
@@ -160,17 +160,24 @@ def on_mesh(
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
     """Return a comparison of leaves of these specs; culprits are devices in the order of axes."""
     sizes = [mesh.shape[name] for name in order]
-    positions = np.stack(np.unravel_index(np.arange(mesh.size), sizes))
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
-    classes = list(dict.fromkeys([frozenset[Any](), *sharded]))
-    kept = [np.array([[name in kind] for name in order]) * positions for kind in classes]
-    groups = np.stack([np.ravel_multi_index(tuple(x), sizes) for x in kept])
-    kinds = [classes.index(x) for x in sharded]
+    groups, kinds = _classes(order, sizes, sharded)
 
     on_device = lambda leaves, due: _on_device(leaves, due, said, order, groups, kinds)  # noqa: E731
     how: Any = {"in_specs": ([*specs], PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.shard_map(on_device, mesh=mesh, check_vma=False, **how)
+
+
+def _classes(
+    order: tuple[str, ...], sizes: Sequence[int], sharded: Sequence[frozenset[str]]
+) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """Return ``groups`` and ``kinds`` of ``_on_device`` for leaves sharded over these axes."""
+    positions = np.stack(np.unravel_index(np.arange(np.prod(sizes)), tuple(sizes)))
+    classes = list(dict.fromkeys([frozenset[str](), *sharded]))
+    kept = [np.array([[name in kind] for name in order]) * positions for kind in classes]
+    groups = np.stack([np.ravel_multi_index(tuple(x), tuple(sizes)) for x in kept])
+    return groups, [classes.index(x) for x in sharded]
 
 
 def _on_device(

@@ -210,9 +210,9 @@ def run(
 
 
 def sources(tx: Extended, params: PyTree) -> Stepped:
-    """Return new params and a new state of sets: which params' gradients each array depends on.
+    """Return new params and a new state of sets: which params or gradients each array depends on.
 
-    Params are numbered in the order of their leaves.
+    Params and their gradients are numbered in the order of their leaves.
     """
     # Types without shardings, by which an Explicit mesh would judge the program.
     typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
@@ -232,7 +232,7 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     none = frozenset[int]()
     unite = lambda facts: none.union(*facts)  # noqa: E731
     known = [frozenset([i]) for i in range(len(leaves))]
-    known += [none] * (len(program.in_avals) - len(known))
+    known = [*known, *[none] * (len(program.in_avals) - 2 * len(known)), *known]
     each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
     found = interpret.flow(program, known, each, unite, none)
     return jax.tree.unflatten(jax.tree.structure(types), found)

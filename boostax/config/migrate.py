@@ -415,7 +415,8 @@ def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
     broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
     wrong = {rel for rel, owner in owned.items() if owner in broken}
     # Counts without their moments would make the bias correction wrong.
-    return [new[rel].path for rel in (new if owned and owned.keys() <= wrong | lacks else wrong)]
+    moments = bool(owned) or any(GetAttrKey("by_shape") in rel for rel in lacks)
+    return [new[rel].path for rel in (new if moments and owned.keys() <= wrong | lacks else wrong)]
 
 
 def _units(leaves: list[Leaf], found: Leaves) -> dict[Path, Unit]:

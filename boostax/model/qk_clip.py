@@ -161,7 +161,7 @@ def qk_clip(
     checks.number(_WHO, "tau", tau, "greater than 0", lambda x: x > 0, "100 is the default.")
 
     def init_fn(params: PyTree) -> QKClipState:
-        _layers(layout, params)
+        _require_whole(_layers(layout, params), params)
         return QKClipState(gate.init_optimizer(_WHO, tx, params))
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
@@ -224,6 +224,18 @@ def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, li
         allowed = "a pattern of leaves, in the layers of the queries"
         checks.require(_WHO, f"heads.{field}", got, allowed, fits, f"There are {few(names)}.")
     return {stars: {x: found[x][stars] for x in fields} for stars in found["query"]}
+
+
+def _require_whole(layers: Mapping[Any, Mapping[str, list[str]]], params: PyTree) -> None:
+    """Refuse a layer of which a partition hands on only some weights: the others would stay."""
+    leaves = {*trees.names(params)}
+    for names in (
+        [x for of_field in layer.values() for x in of_field] for layer in layers.values()
+    ):
+        lacks = [x for x in names if x not in leaves]
+        hint = "Put it around a partition: qk_clip(optax.partition(...), heads)."
+        fits, allowed = len(lacks) in (0, len(names)), "all weights of a layer, or none"
+        checks.require(_WHO, "params", f"a layer without {few(lacks)}", allowed, fits, hint)
 
 
 def _factors(

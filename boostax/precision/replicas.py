@@ -194,7 +194,11 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
       >>> boostax.precision.raise_if_diverged(tx.init(jnp.float32(1.0)))
     """
     own = trees.state_of("raise_if_diverged", state, CheckReplicasState, "Put one in the chain.")
-    used, compared = len(own.calls.sharding.device_set), int(own.compared)
+    names = [name for name, _ in copies.leaves_of((), own)] + [*_SAID, "value"]
+    used = len(own.calls.sharding.device_set)
+    # pmap stacks the copies of all replicas.
+    own = jax.tree.map(lambda x: x[0], own._replace(inner_state=())) if own.calls.ndim else own
+    compared = int(own.compared)
     hint = "Wrap the chain in boostax.on_mesh, or pass axis_name= in a shard_map of your own."
     allowed = "one that compared the replicas"
     fits = used == 1 or compared > 1 or not int(own.calls)
@@ -203,8 +207,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     if int(own.culprits[0]) < 0:
         return
     params = getattr(state, "params", None) if params is None else params
-    names = [name for name, _ in copies.leaves_of(params, own)] + [*_SAID, "value"]
-    names += [f"gradients/{name}" for name in trees.names(params)]
+    names += [f"{tree}/{name}" for tree in ("params", "gradients") for name in trees.names(params)]
     known = {_checksum(name): name for name in names}
     found = zip(np.asarray(own.culprits), np.asarray(own.leaves), strict=True)
     rows = [f"  replica {i}: {known.get(int(x), 'a param')}" for i, x in found if i >= 0]

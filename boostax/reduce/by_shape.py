@@ -172,7 +172,7 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
 
 
 def _require_apart(tx: gate.Extended, view: Dealt) -> None:
-    """Refuse an optimizer whose update of a matrix depends on other gradients: it has not all."""
+    """Refuse an optimizer whose update of a matrix depends on others, of which it has not all."""
     # Two matrices of a shape show what more of them would, also where a replica owns only one.
     two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
     matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
@@ -252,6 +252,11 @@ def by_shape(
         shapes = _shapes(params, names if axes.are_bound(names) else ())
         view = _chosen(trees.at_least_float32(params), shapes)
         state = gate.init_optimizer(_WHO, tx, view)
+        by_path = trees.telling(state, "reads_carried")
+        allowed, hint = "an optimizer that reads no paths", "Write qk_clip(by_shape(...), heads)."
+        checks.require(
+            _WHO, "inner", "qk_clip, which finds weights by path", allowed, not by_path, hint
+        )
         _require_apart(tx, view)
         order = [jnp.arange(len(shape.indices), dtype=jnp.int32) for shape in shapes]
         return ByShapeState(tuple(order), _packed(state, names))
