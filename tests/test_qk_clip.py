@@ -416,3 +416,11 @@ def test_what_undoes_the_factors_is_found(tx, found):
         [x for x in findings if found in x] if found else []
     )
     assert bool(findings) == (found is not None)
+
+
+def test_factors_of_one_weight_are_refused():
+    """LoRA's: their product would be scaled twice."""
+    lora = {"kernel": jnp.ones((8, 8)), "lora_a": jnp.ones((8, 4)), "lora_b": jnp.ones((4, 8))}
+    params = {"a": {"query": lora, "key": jnp.ones((8, 8)), "max_logits": jnp.zeros(4)}}
+    with pytest.raises(ValueError, match="query must be a kernel and its bias in a layer"):
+        carried(qk_clip(optax.sgd(0.1), HEADS._replace(axis=-1))).init(params)

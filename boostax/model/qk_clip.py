@@ -223,6 +223,10 @@ def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, li
         fits = bool(names) <= bool(found[field]) and found[field].keys() == found["query"].keys()
         allowed = "a pattern of leaves, in the layers of the queries"
         checks.require(_WHO, f"heads.{field}", got, allowed, fits, f"There are {few(names)}.")
+        # Factors of one weight, such as LoRA's, would each be scaled.
+        more = [x for leaves in found[field].values() if len(leaves) > 2 for x in leaves]
+        allowed, hint = "a kernel and its bias in a layer", "Name the leaf, as in '*/query/kernel'."
+        checks.require(_WHO, f"heads.{field}", few(more), allowed, not more, hint)
     return {stars: {x: found[x][stars] for x in fields} for stars in found["query"]}
 
 
