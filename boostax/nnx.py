@@ -94,8 +94,8 @@ class Optimizer(nnx.Optimizer[_M]):
         self.axis_name, self.shard_optimizer = axis_name, shard_optimizer
         self.mesh: Any = None
         self.more = more
+        params = nnx.as_pure(nnx.state(model, wrt, **more))
         if axis_name is not None:
-            params = nnx.as_pure(nnx.state(model, wrt, **more))
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
         allowed, holds = "False without an axis_name", axis_name is not None or not shard_optimizer
@@ -103,6 +103,8 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
+            # Replicas are dealt the arrays of a state without variables.
+            nnx.update(self.opt_state, nnx.state(tx.init(params), **more))
             # A program cannot take a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
+import boostax.nnx
 from boostax import states, testing
 from boostax._core import trees
 from boostax.train.resharding import as_saved, resharded
@@ -361,3 +363,17 @@ def test_counts_do_not_move_without_the_moments_that_are_dealt():
     moved, _ = boostax.migrate_state(state, boostax.by_shape(optax.contrib.muon(0.1)), params)
     counts = [x for name, x in trees.named(moved) if name.endswith("count")]
     assert counts and not any(map(int, counts))
+
+
+def test_an_nnx_optimizer_is_dealt_its_matrices():
+    where = NamedSharding(mesh_of((4,)), P())
+    weights = jax.device_put(matrices()["4x8"], where)
+    model = nnx.Dict({name: nnx.Param(x) for name, x in weights.items()})
+    tx = boostax.by_shape(optax.sgd(0.1, momentum=0.9))
+    optimizer = boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    loss = lambda model, x: sum((p[...] ** 2).sum() for p in model.values()) * x.mean() / 2  # noqa: E731
+    _, grads = optimizer.value_and_grad(loss)(model, jnp.ones((4, 1)))
+    optimizer.update(model, grads)
+    assert_equal(
+        {name: model[name][...] for name in weights}, {n: 0.9 * x for n, x in weights.items()}
+    )
