@@ -17,26 +17,26 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 562,
-    "boostax/_core": 2953,
+    "boostax": 563,
+    "boostax/_core": 2957,
     "boostax/accumulate": 642,
-    "boostax/chain": 302,
-    "boostax/config": 918,
+    "boostax/chain": 311,
+    "boostax/config": 926,
     "boostax/freeze": 478,
     "boostax/inspect": 1641,
-    "boostax/model": 701,
-    "boostax/precision": 1729,
-    "boostax/reduce": 1987,
+    "boostax/model": 713,
+    "boostax/precision": 1731,
+    "boostax/reduce": 1994,
     "boostax/subspace": 682,
     "boostax/testing": 817,
     "boostax/train": 2021,
     "examples": 1500,
-    "tests": 20976,
+    "tests": 21059,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15433
-WORDS = 45784
+LIBRARY = 15476
+WORDS = 45798
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

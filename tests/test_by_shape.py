@@ -365,6 +365,16 @@ def test_counts_do_not_move_without_the_moments_that_are_dealt():
     assert counts and not any(map(int, counts))
 
 
+def test_moments_of_params_with_other_names_are_refused():
+    """Dealt by the order of names, they would move to other matrices of the shape."""
+    tx = boostax.by_shape(optax.contrib.muon(0.1), "data")
+    params = {"b": jnp.eye(4), "c": jnp.ones((4, 4))}
+    state = tx.init(params)
+    boostax.migrate_state(state, tx, params)
+    with pytest.raises(ValueError, match=r"named as old_state has them in by_shape.*rename them"):
+        boostax.migrate_state(state, tx, {"a": params["c"], "b": params["b"]})
+
+
 def test_an_nnx_optimizer_is_dealt_its_matrices():
     where = NamedSharding(mesh_of((4,)), P())
     weights = jax.device_put(matrices()["4x8"], where)

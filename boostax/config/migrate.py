@@ -31,6 +31,7 @@ from boostax._core.replicas import PerReplica, spread_anew
 from boostax.accumulate.window import AccumulateState, Window
 from boostax.config.refusals import require
 from boostax.precision.store import StoreState, narrowed, widened
+from boostax.reduce.by_shape import ByShapeState
 from boostax.train.state import TrainState
 
 Tx: TypeAlias = optax.GradientTransformation
@@ -153,6 +154,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     news, stacked = _stacked(news, None)
     olds, count = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news)
+    _require_same_order(old_state, first)
     matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in wanted)
     found = {path: x for some in matched for path, x in some.items()}
     before, after = _units(olds, {}), _units(news, found)
@@ -337,6 +339,14 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
         same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in kept
         got, fits = trees.path_name(leaf.owner or ()) or "a leaf", same or leaf.shape != leaf.like
         require(fits, "shapes", f"{got} of {leaf.shape}", shape=old.shape, path=_spot(old.path))
+
+
+def _require_same_order(old: PyTree, new: PyTree) -> None:
+    """Refuse moments that are dealt by the order of params of other names."""
+    orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (old, new)]
+    for both in zip(*orders, strict=False):
+        for x, y in zip(*(state.order for state in both), strict=False):
+            require(x.shape != y.shape or np.array_equal(x, y), "dealt", "others by name")
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:

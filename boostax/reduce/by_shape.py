@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrices dealt to the replicas: each orthogonalises 1/n of them, and all receive the updates."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +38,8 @@ class ByShapeState(NamedTuple):
     """State of ``by_shape``.
 
     Attributes:
-      order: for each shape, i32 ``[matrices]``, their order as they are dealt: matrix ``i`` is in
-        slot ``i % slots`` of replica ``i // slots``.
+      order: for each shape, u32 ``[matrices]``, CRC-32 of their paths, by which ``migrate_state``
+        knows them: matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
       inner_state: the state of the inner optimizer. Where it has moments like the params, they are
         a ``Dealt``, with arrays ``[slots, ...]`` of the matrices that the replica owns.
     """
@@ -258,7 +259,8 @@ def by_shape(
             _WHO, "inner", "qk_clip, which finds weights by path", allowed, not by_path, hint
         )
         _require_apart(tx, view)
-        order = [jnp.arange(len(shape.indices), dtype=jnp.int32) for shape in shapes]
+        paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
+        order = [jnp.array([paths[i] for i in shape.indices], jnp.uint32) for shape in shapes]
         return ByShapeState(tuple(order), _packed(state, names))
 
     @describe(_WHO, "delta", names, inner={"inner_state": tx})
