@@ -20,22 +20,24 @@ def test_the_keras_loop_trains():
     assert after < 0.8 * before and "optimizer steps 8" in printed
 
 
-LOOPS = ["optax_loop"]
-LOOPS += [pytest.param(x, marks=pytest.mark.long) for x in ()]
+# Statistics of BatchNorm, averaged in each call, count as gradients: 4 x 256 of 4,808.
+LOOPS = {"optax_loop": 1.0, "nnx_loop": 1.0 + 4 * 256 / 4808}
+LONG = [pytest.param(*x, marks=pytest.mark.long) for x in list(LOOPS.items())[1:]]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_trains_resumes_on_half_of_its_devices_and_reduces_once(name):
+@pytest.mark.parametrize(("name", "reductions"), [*list(LOOPS.items())[:1], *LONG])
+def test_a_loop_resumes_on_half_of_its_devices(name, reductions):
     command = [sys.executable, EXAMPLES / "loops" / f"{name}.py"]
     how = {"capture_output": True, "text": True, "check": True, "env": processes.environment()}
     printed = subprocess.run(command, **how).stdout
-    first, saved, resumed, last = (float(x) for x in re.findall(r"held out (\S+)", printed))
-    assert last < saved < 0.7 * first and abs(resumed - saved) < 0.002
-    # The average would also resume alone: the params and the optimizer go on as well.
-    before, after = (x for x in printed.split("resumed on 4 devices"))
-    losses = [[float(x) for x in re.findall(r": loss (\S+),", part)] for part in (before, after)]
-    assert losses[1][0] < losses[0][-1] + 0.1 and losses[1][-1] < losses[0][-1]
-    assert "an optimizer step reduces 1.00 N" in printed
+    losses = [float(x) for x in re.findall(r": loss (\S+),", printed)]
+    saved, resumed, last = (float(x) for x in re.findall(r"held out (\S+)", printed))
+    assert last < saved < 0.7 * losses[0] and abs(resumed - saved) < 0.002
+    # The average resumes even without the params that the next calls start from.
+    before = printed[: printed.index("resumed on 4 devices")].count(": loss")
+    assert losses[before] < losses[before - 1] + 0.1
+    (counted,) = re.findall(r"an optimizer step reduces (\S+) N", printed)
+    assert float(counted) == pytest.approx(reductions, abs=0.01)
 
 
 SMALL = """

@@ -89,7 +89,6 @@ def main():
     """Train, save inside a window, resume on half of the devices, and count the step."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     tx, state, step, shards = set_up(jax.devices())
-    evaluate(state)
     state = train(state, step, shards, range(SAVED))
     evaluate(state)
     batch = jax.device_put(make_batch(0), shards)
