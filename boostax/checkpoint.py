@@ -7,6 +7,7 @@ import json
 import pathlib
 import shutil
 import zlib
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -98,10 +99,7 @@ class Checkpointer:
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
         leaves = _named(state)
-        for name, leaf in leaves.items():
-            got, hint = f"{type(leaf).__name__} at {name}", "Make it one with jnp.asarray."
-            fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
-            checks.require(_WHO, "state", got, allowed, fits, hint, TypeError)
+        _require_arrays("state", leaves, lambda leaf: isinstance(leaf, jax.Array))
         mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
         replicas.require_stacked(_WHO, state)
         copies.require_equal(_WHO, state)
@@ -172,10 +170,13 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: if there is no such step.
+          TypeError: if a leaf of ``target`` is no array, such as the step of a fresh Flax
+            ``TrainState``.
           ValueError: if ``target`` does not fit the saved state; it names the parts or the leaves.
           RuntimeError: if files on disk are missing, cut short or altered. Nothing is deleted, and
             the message names an older step that remains.
         """
+        _require_arrays("target", _named(target), lambda leaf: hasattr(leaf, "dtype"))
         step = self._existing(step)
         record = self._record(step)
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
@@ -273,6 +274,15 @@ def _named(state: PyTree) -> dict[str, Any]:
     hint = "Rename the keys with dots or slashes in them."
     checks.require(_WHO, "state", sorted(leaves)[:4], allowed, fits, hint)
     return leaves
+
+
+def _require_arrays(argument: str, leaves: dict[str, Any], is_array: Callable[[Any], bool]) -> None:
+    """Refuse a leaf that is no array: a number (Flax's ``TrainState.step``), a function."""
+    hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
+    hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
+    for name, leaf in leaves.items():
+        got, allowed = f"{type(leaf).__name__} at {name}", "a tree of JAX arrays"
+        checks.require(_WHO, argument, got, allowed, is_array(leaf), hint, TypeError)
 
 
 def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:

@@ -341,6 +341,13 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_rest(copied, state, meta
         assert checkpointer.meta() == {"pair": [1, 2]}
 
 
+def test_a_target_with_a_number_is_refused(copied):
+    """Defect guarded against: the step of Flax's fresh ``TrainState`` ended in AttributeError."""
+    with Checkpointer(copied) as checkpointer:
+        with pytest.raises(TypeError, match=r"target must be .* got int at step\. Make a"):
+            checkpointer.restore({"step": 0}, reshard=True)
+
+
 def test_a_save_that_failed_in_the_background_is_reported(copied):
     with Checkpointer(copied) as checkpointer:
         full = mock.Mock(side_effect=OSError("no space left on device"))

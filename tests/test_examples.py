@@ -20,12 +20,16 @@ def test_the_keras_loop_trains():
     assert after < 0.8 * before and "optimizer steps 8" in printed
 
 
-# Statistics of BatchNorm, averaged in each call, count as gradients: 4 x 256 of 4,808.
-LOOPS = {"optax_loop": 1.0, "nnx_loop": 1.0 + 4 * 256 / 4808}
-LONG = [pytest.param(*x, marks=pytest.mark.long) for x in list(LOOPS.items())[1:]]
+LOOPS = [
+    ("optax_loop", 1.0),
+    # Statistics of BatchNorm, averaged in each call, count as gradients.
+    pytest.param("nnx_loop", 1.0 + 4 * 256 / 4808, marks=pytest.mark.long),
+    pytest.param("train_state_loop", 1.0, marks=pytest.mark.long),
+    pytest.param("equinox_loop", 1.0, marks=pytest.mark.long),
+]
 
 
-@pytest.mark.parametrize(("name", "reductions"), [*list(LOOPS.items())[:1], *LONG])
+@pytest.mark.parametrize(("name", "reductions"), LOOPS)
 def test_a_loop_resumes_on_half_of_its_devices(name, reductions):
     command = [sys.executable, EXAMPLES / "loops" / f"{name}.py"]
     how = {"capture_output": True, "text": True, "check": True, "env": processes.environment()}

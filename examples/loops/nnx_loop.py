@@ -1,8 +1,7 @@
 """Train the head of a Flax NNX model on a frozen backbone, with BatchNorm and Dropout, in f16.
 
-Each of eight emulated devices holds whole params, which are compared over them. The program
-evaluates an average of the head, saves inside a window of four calls, resumes on four of the
-devices, and counts what its step reduces.
+Eight emulated devices hold whole params, and compare them. The program evaluates an average of the
+head, saves inside a window of four calls, resumes on four devices, and counts what a step reduces.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """
@@ -16,7 +15,6 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import boostax
-import boostax.nnx
 from boostax.checkpoint import Checkpointer
 
 DEVICES, WINDOW, CALLS, SAVED = 8, 4, 60, 42
@@ -28,20 +26,16 @@ class Model(nnx.Module):
     """A backbone, whose weights would come from a file, and a head."""
 
     def __init__(self, rngs):
-        first, norm = nnx.Linear(FEATURES, HIDDEN, rngs=rngs), nnx.BatchNorm(HIDDEN, rngs=rngs)
-        self.backbone = nnx.Sequential(first, norm, nnx.relu)
-        up, down = (nnx.Linear(HIDDEN, n, rngs=rngs) for n in (HIDDEN, CLASSES))
-        norm, drop = nnx.BatchNorm(HIDDEN, momentum=0.9, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
-        self.head = nnx.Sequential(up, norm, nnx.relu, drop, down)
-
-    def __call__(self, x):
-        """Return the logits."""
-        return self.head(self.backbone(x))
+        sizes = (FEATURES, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, CLASSES)
+        first, up, down = (nnx.Linear(*size, rngs=rngs) for size in sizes)
+        norms = [nnx.BatchNorm(HIDDEN, momentum=0.9, rngs=rngs) for _ in range(2)]
+        self.backbone = nnx.Sequential(first, norms[0], nnx.relu)
+        self.head = nnx.Sequential(up, norms[1], nnx.relu, nnx.Dropout(0.1, rngs=rngs), down)
 
 
 def loss_fn(model, batch):
     """Return the cross entropy of a batch."""
-    logits = model(batch["x"])
+    logits = model.head(model.backbone(batch["x"]))
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
@@ -58,12 +52,10 @@ def set_up(devices):
     model = Model(nnx.Rngs(0))
     model.backbone.eval()  # or its statistics move, although its params are frozen
     nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, PartitionSpec())))
-
     # From inside out: optimizer and average, reduction, window, loss scale, check of the replicas.
     tx = boostax.model.average_params(optax.adamw(2e-2), decay=0.8)
     tx = boostax.accumulate(optax.chain(boostax.all_reduce(), tx), WINDOW)
-    tx = boostax.dynamic_loss_scale(tx, growth_interval=20)
-    tx = boostax.precision.check_replicas(tx, every=10)
+    tx = boostax.precision.check_replicas(boostax.dynamic_loss_scale(tx, growth_interval=20))
     optimizer = boostax.nnx.Optimizer(model, tx, wrt=HEAD, axis_name="data")
 
     @nnx.jit(donate_argnums=(0, 1))
@@ -91,11 +83,11 @@ def evaluate(model, optimizer):
     head = boostax.model.averaged_params(optimizer.opt_state, nnx.state(model, HEAD))
     nnx.update(average, head)
     # Statistics of BatchNorm belong to the params that they were measured with.
-    forward = nnx.jit(Model.__call__)
+    forward = nnx.jit(loss_fn)
     for call in range(20):
-        forward(average, make_batch(call)["x"])
+        forward(average, make_batch(call))
     average.eval()
-    print(f"held out {nnx.jit(loss_fn)(average, make_batch(20_000)):.3f}")
+    print(f"held out {forward(average, make_batch(20_000)):.3f}")
 
 
 def main():
@@ -114,9 +106,9 @@ def main():
         # A fresh run on the other devices says where each array goes.
         model, optimizer, step, rows = set_up(jax.devices()[: DEVICES // 2])
         target = nnx.as_pure((nnx.state(model), optimizer.opt_state))
-        (state, opt_state), meta = checkpointer.restore(target, reshard=True)
-    nnx.update(model, state)
-    optimizer.set_state(opt_state)
+        restored, meta = checkpointer.restore(target, reshard=True)
+    nnx.update(model, restored[0])
+    optimizer.set_state(restored[1])
     print(f"resumed on {DEVICES // 2} devices")
     evaluate(model, optimizer)
     train(model, optimizer, step, rows, range(meta["calls"], CALLS))
