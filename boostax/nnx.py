@@ -140,7 +140,7 @@ class Optimizer(nnx.Optimizer[_M]):
           ``batch`` are split over replicas and micro-batches; ``given`` is not split. ``active``
           says which params are differentiated; by default those that the ``scheduled_freeze`` in
           ``tx`` trains next. Cost: that of ``boostax.value_and_grad``; over replicas also one
-          collective per call for each variable of the model that is not a param.
+          collective per call for each variable that the loss changes.
 
         Raises:
           ValueError: a loss that leaves other variables in the model, or sets params that ``wrt``
@@ -158,9 +158,10 @@ class Optimizer(nnx.Optimizer[_M]):
             checks.require(_WHO, "batch", batch, allowed, fits, hint, TypeError)
             opt_state = nnx.as_pure(self.opt_state)
             given_aux: PyTree = Aux()
+            moved: PyTree = None
 
             def loss(params: Any, batch: Any, model_state: Any, held: Any, **scales: Any) -> Any:
-                nonlocal given_aux
+                nonlocal given_aux, moved
                 keys, frozen = held
                 # Each replica draws different random numbers.
                 fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
@@ -169,6 +170,7 @@ class Optimizer(nnx.Optimizer[_M]):
                 result = loss_fn(merged, *batch, **given, **scales)
                 _, _, _, still, left = self._split(merged)
                 _require_kept(still, frozen, left, model_state)
+                moved = jax.tree.map(lambda new, old: new is not old, left, model_state)
                 value, given_aux = result if has_aux else (result, Aux())
                 told = auxiliary.as_aux(given_aux)._replace(model_state=left)
                 return value, auxiliary.Beside(told, auxiliary.own_of(given_aux))
@@ -178,10 +180,13 @@ class Optimizer(nnx.Optimizer[_M]):
             held = placement.gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
             given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
+            # A mean over three replicas rounds, also what the loss leaves unchanged.
+            mean = aux.told.model_state
+            new = jax.tree.map(lambda x, y, old: y if x else old, moved, mean, rest)
             # An overflow in the forward pass reaches the statistics before any gradient.
-            keep = all_finite(aux.told.model_state)
+            keep = all_finite(new)
             choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
-            nnx.update(model, jax.tree.map(choose, aux.told.model_state, rest))
+            nnx.update(model, jax.tree.map(choose, new, rest))
             aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, given_aux)
             return ((value, aux) if has_aux else value), grads
 

@@ -230,6 +230,21 @@ def test_replicas_draw_apart_and_agree_on_statistics(kind):
     assert int(model.dropout.rngs.count[...]) == 1
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_statistics_that_a_loss_leaves_unchanged_keep_their_bits(microbatches):
+    """Defect guarded against: a frozen backbone's drifted, as means over 3 replicas round."""
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    model = Net()
+    model.norm.mean.set_value(rows(1, 256)[0])
+    optimizer = Optimizer(placed(model, mesh), REDUCED, wrt=nnx.Param, axis_name="data")
+    model.norm.eval()
+    before = np.asarray(model.norm.mean[...])
+    x = jax.device_put(jnp.ones((12, 64)), NamedSharding(mesh, P("data")))
+    grad_fn = optimizer.value_and_grad(loss_fn, has_aux=True, microbatches=microbatches)
+    nnx.jit(lambda model, x: grad_fn(model, x)[1])(model, x)
+    np.testing.assert_array_equal(np.asarray(model.norm.mean[...]), before)
+
+
 def test_metrics_and_weights_of_a_loss_are_combined():
     model = nnx.Linear(64, 1, rngs=nnx.Rngs(0))
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
