@@ -17,7 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 563,
+    "boostax": 572,
     "boostax/_core": 2957,
     "boostax/accumulate": 642,
     "boostax/chain": 311,
@@ -31,12 +31,12 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2021,
     "examples": 1500,
-    "tests": 21059,
+    "tests": 21093,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15476
-WORDS = 45798
+LIBRARY = 15485
+WORDS = 45868
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()
