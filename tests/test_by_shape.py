@@ -101,7 +101,10 @@ def assert_equal(got, wanted, tolerance=1e-6):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance, err_msg=str(path))
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5, 8])
+LATE = pytest.mark.long
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8, *(pytest.param(n, marks=LATE) for n in (2, 4, 5))])
 def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
     params = tree(COUNTS)
     got, state = on_global_arrays(boostax.by_shape(muon()), placed(params, mesh_of((replicas,))))
