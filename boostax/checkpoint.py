@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, copies, late, mismatch, placement, replicas, trees
+from boostax._core import checks, copies, late, mismatch, replicas, transfer, trees
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -318,7 +318,7 @@ def _without_empty(state: PyTree) -> PyTree:
 def _or_empty(wanted: Any, restored: Any) -> Any:
     if wanted is None or restored is not None:
         return restored
-    return placement.place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
+    return transfer.place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
 
 
 def _first_line(error: BaseException) -> str:

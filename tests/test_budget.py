@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 572,
-    "boostax/_core": 2957,
+    "boostax/_core": 2963,
     "boostax/accumulate": 642,
     "boostax/chain": 311,
     "boostax/config": 926,
@@ -29,14 +29,14 @@ CEILINGS = {
     "boostax/reduce": 1994,
     "boostax/subspace": 682,
     "boostax/testing": 817,
-    "boostax/train": 2021,
+    "boostax/train": 2022,
     "examples": 1500,
     "tests": 21094,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15485
-WORDS = 45868
+LIBRARY = 15492
+WORDS = 45890
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

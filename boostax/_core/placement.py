@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import PyTree, Stepped
@@ -562,71 +562,3 @@ def _require_common(shared: list[PyTree]) -> None:
 
     if leaves:
         _seen(leaves, judge)
-
-
-def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Put a tree that is equal in every process on the devices.
-
-    ``jax.device_put`` to devices of several processes first compares every leaf across processes.
-    Here each process cuts its part from its copy, without communication.
-
-    Args:
-      tree: arrays of the host or of this process's devices, equal in all processes; or arrays that
-        are spread over the processes already.
-      shardings: one for each leaf.
-
-    Returns:
-      The placed tree. Cost: if the devices belong to several processes, a copy through the host of
-      each leaf that is new to the devices.
-    """
-    return jax.tree.map(_put, tree, shardings)
-
-
-def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Place a batch whose rows are spread over processes, in the order of each process's devices.
-
-    Args:
-      tree: arrays whose first dimension holds the rows of this process; or placed arrays.
-      sharding: the sharding of the whole batch, over its first dimension.
-
-    Returns:
-      The whole batch, each row on the device it belongs to. Nothing travels.
-    """
-
-    def put(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-    return jax.tree.map(put, tree)
-
-
-def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
-    """Return the rows of a batch of ``size`` on this process's devices, ascending."""
-    indices = sharding.addressable_devices_indices_map((size,)).values()
-    rows = [np.arange(size)[index] for index in indices if index is not None]
-    return np.unique(np.concatenate(rows))
-
-
-def on_host(tree: PyTree) -> PyTree:
-    """Copy arrays of this process's devices to NumPy; PRNG keys and spread arrays stay."""
-
-    def fetch(x: Any) -> Any:
-        return x if not x.is_fully_addressable or _is_key(x) else np.asarray(x)
-
-    return jax.tree.map(fetch, tree)
-
-
-def _is_key(x: object) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _put(x: Any, sharding: Sharding) -> jax.Array:
-    if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
-        return jax.device_put(x, sharding)
-    if _is_key(x):
-        data = _put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    host = np.asarray(x)
-    # Each device gets a copy, because CPU devices would share this memory and the state is donated.
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))

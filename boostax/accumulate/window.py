@@ -265,6 +265,7 @@ class _Windows(NamedTuple):
         sums = jax.tree_util.tree_map_with_path(add, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
+        # A replay looks at the rows of one call; a line search would need those of all.
         kept = {name: extra[name] for name in ("replayed",) if name in extra}
         rest = params, apply, elsewhere(extra, _refused) | kept
         value, closed = self._close_if(ends, sums, count, state, *rest)

@@ -17,7 +17,6 @@ from boostax._core import axes, checks, mismatch, trees
 from boostax._core.describe import PyTree, asked, variants_of
 from boostax._core.gate import applied, outermost_passed, passed
 from boostax._core.norms import all_finite
-from boostax._core.placement import own_rows
 from boostax._core.replicas import (
     PerReplica,
     Swept,
@@ -25,6 +24,7 @@ from boostax._core.replicas import (
     require_replicas,
     stack_replicas,
 )
+from boostax._core.transfer import own_rows
 from boostax._core.trees import Pruning
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux

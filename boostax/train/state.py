@@ -12,8 +12,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
-from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
+from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, PyTree, owns_params, stack_replicas
+from boostax._core.transfer import on_host, own_rows, place, place_rows
 from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
 
