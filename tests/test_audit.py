@@ -94,13 +94,35 @@ WINDOWS = {
 }
 
 
+reduce = boostax.all_reduce("data")
+# A scaler skips a call; the cheapest of its branches is no call that waits for a window.
+EACH_CALL = {
+    "reduced outside": lambda tx: optax.chain(reduce, boostax.accumulate(tx, 8)),
+    "sharded sums": functools.partial(window, sums="sharded"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:make_train_step. accumulate after all_reduce")
+@pytest.mark.parametrize("form", EACH_CALL)
+@pytest.mark.parametrize("around", [scaled, lambda tx: tx], ids=["scaled", "bare"])
+def test_a_reduction_outside_a_window_counts_in_each_call(mesh, form, around):
+    inside = optax.chain(*[reduce] * (form == "sharded sums"), optax.sgd(0.1))
+    tx = around(EACH_CALL[form](inside))
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    found = boostax.audit(step, step.init(PARAMS), jnp.ones((16, WIDTH)), calls=8)
+    assert found.reductions == pytest.approx(8, abs=0.1)
+    assert found.reduced.held > COUNT and (around is scaled) == (found.reduced.least < 8)
+    said = [waste.what for waste in found.findings if "Each of the 8 calls" in waste.what]
+    assert len(said) == (form == "reduced outside")
+
+
 @pytest.mark.parametrize("form", WINDOWS)
 def test_a_window_reduces_once_in_eight_calls(mesh, form):
     wrap, held, closing = WINDOWS[form]
     tx = wrap(optax.chain(boostax.all_reduce("data"), optax.adam(1e-3)))
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
     found = boostax.audit(step, step.init(PARAMS), jnp.ones((16, WIDTH)), calls=8)
-    assert found.reduced == (held, COUNT + closing)
+    assert found.reduced == (held, COUNT + closing, held)
     assert found.per_step(found.reduced) == COUNT + closing + 7 * held
     assert all(c.branches for c in found.collectives if c.elements > 1)
     assert not found.findings
@@ -233,7 +255,7 @@ def test_unknown_turns_have_no_bound_unless_they_are_said(where):
     assert "turns are not known, over 'data'" in found.findings[0].what
     assert "unknown N reduced" in str(found) and "nan" not in str(found)
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert plain["reductions"] is None and plain["reduced"] == [0, None]
+    assert plain["reductions"] is None and plain["reduced"] == [0, None, None]
     said = boostax.audit(*endless(where=where), turns=7)
     assert said.reductions == UNKNOWN[where][0] and "not known" not in str(said)
 
@@ -534,19 +556,19 @@ def test_vector_memory_is_no_traffic():
 
 
 def test_branches_are_the_cheapest_and_the_dearest_way():
-    assert traffic(written("branches")) == (0.0, 2 * 256.0)
+    assert traffic(written("branches")) == (0.0, 2 * 256.0, 0.0)
 
 
 def test_sums_follow_branches_in_branches_and_the_turns_of_loops_around_them():
     """A branch without any amount costs nothing; alternatives do not add up."""
     parsed = written("nested_branches")
     amounts = {("outer:0",): 3.0, ("outer:0", "inner:1"): 10.0, ("outer:1",): 4.0, (): 100.0}
-    assert parsed.total(amounts.items()) == (103.0, 113.0)
+    assert parsed.total(amounts.items()) == (103.0, 113.0, 103.0)
     (small, again) = (s for s in parsed.sites if s.instruction.op == "negate")
     assert small.executions == 5 and small.loops == ("w",)
     assert small.branches == ("outer:0", "inner:1") and again.branches == ("outer:1", "inner:1")
     assert small.caller.instruction.name == "inner" and small.caller.caller.computation == "body"
-    assert traffic(parsed) == (0.0, 5 * 2 * 256.0)
+    assert traffic(parsed) == (0.0, 5 * 2 * 256.0, 0.0)
 
 
 # Errors.

@@ -23,7 +23,7 @@ CEILINGS = {
     "boostax/chain": 311,
     "boostax/config": 926,
     "boostax/freeze": 478,
-    "boostax/inspect": 1641,
+    "boostax/inspect": 1659,
     "boostax/model": 713,
     "boostax/precision": 1731,
     "boostax/reduce": 1994,
@@ -31,12 +31,12 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2022,
     "examples": 1500,
-    "tests": 21094,
+    "tests": 21111,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15492
-WORDS = 45890
+LIBRARY = 15510
+WORDS = 45896
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

@@ -42,10 +42,10 @@ class Buffer:
 class Audit:
     """The counts of a compiled program. ``print`` says them in words.
 
-    Counts are per call and device. If branches differ, a count is ``(least, most)``: with the
-    cheapest branch of every conditional (a call that a gate holds) and with the dearest (a call
-    that applies). A loop whose turns are not known adds nothing to the least and makes the most
-    infinite.
+    Counts are per call and device. If branches differ, a count is ``(least, most, held)``: with the
+    cheapest branch of every conditional (a call that is skipped), with the dearest (a call that
+    applies), and with the cheapest of windows alone (a call that waits for the last of its window).
+    A loop whose turns are not known adds nothing to the least and makes the others infinite.
 
     Attributes:
       target: the machine that it was compiled for.
@@ -120,7 +120,7 @@ class Audit:
 
     def per_step(self, ways: Ways) -> float:
         """Return the sum over an optimizer step: ``calls - 1`` held calls and one that applies."""
-        return (self.calls - 1) * ways.least + ways.most
+        return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
     def reductions(self) -> float:

@@ -31,6 +31,9 @@ _INSTRUCTION = re.compile(
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation; sorted, they give branches in order.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
+# The transformation that a conditional is of; these hold calls by their number, others by values.
+_GATE = r'op_name="[^"]*\bboostax\.(\w+)'
+_WINDOWS = ("accumulate", "local_updates")
 
 
 class Array(NamedTuple):
@@ -118,10 +121,13 @@ class Ways(NamedTuple):
         Loops whose turns are not known add nothing.
       most: the sum if each takes its dearest branch: a call that applies. Infinite if such a loop
         adds to it.
+      held: the sum if windows take their cheapest branch and all others their dearest: a call that
+        nothing skips in an open window. Infinite like ``most``.
     """
 
     least: float
     most: float
+    held: float
 
 
 class _Value(NamedTuple):
@@ -193,12 +199,12 @@ class Program:
                 yield from self._walk(called, site, place)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
-        """Add up amounts on the cheapest and on the dearest path through the branches.
+        """Add up amounts on the paths of ``Ways`` through the branches.
 
         Args:
           amounts: pairs of the branches around an amount and the amount of all its executions.
         """
-        least = most = 0.0
+        least = most = held = 0.0
         inside = collections.defaultdict[str, Any](lambda: collections.defaultdict(list))
         for branches, amount in amounts:
             if branches:
@@ -207,19 +213,32 @@ class Program:
             else:
                 least += amount if math.isfinite(amount) else 0.0
                 most += amount
+                held += amount
         for conditional, taken in inside.items():
             sums = list(map(self.total, taken.values()))
             # A branch without any amount costs nothing.
-            sums += [Ways(0.0, 0.0)] * (len(sums) < self._branches[conditional])
+            branches = self._conditionals[conditional].called
+            sums += [Ways(0.0, 0.0, 0.0)] * (len(sums) < len(branches))
             least += min(x.least for x in sums)
             most += max(x.most for x in sums)
-        return Ways(least, most)
+            held += (min if conditional in self._windows else max)(x.held for x in sums)
+        return Ways(least, most, held)
 
     @functools.cached_property
-    def _branches(self) -> Mapping[str, int]:
-        """The number of branches of each conditional."""
+    def _windows(self) -> frozenset[str]:
+        """The conditionals that hold calls by their number.
+
+        They are told by the scope of the transformation that they are of. Without one of boostax,
+        every conditional that boostax did not write may be a window.
+        """
+        gates = {name: i.attribute(_GATE) for name, i in self._conditionals.items()}
+        named = frozenset(name for name, gate in gates.items() if gate in _WINDOWS)
+        return named or frozenset(name for name, gate in gates.items() if not gate)
+
+    @functools.cached_property
+    def _conditionals(self) -> Mapping[str, Instruction]:
         every = (i for body in self.computations.values() for i in body.values())
-        return {i.name: len(i.called) for i in every if i.op == "conditional"}
+        return {i.name: i for i in every if i.op == "conditional"}
 
     def operands(self, site: Site) -> tuple[Array, ...]:
         """Return the arrays that an instruction reads."""

@@ -67,7 +67,8 @@ def _total_cells(found: Audit) -> Cells:
         value, whole = getattr(found, name), getattr(found, unit) if unit else 0
         held, places = "", _PLACES.get(name, 0)
         if isinstance(value, Ways):
-            held, value = f"{value.least:,.{places}f}", value.most or None
+            waits = value.held if found.calls > 1 else value.least
+            held, value = number(waits, places), value.most or None
         if value is not None:
             share = number(value / whole, 2) if whole else ""
             cells.append((words, held, number(value, places), share))

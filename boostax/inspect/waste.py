@@ -66,7 +66,9 @@ def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iter
         largest = max(unknown, key=lambda c: c.bytes)
         yield _waste("unknown_turns", largest.source, count=len(unknown), over=_over(largest))
     if found.params:
-        yield from _repeated(found, known, most)
+        # A window that is open does not hold these back.
+        held = [c for c in known if found.calls > 1 and total([(c.branches, c.elements)]).held]
+        yield from _repeated(found, known, held, most)
     for name in ("donated_in_vain", "not_donated"):
         buffers = getattr(found, name)
         size = sum(x.bytes for x in buffers)
@@ -94,11 +96,16 @@ def _over(c: CompiledCollective) -> str:
     return f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
 
 
-def _repeated(found: Audit, known: Sequence[CompiledCollective], most: Any) -> Iterator[Waste]:
+def _repeated(
+    found: Audit,
+    known: Sequence[CompiledCollective],
+    held: Sequence[CompiledCollective],
+    most: Any,
+) -> Iterator[Waste]:
     """Yield findings of repeated collectives, counted in multiples of the params."""
     known = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
     gradients = [c for c in known if 2 * c.uses.get("gradients", 0) > c.elements]
-    always = [c for c in gradients if not c.branches and found.calls > 1]
+    always = [c for c in gradients if c in held]
     gathered = [c for c in known if c.does == "all-gather" and c.loops]
     for name, calls, among in (
         ("in_loop", 1, [c for c in gradients if c.loops]),
