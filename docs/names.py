@@ -1,9 +1,11 @@
-"""Write ``llms.txt`` and ``api.md``, which have every public name.
+"""Write ``llms.txt`` and ``api.md``, which have every public name, and a page of each program.
 
-``llms.txt`` has its signature, its first line and what it refuses; ``api.md`` is the reference.
-``python docs/names.py --write`` makes both anew; ``tests/test_docs.py`` holds them to the code.
+``llms.txt`` has its signature, its first line and what it refuses; ``api.md`` is the reference. A
+page in ``loops`` is a program of ``examples``, with its docstring as prose. ``python docs/names.py
+--write`` makes all of them anew; ``tests/test_docs.py`` holds them to the code.
 """
 
+import ast
 import functools
 import importlib
 import inspect
@@ -46,6 +48,15 @@ after the first one or two are by keyword. Documents: [the five in one step](the
 [how to choose](choose.md), [the contract](contract.md), [where params live](placements.md),
 [the cards](cards/).
 """
+PROGRAMS = {
+    "loops/optax_loop.py": "Optax",
+    "loops/train_state_loop.py": "Flax `TrainState`",
+    "loops/nnx_loop.py": "Flax NNX",
+    "loops/equinox_loop.py": "Equinox",
+    "loops/haiku_loop.py": "Haiku",
+    "loops/keras_loop.py": "Keras 3",
+    "several_processes.py": "A program of several processes",
+}
 REFERENCE = """\
 # Reference
 
@@ -138,7 +149,22 @@ def reference() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def program(name: str) -> str:
+    """Return the page of an example: its docstring, whose commands are indented, and its code."""
+    text = (DOCS.parent / "examples" / name).read_text()
+    module = ast.parse(text)
+    said = (ast.get_docstring(module) or "").replace("``", "`") + "\n"
+    commands = lambda found: f"```sh\n{textwrap.dedent(found[0])}```\n"  # noqa: E731
+    said = re.sub(r"(?:^ {4}.*\n)+", commands, said, flags=re.M)
+    code = "\n".join(text.splitlines()[module.body[0].end_lineno :]).strip()
+    file = f"The program: [`examples/{name}`](../../examples/{name})"
+    return f"# {PROGRAMS[name]}\n\n{said}\n{file}\n\n```py\n{code}\n```\n"
+
+
 PAGES = {"llms.txt": llms, "api.md": reference}
+for name in PROGRAMS:
+    page = name.split("/")[-1].removesuffix(".py").removesuffix("_loop")
+    PAGES[f"loops/{page}.md"] = functools.partial(program, name)
 
 if __name__ == "__main__":
     for name, text in PAGES.items():

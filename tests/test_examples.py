@@ -1,6 +1,5 @@
 """Examples are whole programs, and run as their docstrings say."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -12,20 +11,15 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
-def test_the_keras_loop_trains():
-    command = [sys.executable, EXAMPLES / "loops" / "keras_loop.py", "--calls", "30"]
-    given = {**os.environ, "KERAS_BACKEND": "jax"}
-    printed = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
-    before, after = (float(x) for x in printed.split("\n")[0][5:].split(" -> "))
-    assert after < 0.8 * before and "optimizer steps 8" in printed
-
-
 LOOPS = [
     ("optax_loop", 1.0),
     # Statistics of the head's BatchNorm, averaged in each call, count as gradients.
     pytest.param("nnx_loop", 1.0 + 4 * 128 / 4808, marks=pytest.mark.long),
     pytest.param("train_state_loop", 1.0, marks=pytest.mark.long),
     pytest.param("equinox_loop", 1.0, marks=pytest.mark.long),
+    # Gradients go by all-to-all and all-gather; the statistics alone are reduced.
+    pytest.param("haiku_loop", 4 * 260 / 2760, marks=pytest.mark.long),
+    pytest.param("keras_loop", 1.0 + 4 * 128 / 2760, marks=pytest.mark.long),
 ]
 
 

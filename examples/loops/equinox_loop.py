@@ -2,7 +2,8 @@
 
 In f16, four calls to an optimizer step. The program evaluates an average of the module, saves
 inside a window, resumes on four of the eight devices, and counts what its step reduces and gathers.
-The devices are emulated on a CPU.
+The devices are emulated on a CPU. Leaves that are no arrays, such as activations, stay as they are
+under ``eqx.filter_jit``, and their gradient is ``None``.
 
     JAX_PLATFORMS=cpu python examples/loops/equinox_loop.py
 """

@@ -2,6 +2,8 @@
 
 Eight emulated devices hold whole params, and compare them. The program evaluates an average of the
 head, saves inside a window of four calls, resumes on four devices, and counts what a step reduces.
+Model and optimizer change in place: params only in a call that takes a step, statistics of
+BatchNorm in each, to their mean over the devices. Each device draws a dropout of its own.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """
@@ -80,11 +82,9 @@ def train(model, optimizer, step, rows, calls):
 def evaluate(model, optimizer):
     """Print the loss of the averaged head on rows that are never trained on."""
     average = nnx.clone(model)
-    head = boostax.model.averaged_params(optimizer.opt_state, nnx.state(model, HEAD))
-    nnx.update(average, head)
-    # Statistics of BatchNorm belong to the params that they were measured with.
+    nnx.update(average, boostax.model.averaged_params(optimizer.opt_state, nnx.state(model, HEAD)))
     forward = nnx.jit(loss_fn)
-    for call in range(20):
+    for call in range(20):  # statistics of BatchNorm belong to the params they are measured with
         forward(average, make_batch(call))
     average.eval()
     print(f"held out {forward(average, make_batch(20_000)):.3f}")
