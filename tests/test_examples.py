@@ -13,9 +13,9 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 LOOPS = [
     ("optax_loop", 1.0),
+    ("train_state_loop", 1.0),
     # Statistics of the head's BatchNorm, averaged in each call, count as gradients.
     pytest.param("nnx_loop", 1.0 + 4 * 128 / 4808, marks=pytest.mark.long),
-    pytest.param("train_state_loop", 1.0, marks=pytest.mark.long),
     pytest.param("equinox_loop", 1.0, marks=pytest.mark.long),
     # Gradients go by all-to-all and all-gather; the statistics alone are reduced.
     pytest.param("haiku_loop", 4 * 260 / 2760, marks=pytest.mark.long),
