@@ -31,61 +31,62 @@ Rows = list[dict[str, Any]]
 INTRODUCTION = """\
 # What the compilers make of it
 
-Every figure on this page is counted in a compiled program: XLA's for CPU (8 emulated devices), for
-TPU v5e and for H100, compiled without the devices. Nothing is run, and no network is in it. A count
-is claimed for these compilers and no others. `boostax.audit` counts the same in a program of your
-own: see [audit](cards/audit.md).
+This page counts memory, traffic and collectives in compiled programs: XLA's for CPU (8 emulated
+devices), TPU v5e and H100. Nothing is run, so no figure includes a network, and other compilers may
+give other counts. [`boostax.audit`](cards/audit.md) counts the same in your own program.
 
-P is the params' bytes on one device, N the number of params. *Held* is a call with the cheapest
-branch of every conditional (a window that goes on, a step that is skipped), *applied* one with the
-dearest. Traffic is what operations read from memory and write to it. v5e cycles are its compiler's
+P is the params' bytes on one device, N the number of params. A *held* call takes the cheapest
+branch of every conditional (an open window, a skipped step), an *applied* call the dearest. Traffic
+is the bytes that operations read from memory and write to it. Cycles on v5e are its compiler's
 estimate.
 """
 
 WORDS = {
     "Gates": """\
-Adam on 268 M params, gradients given, params and state donated, through `boostax.apply_gradients`;
-*pure* through `tx.update`. Held and applied in multiples of P. Cycles on v5e are multiples of bare
-Adam's.""",
+The table shows Adam on 268 M params, with params and state donated, through
+`boostax.apply_gradients`; *pure* rows use `tx.update`. Temporaries and traffic are multiples of P,
+cycles on v5e multiples of bare Adam's.""",
     "Recording": """\
-The same for `record_trajectory(4, every=5)` before Adam; a call that records is *applied*.""",
+The same step has `record_trajectory(4, every=5)` before Adam. An *applied* call records.""",
     "Train steps": """\
-A perceptron of 67 M params, computed in bf16, batch split over 8 devices, Adam. The wire is a
-multiple of what `lax.pmean` leaf by leaf sends. Freezing by its host driver has a program for each
-depth, of 4 groups; by its switch driver one program for all, whose conditions exclude each other:
-*applied* adds them all up.""",
+A perceptron of 67 M params is trained by Adam in bf16, with the batch split over 8 devices. The
+wire is a multiple of the bytes that `lax.pmean` leaf by leaf sends. The host driver of freezing has
+a program for each depth of 4 groups. The switch driver has one program, whose conditions exclude
+each other, and *applied* adds up all of them.""",
     "Reductions per optimizer step": """\
-A decoder of 195 M params whose 24 layers are stacked and scanned, 8 micro-batches, 8 devices:
-elements that are reduced, in multiples of N. A reduction in a loop counts at each turn. With FSDP
-params are sharded over the batch's axis; plain `jit` gathers them for each micro-batch.
-Temporaries, and the bytes sent a step, in all and in bf16, are multiples of 4 N bytes.""",
+A decoder of 195 M params, with 24 stacked and scanned layers, takes 8 micro-batches on 8 devices.
+The table counts reduced elements in multiples of N; a reduction in a loop counts at each turn. With
+FSDP params are sharded over the batch's axis, and plain `jit` gathers them for each micro-batch.
+Temporaries, and the bytes sent per step, in all and in bf16, are multiples of 4 N bytes.""",
     "Released layers": """\
-With one micro-batch, and its optimizer in the backward loop
+The same decoder has one micro-batch, and its optimizer in the backward loop
 ([layers](cards/layers.md)).""",
     "Wire formats": """\
-Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU moves bf16 as
-f32.""",
+The table shows the bytes that a device sends for four leaves of 512 x 512, as a share of an f32
+mean. XLA:CPU sends bf16 as f32.""",
     "Matrices by shape": """\
-The optimizer's part of a step on 24 square matrices and a vector, on 8 devices, with weight decay:
-local gradients given, all donated. Collectives are executed ones. Bytes sent are multiples of what
-a mean of whole params sends, temporaries and arguments (params, state, gradients) of the params'
-bytes, FLOPs, matrix products and cycles of the first row of the same width. Tensor parallelism
-halves the products. A TPU keeps temporaries of the smaller width in its vector memory.""",
+The table shows the optimizer's part of a step on 24 square matrices and a vector, on 8 devices,
+with weight decay, local gradients given, and all arguments donated. Collectives are counted as
+executed. Bytes sent are multiples of a mean of replicated params. Temporaries and arguments
+(params, state, gradients) are multiples of the params' bytes. FLOPs, matrix products and cycles are
+multiples of the first row of the same width. Tensor parallelism halves the products. A TPU keeps
+temporaries of the smaller width in its vector memory.""",
     "Reductions beside the mean": """\
-The perceptron of 67 M params again, in 4 leaves, with another reduction before Adam: temporaries in
-multiples of P; the cycles and the instructions of the program for v5e, and the seconds in which it
-compiled for v5e and H100 (the median of three pairs), all multiples of the step with `all_reduce`,
-which compiled in 1.6 to 2.5 s and 0.6 to 1 s. Cycles are without the network.""",
+The perceptron of 67 M params, in 4 leaves, has another reduction before Adam. Temporaries are
+multiples of P. Cycles and instructions of the v5e program, and the seconds of compiling it for v5e
+and H100 (the median of three pairs), are multiples of the step with `all_reduce`, which compiled in
+1.6 to 2.5 s and 0.6 to 1 s. Cycles do not include the network.""",
     "Size": """\
-A decoder of 1.07 billion params, whole on every device, by shapes alone: 256 TPU v5e chips, 256
-H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 is what the 16 GB of a v5e hold
-beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB there. The wire
-is a multiple of an f32 mean's; *in the branch* is the share of reduced elements that only an
+A decoder of 1.07 billion params, replicated on every device, is compiled from shapes alone for 256
+TPU v5e chips, 256 H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 fits into the 16
+GB of a v5e beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB. The
+wire is a multiple of an f32 mean. *In the branch* is the share of reduced elements that only an
 applied call reduces.""",
     "Size, sharded": """\
-The same decoder with params, residuals and Adam's moments sharded over 16 chips, and 2 or 16 such
-groups as replicas. P is what a chip holds of the params. *Between replicas* is what the reduction
-sends over the replica axis, *crossing* what leaves the slice: multiples of the f32 mean's.""",
+The same decoder has params, residuals and Adam's moments sharded over 16 chips, and 2 or 16 such
+groups as replicas. P is a chip's share of the params. *Between replicas* is what the reduction
+sends over the replica axis, and *crossing* is the part that leaves the slice, as multiples of the
+f32 mean.""",
 }
 
 
