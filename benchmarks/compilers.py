@@ -37,8 +37,7 @@ give other counts. [`boostax.audit`](cards/audit.md) counts the same in your own
 
 P is the params' bytes on one device, N the number of params. A *held* call takes the cheapest
 branch of every conditional (an open window, a skipped step), an *applied* call the dearest. Traffic
-is the bytes that operations read from memory and write to it. Cycles on v5e are its compiler's
-estimate.
+is the bytes that operations read and write. Cycles on v5e are its compiler's estimate.
 """
 
 WORDS = {
@@ -85,8 +84,8 @@ applied call reduces.""",
     "Size, sharded": """\
 The same decoder has params, residuals and Adam's moments sharded over 16 chips, and 2 or 16 such
 groups as replicas. P is a chip's share of the params. *Between replicas* is what the reduction
-sends over the replica axis, and *crossing* is the part that leaves the slice, as multiples of the
-f32 mean.""",
+sends over the replica axis, *crossing* the part that leaves the slice, in multiples of the f32
+mean.""",
 }
 
 
