@@ -56,7 +56,7 @@ each other, and *applied* adds up all of them.""",
 A decoder of 195 M params, with 24 stacked and scanned layers, takes 8 micro-batches on 8 devices.
 The table counts reduced elements in multiples of N; a reduction in a loop counts at each turn. With
 FSDP params are sharded over the batch's axis, and plain `jit` gathers them for each micro-batch.
-Temporaries, and the bytes sent per step, in all and in bf16, are multiples of 4 N bytes.""",
+Temporaries, all bytes sent per step, and the bytes sent in bf16 are multiples of 4 N bytes.""",
     "Released layers": """\
 The same decoder has one micro-batch, and its optimizer in the backward loop
 ([layers](cards/layers.md)).""",
@@ -71,10 +71,10 @@ executed. Bytes sent are multiples of a mean of replicated params. Temporaries a
 multiples of the first row of the same width. Tensor parallelism halves the products. A TPU keeps
 temporaries of the smaller width in its vector memory.""",
     "Reductions beside the mean": """\
-The perceptron of 67 M params, in 4 leaves, has another reduction before Adam. Temporaries are
-multiples of P. Cycles and instructions of the v5e program, and the seconds of compiling it for v5e
-and H100 (the median of three pairs), are multiples of the step with `all_reduce`, which compiled in
-1.6 to 2.5 s and 0.6 to 1 s. Cycles do not include the network.""",
+The perceptron of 67 M params, in 4 leaves, has a reduction other than the mean before Adam.
+Temporaries are multiples of P. Cycles and instructions of the v5e program, and the seconds of
+compiling it for v5e and H100 (the median of three pairs), are multiples of the step with
+`all_reduce`, which compiled in 1.6 to 2.5 s and 0.6 to 1 s. Cycles do not include the network.""",
     "Size": """\
 A decoder of 1.07 billion params, replicated on every device, is compiled from shapes alone for 256
 TPU v5e chips, 256 H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 fits into the 16
