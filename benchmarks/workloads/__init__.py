@@ -1,4 +1,4 @@
-"""Real tasks shared by benchmarks, notebooks and tests; they need Flax and scikit-learn."""
+"""Real tasks shared by benchmarks and tests; they need Flax and scikit-learn."""
 
 from workloads.digits import DigitsConfig, digits
 from workloads.text import TextConfig, text
