@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, copies, late, mismatch, replicas, transfer, trees
+from boostax._core import checks, copies, late, mismatch, replicas, transfer, trees, types
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -154,8 +154,8 @@ class Checkpointer:
         return self._record(self._existing(step)).get("versions", {})
 
     def restore(
-        self, target: PyTree, step: int | None = None, *, reshard: bool = False
-    ) -> tuple[PyTree, dict[str, Any]]:
+        self, target: types.State, step: int | None = None, *, reshard: bool = False
+    ) -> tuple[types.State, dict[str, Any]]:
         """Return the state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
 
         The state may have been saved by another number of processes, on other devices. Its arrays

@@ -6,7 +6,7 @@ holds would still add zero to all params.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -121,8 +121,8 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(_WHO, "tx", got, allowed, not replicas.owns_params(self.opt_state), hint)
 
     def value_and_grad(
-        self, loss_fn: Callable[..., Any], *, has_aux: bool = False, **how: Any
-    ) -> Callable[..., tuple[Any, PyTree]]:
+        self, loss_fn: Callable[Concatenate[_M, ...], Any], *, has_aux: bool = False, **how: Any
+    ) -> Callable[Concatenate[_M, ...], tuple[Any, PyTree]]:
         """Return a gradient function for the chain; it replaces ``nnx.value_and_grad``.
 
         Args:

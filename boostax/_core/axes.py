@@ -23,6 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from boostax._core import checks, interpret, jaxprs, trees
+from boostax._core.types import Params
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -559,7 +560,7 @@ def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> 
     checks.require(who, "leaves", "; ".join(sharded[:6]), allowed, not sharded, hint)
 
 
-def local_params(params: PyTree, axis_name: AxisName) -> PyTree:
+def local_params(params: Params, axis_name: AxisName) -> Params:
     """Make params whose gradient stays local to each replica.
 
     Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over

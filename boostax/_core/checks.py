@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,8 +101,9 @@ def number(
     return value
 
 
-def choice(who: str, argument: str, value: Choice, allowed: tuple[Any, ...], hint: str) -> Choice:
-    """Require one of the allowed words."""
+def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> Choice:
+    """Require one of the words of a ``Literal``, or of a tuple."""
+    allowed = get_args(allowed) or allowed
     words = " or ".join(repr(word) for word in allowed) or "left out"
     require(who, argument, value, words, value in allowed, hint)
     return value

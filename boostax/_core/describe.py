@@ -20,7 +20,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,6 @@ Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace
 PassedThrough = Literal["recorder", "watch", "nothing"]
 # The position of an unknown part is not judged.
 Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThrough, "unknown"]
-ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Holds(NamedTuple):
@@ -141,7 +140,7 @@ def describe(
       >>> boostax.explain(tx, jnp.zeros(2)).parts[0].role
       'rate'
     """
-    checks.choice("describe", "role", role, ROLES, "'unknown' is counted and not judged.")
+    checks.choice("describe", "role", role, Role, "'unknown' is counted and not judged.")
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)

@@ -124,7 +124,7 @@ class Kernels:
 def named(who: str, name: LayoutName | None) -> Layout:
     """Return the layout of a name; Flax's for ``None``."""
     if name is not None:
-        checks.choice(who, "layout", name, tuple(LAYOUTS), "None reads kernels as Flax's.")
+        checks.choice(who, "layout", name, LayoutName, "None reads kernels as Flax's.")
     return LAYOUTS[name or "linen"]
 
 

@@ -7,7 +7,7 @@ The constants of a model are activations, names and numbers that ``jit`` did not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jax.tree_util import GetAttrKey, register_pytree_node
 from jax.typing import DTypeLike
 
 from boostax._core import checks, jaxprs
+from boostax._core.types import State
 
 PyTree = Any
-State = TypeVar("State")
 LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is their new value.
 OVERWRITE = "_overwrite_with_gradient"

@@ -297,5 +297,5 @@ def _checked(rules: Any) -> Rules:
     for words, rule in cast(dict[Any, Rule], rules).items():
         named = isinstance(words, str) and bool(words.strip("/"))
         checks.require(_WHO, "rules", words, "paths by name", named, hint, TypeError)
-        checks.choice(_WHO, "rules", rule, ("max", "sum", "last"), hint)
+        checks.choice(_WHO, "rules", rule, Rule, hint)
     return {words.strip("/"): rule for words, rule in rules.items()}

@@ -21,6 +21,7 @@ PyTree = Any
 _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
+Normalize = Literal["mean", "sum"]
 # Keyword arguments that a micro-batch gets from the one before.
 _PASSED_ON = ("model_state", "threaded")
 PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
@@ -46,7 +47,7 @@ def microbatch(
     microbatches: Count,
     *,
     has_aux: bool = False,
-    normalize: Literal["mean", "sum"] = "mean",
+    normalize: Normalize = "mean",
     accumulator_dtype: jax.typing.DTypeLike = jnp.float32,
     rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -94,7 +95,7 @@ def microbatch(
       (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
     """
     count = require_count(_WHO, microbatches)
-    checks.choice(_WHO, "normalize", normalize, ("mean", "sum"), "Losses that are sums need 'sum'.")
+    checks.choice(_WHO, "normalize", normalize, Normalize, "Losses that are sums need 'sum'.")
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     if count == 1:
         return value_and_grad_fn

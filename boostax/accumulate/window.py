@@ -21,13 +21,15 @@ from boostax._core.describe import Holds, PyTree, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, require_like
+from boostax._core.types import Params
 from boostax.accumulate.aux import MOST, factor, weigh
 from boostax.accumulate.carried import CarryState, require_outside
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
 
 # A tuple or list holds the names of the terms of a loss.
-Normalize = Literal["mean", "sum", "weight"] | tuple[str, ...] | list[str]
+Kind = Literal["mean", "sum", "weight"]
+Normalize = Kind | tuple[str, ...] | list[str]
 Rounding = Literal["nearest", "stochastic"]
 Sums = Literal["local", "sharded"]
 Every = int | Callable[[jax.Array], jax.Array | int]
@@ -186,14 +188,13 @@ def accumulate(
     hint = "Losses that are means over a varying number of tokens need 'weight'."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
     kind: Any = "weight" if terms else normalize
-    checks.choice(_WHO, "normalize", kind, ("mean", "sum", "weight"), hint)
+    checks.choice(_WHO, "normalize", kind, Kind, hint)
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     hint = "Only accumulator_dtype='bfloat16' can be 'stochastic' too."
-    roundings: tuple[Rounding, ...] = ("nearest", "stochastic")
-    roundings = roundings if narrow == jnp.bfloat16 else ("nearest",)
+    roundings = Rounding if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
     hint = "'sharded' keeps 1/n of the sums on a device, and reduces in each call."
-    checks.choice(_WHO, "sums", sums, ("local", "sharded"), hint)
+    checks.choice(_WHO, "sums", sums, Sums, hint)
     names = axes.canonical(_WHO, axis_name)
     local, averaged = (names, ()) if sums == "local" else ((), names)
     how = _Windows(tx, every, kind, narrow, rounding == "stochastic", local, averaged, terms)
@@ -437,8 +438,8 @@ def has_updated(opt_state: PyTree) -> jax.Array:
 
 @checks.arguments
 def flush(
-    tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra_args: Any
-) -> tuple[PyTree, PyTree]:
+    tx: optax.GradientTransformation, opt_state: PyTree, params: Params, **extra_args: Any
+) -> tuple[Params, PyTree]:
     """Apply the last, partial window, normalised by the micro-steps that it holds.
 
     Call it where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel step), or

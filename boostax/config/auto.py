@@ -19,6 +19,7 @@ from boostax.model.less_bn import LessBNReport, changed
 Fn: TypeAlias = Callable[..., Any]
 Tx: TypeAlias = optax.GradientTransformation
 Axes: TypeAlias = axes.AxisName | None
+Level: TypeAlias = dictionary.Level | None
 Report: TypeAlias = LessBNReport | None
 # A user's factories by name, each with the key that it replaces or stands behind.
 Own: TypeAlias = Mapping[str, tuple[keys.Factory, str]]
@@ -219,7 +220,7 @@ class Boost:
 
 @checks.arguments
 def auto(
-    spec: Any, *, level: str | None = None, strict: bool | None = None, factories: Sequence[Fn] = ()
+    spec: Any, *, level: Level = None, strict: bool | None = None, factories: Sequence[Fn] = ()
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 
@@ -293,7 +294,7 @@ def auto(
     return _read(data, level or "O0", strict, _owned(data, factories))
 
 
-def _read(data: dict[str, Any], level: str, strict: bool | None, own: Own) -> Boost:
+def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, own: Own) -> Boost:
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
     foreign = dictionary.is_mindspore(data)
     asked, strict = strict, not foreign if strict is None else strict

@@ -9,17 +9,18 @@ boostax may train other weights. Each mode of SINGA's is a reduction here;
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from boostax._core import checks
 from boostax.config import keys
 from boostax.config.refusals import WORDS, require
 
+Level = Literal["O0", "O1", "O2"]
 _WHO = "mindspore"
 # The keys of MindSpore, their defaults and the notes.
 _DATA = checks.table("boostax.config", "mindspore")
 SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
-LEVELS: dict[str, list[str]] = _DATA["levels"]
+LEVELS: dict[Level, list[str]] = _DATA["levels"]
 GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
 KEYS = ("boost", *GROUPS, "loss_scale_manager")
 # The setting that each argument comes from.
@@ -34,7 +35,7 @@ def is_mindspore(data: Mapping[str, Any]) -> bool:
 
 
 def from_mindspore(
-    data: Mapping[str, Any], level: str = "O0", *, strict: bool = False
+    data: Mapping[str, Any], level: Level = "O0", *, strict: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
@@ -136,7 +137,7 @@ class _Ledger(NamedTuple):
         return {key: value for key, value in data.items() if key in allowed}
 
 
-def _switches(ledger: _Ledger, boost: Any, level: str, cell: str) -> dict[str, bool]:
+def _switches(ledger: _Ledger, boost: Any, level: Level, cell: str) -> dict[str, bool]:
     """Return the switches that take effect, by mode, level and kind of the loss-scale cell."""
     asked = ledger.known("boost", boost, ("mode", *SWITCHES))
     mode, modes = asked.pop("mode", "auto"), tuple(_DATA["modes"])

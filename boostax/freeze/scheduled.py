@@ -328,7 +328,7 @@ def scheduled_freeze(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     hint = "'shared' keeps one state, in which frozen leaves rest."
-    checks.choice(_WHO, "moments", moments, ("shared", "per_group"), hint)
+    checks.choice(_WHO, "moments", moments, Moments, hint)
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
     # A tuple of states is not an inner state, so its field must have another name.

@@ -8,7 +8,7 @@ compiled for each depth that occurs, and replicas agree on the next depth withou
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ PyTree = Any
 Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
-_KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
 # The length of a schedule without ``total_steps``, as in MindSpore.
 CYCLE = 65536
 _WHO, _WRAPPER = "freeze_schedule", "scheduled_freeze"
@@ -236,11 +235,12 @@ def freeze_schedule(
             checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
     hint = "A callable from the step to the depth is a schedule too."
-    checks.choice(_WHO, "kind", kind, _KINDS, hint)
+    checks.choice(_WHO, "kind", kind, Kind, hint)
     seed = _below(2**32, "seed", 0 if seed is None else seed, _SAME)
     seed = seed if kind == "interval" else None
     if freeze_p is not None:
-        checks.choice(_WHO, "kind with freeze_p", kind, _KINDS[:2], "MindSpore has no other kind.")
+        theirs, hint = get_args(Kind)[:2], "MindSpore has no other kind."
+        checks.choice(_WHO, "kind with freeze_p", kind, theirs, hint)
         hint = "It is the share of the steps that train all, 1 - frozen_fraction."
         checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
         hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30%."

@@ -31,7 +31,9 @@ from jax.typing import DTypeLike
 
 from boostax._core import checks, gate, replicas, trees
 from boostax._core.describe import Holds, PyTree, Stepped, describe
+from boostax._core.types import Params
 
+Kind = Literal["ema", "window", "lawa"]
 _WHO = "average_params"
 
 
@@ -89,7 +91,7 @@ def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Arra
 @checks.arguments
 def average_params(
     inner: optax.GradientTransformation,
-    kind: Literal["ema", "window", "lawa"] = "ema",
+    kind: Kind = "ema",
     *,
     decay: float | None = None,
     size: int | None = None,
@@ -153,7 +155,7 @@ def average_params(
       (4.0, 3.0)
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    checks.choice(_WHO, "kind", kind, ("ema", "window", "lawa"), "'ema' is the usual one.")
+    checks.choice(_WHO, "kind", kind, Kind, "'ema' is the usual one.")
     for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
         fits, allowed = kind == owner or value is None, f"left out with kind {kind!r}"
         checks.require(_WHO, name, value, allowed, fits, f"It is for {owner!r}.")
@@ -210,7 +212,7 @@ def average_params(
     return gate.gated(init_fn, step_fn, flush_fn)
 
 
-def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
+def averaged_params(opt_state: PyTree, params: Params) -> Params:
     """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
     Statistics of a model (BatchNorm) belong to the params that they were measured with: run the

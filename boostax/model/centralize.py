@@ -16,7 +16,8 @@ from boostax._core.describe import PyTree, Stepped, describe
 from boostax._core.groups import few, matches
 
 Path = tuple[Any, ...]
-Rule = int | Sequence[int] | Literal["auto", "stacked"] | None
+Known = Literal["auto", "stacked"]
+Rule = int | Sequence[int] | Known | None
 Axes = Literal["auto"] | Mapping[str, Rule] | Callable[[str, jax.Array], Rule]
 
 _WHO = "centralize_gradients"
@@ -54,8 +55,7 @@ def _dims(rules: Any, kernels: layouts.Kernels, path: Path, leaf: Any) -> tuple[
 
 def _known(rule: Any) -> Any:
     """Return a rule; a string must be one of the two known ones."""
-    words = ("auto", "stacked")
-    return checks.choice(_WHO, "axes", rule, words, _HINT) if isinstance(rule, str) else rule
+    return checks.choice(_WHO, "axes", rule, Known, _HINT) if isinstance(rule, str) else rule
 
 
 def centralize_gradients(

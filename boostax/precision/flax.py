@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.precision.policy import Policy, as_policy, autocast
+from boostax.precision.policy import Level, Policy, as_policy, autocast
 
 with checks.needing("boostax.precision.flax", "Flax", "workloads"):
     import flax.linen as nn
@@ -67,7 +67,7 @@ class PolicyModule:
         return nn.intercept_methods(tell_dtype)
 
 
-def apply_policy(module: Any, policy: Policy | str) -> Any:
+def apply_policy(module: Any, policy: Policy | Level) -> Any:
     """Return a Flax model that follows a precision policy.
 
     A layer whose ``dtype`` was left unset computes in the policy's ``compute_dtype``, or in f32 if

@@ -33,6 +33,8 @@ from boostax._core.gate import Pending
 from boostax.precision.loss_scale import decided, metrics_of, scales
 
 Group = int | jax.Array
+Overflow = Literal["blame", "each"]
+Rule = Literal["trial", "measure"]
 _WHO = "group_loss_scale"
 # The end of f16's range, and half of f16's smallest subnormal, below which gradients round to zero.
 _TOP, _VANISHED = 2.0**16, 2.0**-25
@@ -179,8 +181,8 @@ def group_loss_scale(
     backoff_factor: float = 2**-0.5,
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
-    overflow: Literal["blame", "each"] = "blame",
-    rule: Literal["trial", "measure"] = "trial",
+    overflow: Overflow = "blame",
+    rule: Rule = "trial",
     headroom: float = 16.0,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -265,8 +267,8 @@ def group_loss_scale(
     checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
     hint = "2**-0.5 halves the scale at every other overflow."
     checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    checks.choice(_WHO, "overflow", overflow, ("blame", "each"), "'each' is MindSpore's.")
-    checks.choice(_WHO, "rule", rule, ("trial", "measure"), "'trial' is MindSpore's.")
+    checks.choice(_WHO, "overflow", overflow, Overflow, "'each' is MindSpore's.")
+    checks.choice(_WHO, "rule", rule, Rule, "'trial' is MindSpore's.")
     _between("headroom", headroom, 1.0, _TOP, "16 keeps the largest gradient below 2**12.")
     tx, names = checks.transformation(_WHO, "inner", inner), axes.canonical(_WHO, axis_name)
     each, room = overflow == "each", headroom if rule == "measure" else None

@@ -26,6 +26,7 @@ from boostax._core import checks, jaxprs, trees
 from boostax._core.interpret import CUSTOM, require_readable, rewrite
 
 PyTree = Any
+Level = Literal["O0", "O1", "O2", "O3"]
 _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _F32 = np.dtype(np.float32)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -183,7 +184,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     low = checks.floating_dtype(who, "dtype", dtype)
     named = isinstance(spec, str)  # pyright: ignore[reportUnnecessaryIsInstance]
     checks.require(who, "spec", spec, "a level or dtypes", named, hint, TypeError)
-    levels = {
+    levels: dict[Level, Policy] = {
         "O0": Policy(),
         "O1": Policy(_F32, low, _F32, "all but matmuls"),
         "O2": Policy(_F32, low, _F32, NORMS),
@@ -201,7 +202,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     return Policy(**fields)
 
 
-def as_policy(who: str, value: Policy | str | None) -> Policy | None:
+def as_policy(who: str, value: Policy | Level | None) -> Policy | None:
     """Return a user's policy, given as an object or by name; ``None`` for ``None``."""
     if value is None or isinstance(value, Policy):
         return value

@@ -21,6 +21,7 @@ from boostax._core import axes, bound_axis, checks, gate, norms, trees
 from boostax._core.describe import Holds, PyTree, first_line
 from boostax._core.rule import by_rule
 
+Rule = Literal["median", "sigma"]
 _WHO = "skip_spikes"
 # The standard deviation of a normal distribution is this many median absolute deviations.
 _NORMAL = 1.4826
@@ -91,7 +92,7 @@ def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
 def skip_spikes(
     inner: optax.GradientTransformation,
     *,
-    rule: Literal["median", "sigma"] = "median",
+    rule: Rule = "median",
     k: float = 6.0,
     floor: float = 0.01,
     window: int = 128,
@@ -150,7 +151,7 @@ def skip_spikes(
     References:
       The skip step of https://github.com/allenai/OLMo-core.
     """
-    checks.choice(_WHO, "rule", rule, ("median", "sigma"), "boostax.gate takes a rule of your own.")
+    checks.choice(_WHO, "rule", rule, Rule, "boostax.gate takes a rule of your own.")
     checks.number(_WHO, "k", k, "greater than 0", lambda x: x > 0, "6 is the default.")
     checks.number(_WHO, "floor", floor, "not negative", lambda x: x >= 0, "0.01 is the default.")
     hint = "It counts values, and one value has no spread; 128 is the default."

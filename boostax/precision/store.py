@@ -13,6 +13,7 @@ import optax
 
 from boostax._core import axes, checks, gate, placement, replicas, trees
 from boostax._core.describe import Holds, PyTree, Stepped, describe
+from boostax._core.types import State
 from boostax.precision import formats
 from boostax.precision.formats import FORMATS
 from boostax.precision.leafwise import COMMON, SMALL, Turn, leaf_by_leaf
@@ -170,11 +171,11 @@ def store(
     tx, kind = checks.transformation(_WHO, "inner", inner), params
     if params is not None:
         hint = "'stochastic' takes 2 bytes a param, 'remainder' keeps exact f32 masters."
-        checks.choice(_WHO, "params", params, ("stochastic", "remainder"), hint)
+        checks.choice(_WHO, "params", params, Params, hint)
     by_field = {} if moments is None else moments
     rules: dict[str, Moments] = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
     for name in rules.values():
-        checks.choice(_WHO, "moments", name, tuple(FORMATS), "None keeps f32.")
+        checks.choice(_WHO, "moments", name, Moments, "None keeps f32.")
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
@@ -214,7 +215,7 @@ def store(
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
-def masters(params: PyTree, opt_state: PyTree) -> PyTree:
+def masters(params: State, opt_state: PyTree) -> State:
     """Return the params that the optimizer sees: f32, with the bits that bf16 params lack.
 
     Use it for evaluation, for export, and before ``migrate_state`` to a chain without ``store``.

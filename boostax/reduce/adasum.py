@@ -153,7 +153,7 @@ class Options(NamedTuple):
         """
         shards = axes.canonical(who, self.shards)
         hint = "The paper combines leaf by leaf."
-        checks.choice(who, "scope", self.scope, ("leaf", "tree"), hint)
+        checks.choice(who, "scope", self.scope, Scope, hint)
         wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
         twice = sorted({name for name in names + shards if (names + shards).count(name) > 1})
         hint = "within averages first, AdaSum combines axis_name, shard_axes shard single leaves."

@@ -110,7 +110,8 @@ class Packed(NamedTuple):
 
 
 Chunk = Alone | Packed
-Divide = Literal["before", "after", "never"]
+When = Literal["before", "after"]
+Divide = Literal[When, "never"]
 # A half dtype; ``None`` sends f32.
 Wire = np.dtype[Any] | None
 

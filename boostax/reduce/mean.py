@@ -16,9 +16,10 @@ from boostax._core import axes, bound_axis, checks, noise_scale, placement, tree
 from boostax._core.describe import Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
-from boostax.reduce.exchange import Divide
+from boostax.reduce.exchange import Divide, When
 
 Path = tuple[Any, ...]
+Op = Literal["mean", "sum"]
 
 
 class SumState(NamedTuple):
@@ -32,10 +33,10 @@ class SumState(NamedTuple):
 def all_reduce(
     axis_name: axes.AxisName | None = None,
     *,
-    op: Literal["mean", "sum"] = "mean",
+    op: Op = "mean",
     dtype: DTypeLike | None = None,
     clip: float | None = None,
-    divide: Literal["before", "after"] = "after",
+    divide: When = "after",
     bucket_bytes: int | None = None,
     noise: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -97,8 +98,8 @@ def all_reduce(
     """
     who = "all_reduce"
     names = axes.canonical(who, axis_name)
-    checks.choice(who, "op", op, ("mean", "sum"), "A mean keeps the learning rate's meaning.")
-    checks.choice(who, "divide", divide, ("before", "after"), "After the sum is the default.")
+    checks.choice(who, "op", op, Op, "A mean keeps the learning rate's meaning.")
+    checks.choice(who, "divide", divide, When, "After the sum is the default.")
     wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     if clip is not None:
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")

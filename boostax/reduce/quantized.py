@@ -20,6 +20,7 @@ from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, un
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
+Rounding = Literal["nearest", "stochastic"]
 LEVELS = 127
 
 
@@ -153,7 +154,7 @@ def int8_reduce(
     axis_name: axes.AxisName | None = None,
     *,
     block: int | None = None,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
+    rounding: Rounding = "nearest",
     seed: int = 0,
     error_feedback: bool = True,
     decay: float = 1.0,
@@ -206,7 +207,7 @@ def int8_reduce(
     who = "int8_reduce"
     if block is not None:
         checks.positive_int(who, "block", block, "None for 256, and 4096 on a TPU.")
-    checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), "Feedback mends either.")
+    checks.choice(who, "rounding", rounding, Rounding, "Feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
     return compress(codec, axis_name, **feedback, dense=dense, name=who)

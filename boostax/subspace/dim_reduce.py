@@ -17,9 +17,12 @@ from jax.typing import ArrayLike
 
 from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Holds, describe
+from boostax._core.types import State
 from boostax.subspace.basis import Basis, Dtype, PyTree, lift, project, stored, wide_dtype
 
 Names = tuple[str, ...]
+RuleName = Literal["boostax", "mindspore"]
+Failure = Literal["reset", "rollback"]
 LossAt: TypeAlias = Callable[[PyTree], jax.Array]
 _WHO = "dim_reduce"
 
@@ -49,13 +52,13 @@ class SubspaceRule:
     curvature: float = 1e-4
     least_curvature: float = 0.0
     scaled: bool = True
-    failure: Literal["reset", "rollback"] = "reset"
+    failure: Failure = "reset"
     towards_mean: bool = True
 
 
 # MindSpore 2.10 tries two lengths, begins with the identity, and rolls back when both fail.
 MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False)
-RULES = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
+RULES: dict[RuleName, SubspaceRule] = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
 
 
 class Memory(NamedTuple):
@@ -357,7 +360,7 @@ def dim_reduce(
     basis: Basis | PyTree,
     *,
     residual: optax.GradientTransformation | None = None,
-    rule: SubspaceRule | Literal["boostax", "mindspore"] = "boostax",
+    rule: SubspaceRule | RuleName = "boostax",
     dtype: Dtype = None,
     axis_name: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
@@ -421,8 +424,9 @@ def dim_reduce(
       Subspaces, https://arxiv.org/abs/2103.11154, 2021. MindSpore 2.10, ``boost.dim_reduce``.
     """
     if not isinstance(rule, SubspaceRule):
-        checks.choice(_WHO, "rule", rule, tuple(RULES), "'boostax' is the default.")
+        checks.choice(_WHO, "rule", rule, RuleName, "'boostax' is the default.")
     how = rule if isinstance(rule, SubspaceRule) else RULES[rule]
+    checks.choice(_WHO, "rule.failure", how.failure, Failure, "'reset' is the default.")
     names, shards = axes.canonical(_WHO, axis_name), axes.canonical(_WHO, shard_axes)
     narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
     outside = None if residual is None else checks.transformation(_WHO, "residual", residual)
@@ -477,7 +481,7 @@ def dim_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
+def replace_basis(opt_state: State, basis: Basis | PyTree) -> State:
     """Replace the basis in a state, and forget the curvature learnt in the old basis.
 
     Args:

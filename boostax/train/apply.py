@@ -7,16 +7,17 @@ import optax
 
 from boostax._core import checks, mismatch
 from boostax._core.gate import PyTree, applied
+from boostax._core.types import Params, State
 
 
 @checks.arguments
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
+    opt_state: State,
+    params: Params,
     **extra_args: Any,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Params, State]:
     """Run ``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
 
     A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from boostax._core import axes, checks, trees
 from boostax._core.placement import Placement
 from boostax._core.replicas import PyTree, is_per_replica, without
+from boostax._core.types import Params
 from boostax.precision.formats import FORMATS
 from boostax.train.on_mesh import placement_of
 
@@ -22,8 +23,8 @@ _WHO = "gather_params"
 
 
 def gather_params(
-    params: PyTree, dtype: Gather, *, axis_name: axes.AxisName
-) -> Callable[[PyTree], PyTree]:
+    params: Params, dtype: Gather, *, axis_name: axes.AxisName
+) -> Callable[[Params], Params]:
     r"""All-gather sharded params (FSDP) in bf16 or int8; their owners keep them exact.
 
     The loss and its gradient see :math:`Q(w)`, the optimizer updates :math:`w`, so roundings do not
@@ -70,7 +71,7 @@ def gathering(
     who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` of a known placement; leaves named in ``exact`` are left out."""
-    checks.choice(who, "dtype", dtype, ("bfloat16", "int8"), "Leave it out for whole elements.")
+    checks.choice(who, "dtype", dtype, Gather, "Leave it out for whole elements.")
     cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Generic, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from boostax._core import (
     trees,
 )
 from boostax._core.replicas import PerReplica, Swept, as_row, is_per_replica
+from boostax._core.types import Grads, Params, Value
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
@@ -40,21 +41,49 @@ from boostax.accumulate.microbatch import (
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
-from boostax.precision.policy import Policy, as_policy
+from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train.replay import Replay
 
 PyTree = Any
+_Loss = Callable[Concatenate[Params, ...], Value]
 _WHO = "value_and_grad"
 _CALL = "boostax.value_and_grad(loss_fn)(params, opt_state, batch)"
 
 
+class _How(TypedDict, total=False):
+    axis_name: axes.AxisName | None
+    policy: Policy | Level | None
+    microbatches: Count
+    accumulator_dtype: Any
+
+
+class _Local(_How, total=False):
+    mesh: None
+
+
+class _Mapped(_How, total=False):
+    mesh: Mesh | None
+    has_aux: bool
+    layers: optax.GradientTransformation | None
+
+
+@overload
+def value_and_grad(
+    loss_fn: _Loss[Params, Any], *, has_aux: Literal[False] = False, **how: Unpack[_Local]
+) -> "Oracle[jax.Array, Params, Params]": ...
+@overload
+def value_and_grad(
+    loss_fn: _Loss[Params, tuple[Any, Value]], *, has_aux: Literal[True], **how: Unpack[_Local]
+) -> "Oracle[tuple[jax.Array, Value], Params, Params]": ...
+@overload
+def value_and_grad(loss_fn: Callable[..., Any], **how: Unpack[_Mapped]) -> "Oracle": ...
 @checks.arguments
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     axis_name: axes.AxisName | None = None,
     mesh: Mesh | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | Level | None = None,
     microbatches: Count = 1,
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
@@ -151,7 +180,7 @@ def value_and_grad(
 
 
 @dataclasses.dataclass(frozen=True)
-class Oracle:
+class Oracle(Generic[Value, Params, Grads]):
     """The gradient function that ``value_and_grad`` returns.
 
     Attributes:
@@ -227,8 +256,8 @@ class Oracle:
 
     @checks.arguments
     def __call__(
-        self, params: Any, opt_state: Any, batch: Any, /, *, active: Any = True, **given: Any
-    ) -> tuple[Any, PyTree]:
+        self, params: Params, opt_state: Any, batch: Any, /, *, active: Any = True, **given: Any
+    ) -> tuple[Value, Grads]:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         given_all = {"params": params, "opt_state": opt_state, "batch": batch}
         with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **given_all):
@@ -237,7 +266,7 @@ class Oracle:
 
     def with_aux(
         self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+    ) -> tuple[Any, PyTree]:
         """Return ``((loss, aux), grads)``, also if the loss has no aux: its terms have counts."""
         whole, params = params, trees.aside(params)
         said: PyTree = True

@@ -20,6 +20,7 @@ from boostax.precision.policy import Policy
 PyTree = Any
 Path = tuple[Any, ...]
 Arrays = list[jax.Array]
+Weights = Literal["once", "by layer"]
 # The scope of collectives that are repeated in each layer, by which ``audit`` knows them.
 BY_LAYER = "by_layer"
 # The dimensions of a layer's array that are sharded over replica axes, and these axes.
@@ -58,13 +59,13 @@ class Layers:
     """
 
     path: str | tuple[str, ...] = "layers"
-    weights: Literal["once", "by layer"] = "by layer"
+    weights: Weights = "by layer"
     release: bool = False
     host: bool = False
 
     def __post_init__(self) -> None:
         hint = "'by layer' holds one layer's weights, 'once' sends them once."
-        checks.choice("Layers", "weights", self.weights, ("once", "by layer"), hint)
+        checks.choice("Layers", "weights", self.weights, Weights, hint)
         hint = "Add release=True: the state is moved in the loop in which the optimizer runs."
         checks.require("Layers", "host", True, "False", self.release or not self.host, hint)
 

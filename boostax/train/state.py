@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -15,12 +15,15 @@ from boostax._core import checks, trees
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, PyTree, owns_params, stack_replicas
 from boostax._core.transfer import on_host, own_rows, place, place_rows
+from boostax._core.types import Params
 from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
 
 
-class TrainState(NamedTuple):
+class TrainState(NamedTuple, Generic[Params]):
     """State of a run, which a step takes and returns, and which a checkpoint saves.
+
+    To a type checker it is ``TrainState[Params]``, and stays so in each step.
 
     Attributes:
       step: i32 scalar, calls so far (micro-steps, with ``accumulate``).
@@ -31,7 +34,7 @@ class TrainState(NamedTuple):
     """
 
     step: Any
-    params: PyTree
+    params: Params
     opt_state: PyTree
     model_state: PyTree
     key: Any

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks
 from boostax.accumulate.aux import as_metrics
-from boostax.precision.policy import Policy, as_policy
+from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
 from boostax.train.layered import layered
@@ -34,7 +34,7 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
     axis_name: axes.AxisName | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | Level | None = None,
     microbatches: int = 1,
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
@@ -115,9 +115,9 @@ def make_train_step(
             checks.absent(who, name, value, "None without a mesh", hint)
         checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
     if gather is not None:
-        checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
+        checks.choice(who, "gather", gather, Gather, "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
-    checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
+    checks.choice(who, "freeze_driver", freeze_driver, FreezeDriver, hint)
     hint = "The step cuts the batch: a stacked one is x.reshape(-1, *x.shape[2:])."
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
     rules = as_policy(who, policy)

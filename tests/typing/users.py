@@ -50,12 +50,12 @@ def own_loop(params: Params, batch: dict[str, jax.Array]) -> Params:
     return params
 
 
-def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.train.TrainState:
+def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.train.TrainState[Params]:
     step = boostax.make_train_step(loss_fn, window, microbatches=2)
     assert_type(step, boostax.train.TrainStep)
     state = step.init(params)
     state, metrics = step(state, batch)
-    assert_type(state, boostax.train.TrainState)
+    assert_type(state, boostax.train.TrainState[Params])
     assert_type(metrics, dict[str, jax.Array])
     return state
 
