@@ -1,7 +1,9 @@
 """A mistake is refused where it is made: who, what, what is allowed, what came, and a hint."""
 
 import functools
+import inspect
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import model, precision, reduce, subspace
+from boostax._core import layouts
+from boostax.config import dictionary
+from boostax.precision import formats
 from boostax.precision.flax import apply_policy
+from boostax.precision.store import Moments
+from boostax.subspace.dim_reduce import RULES, RuleName
 from boostax.testing import drawn
 
 inf, nan = float("inf"), float("nan")
@@ -58,12 +65,18 @@ WRAPPERS = (
 )
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 PARAMS = {"w": jnp.ones(3)}
+SHARDED = jax.device_put(jnp.ones(3), jax.sharding.NamedSharding(ONE, P("data")))
 of = functools.partial
 # The factories, and what each argument is refused.
 REFUSED = [
     (of(accumulate, every=2), {"every": COUNTS, "accumulator_dtype": DTYPES, "axis_name": AXES}),
     (of(accumulate, 2), {"normalize": ["avg", "max", None], "rounding": ["stochastic", "up"]}),
     (of(accumulate, 2), {"sums": ["whole", None]}),
+    (of(accumulate, 2, accumulator_dtype="bfloat16"), {"rounding": ["up"]}),
+    (make_train_step, {"freeze_driver": ["device"]}),
+    (of(make_train_step, mesh=ONE), {"gather": ["int4"]}),
+    (of(boostax.train.gather_params, SHARDED, axis_name="data"), {"dtype": ["int4"]}),
+    (of(boostax.train.Layers, "blocks"), {"weights": ["by_layer"]}),
     (dynamic, {"init_scale": (*SCALES, 0.5, 2.0**25), "min_scale": SCALES, "max_scale": SCALES}),
     (dynamic, {"growth_factor": [1, 1.0, 0.5, -2, inf, nan, "2", None], "axis_name": AXES}),
     (dynamic, {"backoff_factor": [0, 1, 1.5, -0.5, nan, "0.5", None], "hysteresis": COUNTS}),
@@ -86,7 +99,7 @@ REFUSED = [
     (of(precision.skip_spikes, SGD), {"window": [1], "axis_name": AXES}),
     (by_group, {"labels": [{}], "init_scale": [0.5], "min_scale": [0.0], "max_scale": [2.0**61]}),
     (by_group, {"growth_factor": [1.0], "backoff_factor": [1.0], "headroom": [0.5]}),
-    (by_group, {"rule": ["guess"], "axis_name": AXES}),
+    (by_group, {"rule": ["guess"], "overflow": ["all"], "axis_name": AXES}),
     (of(boostax.all_reduce, axis_name="data"), {"axis_name": AXES, "op": ["max"]}),
     (of(boostax.all_reduce, "data"), {"dtype": ["int8"], "clip": [0.0], "divide": ["later"]}),
     (of(boostax.all_reduce, "data"), {"bucket_bytes": [0], "noise": [-1.0]}),
@@ -131,7 +144,8 @@ REFUSED = [
     (of(model.qk_clip, SGD, HEADS), {"tau": [0.0, nan]}),
     (model.clip_by_global_norm, {"max_norm": [0.0, "1"]}),
     (model.adagc, {"factor": [0.5], "decay": [1.0], "warmup": [0], "max_norm": [0.0]}),
-    (boostax.centralize_gradients, {"axes": ["last"], "multiple_of": [0]}),
+    (boostax.centralize_gradients, {"axes": ["last"], "layout": ["keras"], "multiple_of": [0]}),
+    (of(boostax.describe, "mine"), {"role": ["optimizer"]}),
     *((wrapper, {"inner": INNER}) for wrapper in WRAPPERS),
     (of(boostax.explain, params=PARAMS), {"tx": [3]}),
     (of(boostax.explain, SGD, PARAMS), {"batch": [3]}),
@@ -161,6 +175,48 @@ def test_arguments_out_of_range(factory, argument, value):
     assert all(f"got {part!r}. " in message for part in parts)
 
 
+def words(hint):
+    """The words that a type has for a checker."""
+    parts = typing.get_args(hint)
+    return {x for y in parts for x in ({y} if isinstance(y, str) else words(y))}
+
+
+PUBLIC = [
+    (function, argument)
+    for package in (boostax, boostax.train, precision, reduce, boostax.freeze, model, subspace)
+    for function in vars(package).values()
+    if inspect.isfunction(function) and function.__module__.startswith("boostax")
+    for argument, hint in typing.get_type_hints(inspect.unwrap(function)).items()
+    # A policy may also be of dtypes; rules and axes are tables of words.
+    if words(hint) and argument not in ("policy", "rules", "axes", "return")
+]
+
+
+@pytest.mark.parametrize(("function", "argument"), PUBLIC)
+def test_a_misspelt_word_is_refused_with_those_that_a_checker_knows(function, argument):
+    known, messages = words(typing.get_type_hints(inspect.unwrap(function))[argument]), []
+    for factory, arguments in REFUSED:
+        same = getattr(factory, "func", factory) is function
+        for value in arguments.get(argument, ()) if same else ():
+            with pytest.raises((ValueError, TypeError)) as raised:
+                factory(**{argument: value})
+            messages.append(str(raised.value))
+    assert any(all(repr(word) in message for word in known) for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("literal", "table"),
+    [
+        (Moments, formats.FORMATS),
+        (layouts.LayoutName, layouts.LAYOUTS),
+        (RuleName, RULES),
+        (dictionary.Level, dictionary.LEVELS),
+    ],
+)
+def test_the_words_of_a_type_are_those_of_the_table_that_is_read(literal, table):
+    assert typing.get_args(literal) == tuple(table)
+
+
 SCALERS = optax.partition({"a": dynamic(), "b": static(2.0)}, {"w": "a", "v": "b"})
 TWO = SCALERS.init({"w": jnp.ones(3), "v": jnp.ones(3)})
 WINDOW = optax.chain(accumulate(2))
@@ -168,6 +224,10 @@ MEANT = [
     (of(value_and_grad, policy=3), "policy must be"),
     (of(make_train_step, policy=jnp.float16), "policy must be"),
     (of(make_train_step, policy=["O1"]), "policy must be"),
+    (
+        of(boostax.dim_reduce, two_of, rule=subspace.SubspaceRule(failure="back")),
+        r"rule.failure must",
+    ),
     (of(dynamic, min_scale=2.0**17), r"init_scale must be between .* got 65536\.0"),
     (of(dynamic, max_scale=8.0), r"init_scale must be between .* got 65536\.0"),
     (

@@ -1,6 +1,7 @@
 """Each part of a step works in the dtype that its policy says, and in no other."""
 
 import functools
+import typing
 
 import flax.linen as nn
 import jax
@@ -17,9 +18,10 @@ from training import follow
 import boostax
 from boostax._core.interpret import equations
 from boostax.precision.flax import apply_policy
+from boostax.precision.policy import Level
 
 f16, bf16, f32 = (jnp.dtype(name) for name in ("float16", "bfloat16", "float32"))
-LEVELS = ("O0", "O1", "O2", "O3")
+LEVELS = typing.get_args(Level)
 
 
 @pytest.mark.parametrize("low", [f16, bf16])
