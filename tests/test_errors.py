@@ -220,14 +220,12 @@ def test_the_words_of_a_type_are_those_of_the_table_that_is_read(literal, table)
 SCALERS = optax.partition({"a": dynamic(), "b": static(2.0)}, {"w": "a", "v": "b"})
 TWO = SCALERS.init({"w": jnp.ones(3), "v": jnp.ones(3)})
 WINDOW = optax.chain(accumulate(2))
+BACK = subspace.SubspaceRule(failure="back")
 MEANT = [
     (of(value_and_grad, policy=3), "policy must be"),
     (of(make_train_step, policy=jnp.float16), "policy must be"),
     (of(make_train_step, policy=["O1"]), "policy must be"),
-    (
-        of(boostax.dim_reduce, two_of, rule=subspace.SubspaceRule(failure="back")),
-        r"rule.failure must",
-    ),
+    (of(boostax.dim_reduce, two_of, rule=BACK), r"dim_reduce: rule\.failure must be 'reset' or"),
     (of(dynamic, min_scale=2.0**17), r"init_scale must be between .* got 65536\.0"),
     (of(dynamic, max_scale=8.0), r"init_scale must be between .* got 65536\.0"),
     (

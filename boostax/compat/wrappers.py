@@ -161,7 +161,7 @@ class MultiSteps:
 
         self.init, self.update = _renamed(who, tx, wrap, unwrap)
 
-    def has_updated(self, state: MultiStepsState) -> jax.Array:
+    def has_updated(self, state: Any) -> jax.Array:
         """Return whether the last call closed a window whose result was applied."""
         return passed(state)
 

@@ -135,7 +135,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         """Return a tree of bools that are True for the leaves trained at this depth."""
         return self.freezing.active(params, depth)
 
-    def choice(self, params: PyTree, opt_state: ScheduledFreezeState) -> Choice:
+    def choice(self, params: PyTree, opt_state: PyTree) -> Choice:
         """Return the active leaves at the schedule's depth, for ``active=``."""
         return self.freezing.choice(params, opt_state)
 

@@ -46,21 +46,25 @@ def counted(params: Params, batch: Batch) -> tuple[jax.Array, boostax.Aux]:
 
 def in_plain_optax(params: Params, batches: list[Batch]) -> Params:
     window = boostax.accumulate(optax.adamw(1e-3), every=4, sums="local", normalize="weight")
-    tx = boostax.dynamic_loss_scale(boostax.model.average_params(window, "ema"))
+    scaled = boostax.dynamic_loss_scale(boostax.model.average_params(window, "ema"))
+    tx = boostax.scheduled_freeze(scaled, [["b"]], 1, moments="shared")
     grad_fn = boostax.value_and_grad(counted, has_aux=True, policy="O1", microbatches="stacked")
 
     @jit
     def step(params: Params, opt_state: optax.OptState, batch: Batch):
-        (loss, aux), grads = grad_fn(params, opt_state, batch)
+        active = tx.choice(params, opt_state)
+        (loss, aux), grads = grad_fn(params, opt_state, batch, active=active)
         assert_type((loss, aux, grads), tuple[jax.Array, boostax.Aux, Params])
-        return boostax.apply_gradients(tx, grads, opt_state, params, weight=aux.weight)
+        new = boostax.apply_gradients(tx, grads, opt_state, params, weight=aux.weight)
+        assert_type(new, tuple[Params, optax.OptState])
+        return new
 
     opt_state = tx.init(params)
     for batch in batches:
         params, opt_state = step(params, opt_state, batch)
-    params, opt_state = boostax.flush(tx, opt_state, params)
-    assert_type(boostax.model.averaged_params(opt_state, params), Params)
-    return params
+    assert_type(boostax.flush(tx, opt_state, params)[0], Params)
+    assert_type(boostax.precision.masters(params, opt_state), Params)
+    return assert_type(boostax.model.averaged_params(opt_state, params), Params)
 
 
 def in_a_train_step(params: Params, batch: Batch, folder: pathlib.Path) -> TrainState[Params]:
@@ -74,7 +78,7 @@ def in_a_train_step(params: Params, batch: Batch, folder: pathlib.Path) -> Train
         checkpointer.save(1, state)
         state, _ = checkpointer.restore(state)
     assert_type(step.common_params(step.flush(state)), Params)
-    return boostax.reshard_state(state, 4)
+    return assert_type(boostax.reshard_state(state, 4), TrainState[Params])
 
 
 def mean_of(model: nnx.Linear, x: jax.Array) -> jax.Array:
@@ -92,7 +96,9 @@ def in_place(model: nnx.Linear, x: jax.Array) -> jax.Array:
 def on_a_mesh(params: Params, mesh: jax.sharding.Mesh, batch: Batch) -> Params:
     tx = boostax.on_mesh(optax.chain(boostax.all_reduce(), optax.sgd(0.1)), params)
     opt_state = tx.init(params)
-    _, grads = boostax.value_and_grad(loss_fn, mesh=mesh)(params, opt_state, batch)
+    gather = boostax.train.gather_params(params, "int8", axis_name="data")
+    seen = assert_type(gather(params), Params)
+    _, grads = boostax.value_and_grad(loss_fn, mesh=mesh)(seen, opt_state, batch)
     return boostax.apply_gradients(tx, grads, opt_state, params)[0]
 
 
@@ -103,4 +109,5 @@ def refused(tx: optax.GradientTransformation, batch: Batch) -> None:
     boostax.make_train_step(loss_fn, tx, policy="O5")  # pyright: ignore[reportArgumentType]
     boostax.accumulate(tx, 4, sums="shard")  # pyright: ignore[reportArgumentType]
     boostax.precision.store(tx, params="stochastics")  # pyright: ignore[reportArgumentType]
+    Optimizer(batch, tx, wrt=nnx.Param).value_and_grad(loss_fn)  # pyright: ignore[reportArgumentType]
     boostax.auto({}, level="O3")  # pyright: ignore[reportArgumentType]
