@@ -71,7 +71,7 @@ def in_a_train_step(params: Params, batch: Batch, folder: pathlib.Path) -> Train
     boost = boostax.auto({"accumulate": 4}, level="O0")
     step = boost.make_train_step(loss_fn, optax.sgd(0.1), params, freeze_driver="switch")
     state, metrics = step(step.init(params), batch)
-    assert_type(state, TrainState[Params])
+    assert_type((state, state.params), tuple[TrainState[Params], Params])
     assert_type(metrics["loss"], jax.Array)
     assert boostax.audit(step, state, batch).calls == 4
     with Checkpointer(folder) as checkpointer:
@@ -99,7 +99,8 @@ def on_a_mesh(params: Params, mesh: jax.sharding.Mesh, batch: Batch) -> Params:
     gather = boostax.train.gather_params(params, "int8", axis_name="data")
     seen = assert_type(gather(params), Params)
     _, grads = boostax.value_and_grad(loss_fn, mesh=mesh)(seen, opt_state, batch)
-    return boostax.apply_gradients(tx, grads, opt_state, params)[0]
+    # The gradients of each replica, or what the backward pass made of them.
+    return boostax.apply_gradients(tx, assert_type(grads, Any), opt_state, params)[0]
 
 
 def refused(tx: optax.GradientTransformation, batch: Batch) -> None:
