@@ -18,25 +18,25 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 572,
-    "boostax/_core": 2963,
-    "boostax/accumulate": 642,
+    "boostax/_core": 2972,
+    "boostax/accumulate": 644,
     "boostax/chain": 311,
-    "boostax/config": 926,
+    "boostax/config": 928,
     "boostax/freeze": 478,
     "boostax/inspect": 1659,
-    "boostax/model": 713,
-    "boostax/precision": 1731,
-    "boostax/reduce": 1994,
-    "boostax/subspace": 682,
+    "boostax/model": 714,
+    "boostax/precision": 1735,
+    "boostax/reduce": 1997,
+    "boostax/subspace": 685,
     "boostax/testing": 817,
-    "boostax/train": 2022,
+    "boostax/train": 2046,
     "examples": 1500,
-    "tests": 21111,
+    "tests": 21230,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15510
-WORDS = 45896
+LIBRARY = 15558
+WORDS = 45907
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

@@ -16,8 +16,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, mismatch, trees
-from boostax._core.types import State
+from boostax._core import axes, checks, handshake, mismatch, trees, types
 
 PyTree = Any
 # The shape and spec of each param, by its path.
@@ -370,7 +369,7 @@ def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
 
 
 @checks.arguments
-def reshard_state(state: State, replicas: int, *, within: int = 1) -> State:
+def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> types.State:
     r"""Return a state for another number of replicas.
 
     The old replicas divide the unit interval evenly, and so do the new ones. A new replica takes

@@ -17,8 +17,7 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_node
 from jax.typing import DTypeLike
 
-from boostax._core import checks, jaxprs
-from boostax._core.types import State
+from boostax._core import checks, jaxprs, types
 
 PyTree = Any
 LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
@@ -238,7 +237,7 @@ def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     return list(filter(wanted, found))
 
 
-def state_of(who: str, opt_state: PyTree, kind: type[State], hint: str) -> State:
+def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
     """Return the outermost state of a class; refuse an optimizer state without one."""
     states = find(opt_state, lambda node: isinstance(node, kind))
     allowed = f"one with a {kind.__name__}"

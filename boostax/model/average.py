@@ -29,9 +29,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import checks, gate, replicas, trees
+from boostax._core import checks, gate, replicas, trees, types
 from boostax._core.describe import Holds, PyTree, Stepped, describe
-from boostax._core.types import Params
 
 Kind = Literal["ema", "window", "lawa"]
 _WHO = "average_params"
@@ -212,7 +211,7 @@ def average_params(
     return gate.gated(init_fn, step_fn, flush_fn)
 
 
-def averaged_params(opt_state: PyTree, params: Params) -> Params:
+def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
     """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
     Statistics of a model (BatchNorm) belong to the params that they were measured with: run the

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, placement, replicas, trees
+from boostax._core import axes, checks, gate, placement, replicas, trees, types
 from boostax._core.describe import Holds, PyTree, Stepped, describe
-from boostax._core.types import State
 from boostax.precision import formats
 from boostax.precision.formats import FORMATS
 from boostax.precision.leafwise import COMMON, SMALL, Turn, leaf_by_leaf
@@ -215,7 +214,7 @@ def store(
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
-def masters(params: State, opt_state: PyTree) -> State:
+def masters(params: types.State, opt_state: PyTree) -> types.State:
     """Return the params that the optimizer sees: f32, with the bits that bf16 params lack.
 
     Use it for evaluation, for export, and before ``migrate_state`` to a chain without ``store``.

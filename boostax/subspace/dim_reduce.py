@@ -15,9 +15,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from boostax._core import axes, checks, gate, trees
+from boostax._core import axes, checks, gate, trees, types
 from boostax._core.describe import Holds, describe
-from boostax._core.types import State
 from boostax.subspace.basis import Basis, Dtype, PyTree, lift, project, stored, wide_dtype
 
 Names = tuple[str, ...]
@@ -481,7 +480,7 @@ def dim_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def replace_basis(opt_state: State, basis: Basis | PyTree) -> State:
+def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
     """Replace the basis in a state, and forget the curvature learnt in the old basis.
 
     Args:

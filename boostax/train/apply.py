@@ -5,19 +5,18 @@ from typing import Any
 
 import optax
 
-from boostax._core import checks, mismatch
+from boostax._core import checks, mismatch, types
 from boostax._core.gate import PyTree, applied
-from boostax._core.types import Params, State
 
 
 @checks.arguments
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: PyTree,
-    opt_state: State,
-    params: Params,
+    opt_state: types.State,
+    params: types.Params,
     **extra_args: Any,
-) -> tuple[Params, State]:
+) -> tuple[types.Params, types.State]:
     """Run ``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
 
     A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated

@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from boostax._core import axes, checks, mismatch, trees
+from boostax._core import axes, checks, mismatch, trees, types
 from boostax._core.describe import PyTree, asked, variants_of
 from boostax._core.gate import applied, outermost_passed, passed
 from boostax._core.norms import all_finite
@@ -26,7 +26,6 @@ from boostax._core.replicas import (
 )
 from boostax._core.transfer import own_rows
 from boostax._core.trees import Pruning
-from boostax._core.types import Params
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
 from boostax.accumulate.window import AccumulateState, flush
@@ -93,8 +92,8 @@ class TrainStep:
 
     @checks.arguments
     def init(
-        self, params: Params, *, key: jax.Array | None = None, model_state: PyTree = None
-    ) -> TrainState[Params]:
+        self, params: types.Params, *, key: jax.Array | None = None, model_state: PyTree = None
+    ) -> TrainState[types.Params]:
         """Make the first state, placed on the mesh.
 
         Args:
@@ -141,8 +140,8 @@ class TrainStep:
 
     @checks.arguments
     def __call__(
-        self, state: TrainState[Params], batch: PyTree, **given: PyTree
-    ) -> tuple[TrainState[Params], dict[str, jax.Array]]:
+        self, state: TrainState[types.Params], batch: PyTree, **given: PyTree
+    ) -> tuple[TrainState[types.Params], dict[str, jax.Array]]:
         """Take a whole step, or a micro-step of an ``accumulate`` window.
 
         Args:
@@ -182,7 +181,7 @@ class TrainStep:
             programs.coming.follow(state.opt_state)
             return state, reported
 
-    def flush(self, state: TrainState[Params]) -> TrainState[Params]:
+    def flush(self, state: TrainState[types.Params]) -> TrainState[types.Params]:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
         with mismatch.explaining(self._explain, state):
             depth, programs = self._coming(state), self._of(state)
@@ -215,7 +214,7 @@ class TrainStep:
             program, args = self.jitted(state, batch, depth=depth, **given)
             return jax.make_jaxpr(program)(*args)
 
-    def common_params(self, state: TrainState[Params]) -> Params:
+    def common_params(self, state: TrainState[types.Params]) -> types.Params:
         """Return the params for an evaluation: the mean of per-replica params."""
         return _mean_of_replicas(state.params) if is_per_replica(state.params) else state.params
 

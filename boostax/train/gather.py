@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, trees, types
 from boostax._core.placement import Placement
 from boostax._core.replicas import PyTree, is_per_replica, without
-from boostax._core.types import Params
 from boostax.precision.formats import FORMATS
 from boostax.train.on_mesh import placement_of
 
@@ -23,8 +22,8 @@ _WHO = "gather_params"
 
 
 def gather_params(
-    params: Params, dtype: Gather, *, axis_name: axes.AxisName
-) -> Callable[[Params], Params]:
+    params: types.Params, dtype: Gather, *, axis_name: axes.AxisName
+) -> Callable[[types.Params], types.Params]:
     r"""All-gather sharded params (FSDP) in bf16 or int8; their owners keep them exact.
 
     The loss and its gradient see :math:`Q(w)`, the optimizer updates :math:`w`, so roundings do not

@@ -11,16 +11,15 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import checks, trees
+from boostax._core import checks, trees, types
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, PyTree, owns_params, stack_replicas
 from boostax._core.transfer import on_host, own_rows, place, place_rows
-from boostax._core.types import Params
 from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
 
 
-class TrainState(NamedTuple, Generic[Params]):
+class TrainState(NamedTuple, Generic[types.Params]):
     """State of a run, which a step takes and returns, and which a checkpoint saves.
 
     To a type checker it is ``TrainState[Params]``, and stays so in each step.
@@ -34,7 +33,7 @@ class TrainState(NamedTuple, Generic[Params]):
     """
 
     step: Any
-    params: Params
+    params: types.Params
     opt_state: PyTree
     model_state: PyTree
     key: Any

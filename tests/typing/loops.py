@@ -72,7 +72,7 @@ def in_a_train_step(params: Params, batch: Batch, folder: pathlib.Path) -> Train
     step = boost.make_train_step(loss_fn, optax.sgd(0.1), params, freeze_driver="switch")
     state, metrics = step(step.init(params), batch)
     assert_type((state, state.params), tuple[TrainState[Params], Params])
-    assert_type(metrics["loss"], jax.Array)
+    assert_type((step, metrics), tuple[boostax.train.TrainStep, dict[str, jax.Array]])
     assert boostax.audit(step, state, batch).calls == 4
     with Checkpointer(folder) as checkpointer:
         checkpointer.save(1, state)

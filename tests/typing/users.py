@@ -40,24 +40,13 @@ assert_type(boostax.accumulate(optax.sgd(0.1), every), optax.GradientTransformat
 
 def own_loop(params: Params, batch: dict[str, jax.Array]) -> Params:
     opt_state = window.init(params)
-    loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch)
+    _, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch)
     assert_type(boostax.precision.loss_scale(opt_state), jax.Array)
     assert_type(boostax.train.has_updated(opt_state), jax.Array)
     assert_type(boostax.metrics(opt_state), dict[str, jax.Array])
     assert_type(boostax.precision.all_finite(grads), jax.Array)
-    del loss
     params, opt_state = boostax.apply_gradients(window, grads, opt_state, params)
     return params
-
-
-def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.train.TrainState[Params]:
-    step = boostax.make_train_step(loss_fn, window, microbatches=2)
-    assert_type(step, boostax.train.TrainStep)
-    state = step.init(params)
-    state, metrics = step(state, batch)
-    assert_type(state, boostax.train.TrainState[Params])
-    assert_type(metrics, dict[str, jax.Array])
-    return state
 
 
 def configured(path: str) -> boostax.config.Boost:
