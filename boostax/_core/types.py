@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as WithDefault
 
-    # A class that is named without its parameters has any.
-    Params = WithDefault("Params", default=Any)
+    # A class that is named without its parameters has any, and so has a lambda.
+    Params = WithDefault("Params", bound=Any, default=Any)
     Value = WithDefault("Value", default=Any)
     Grads = WithDefault("Grads", default=Any)
 else:

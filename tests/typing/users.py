@@ -46,6 +46,8 @@ def own_loop(params: Params, batch: dict[str, jax.Array]) -> Params:
     assert_type(boostax.metrics(opt_state), dict[str, jax.Array])
     assert_type(boostax.precision.all_finite(grads), jax.Array)
     params, opt_state = boostax.apply_gradients(window, grads, opt_state, params)
+    # A loss without types takes any params.
+    boostax.value_and_grad(lambda params, x: params["w"] * x)(params, opt_state, batch["x"])
     return params
 
 
