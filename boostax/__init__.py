@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
-The common names are here; the others are in ``boostax.reduce``, ``freeze``, ``precision``,
-``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``config`` and ``compat``.
+The common names are in ``boostax``; further names are in ``boostax.reduce``, ``freeze``,
+``precision``, ``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``config`` and
+``compat``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``boostax``: it audits a program, and names the replacements of removed commands."""
+"""The command line of ``boostax``: ``boostax audit``, and hints for removed commands."""
 
 import sys
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments without the name of the program; by default those of the process.
 
     Returns:
-      The exit code: 0 if done; 1 if a limit is exceeded, or if a message on stderr says what is
-      refused; 2 if arguments do not parse or the command is gone.
+      The exit code: 0 on success; 1 if a limit is exceeded or the request is refused, with the
+      reason on stderr; 2 if the arguments do not parse or the command was removed.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] in (["-h"], ["--help"]):

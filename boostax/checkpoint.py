@@ -30,12 +30,12 @@ _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes
 class Checkpointer:
     """Save train states in the background and restore them bit for bit.
 
-    A state is any tree of JAX arrays: NamedTuples, PRNG keys, sharded and empty arrays included.
+    A state is any tree of JAX arrays, including NamedTuples, PRNG keys, sharded and empty arrays.
     Each checkpoint also holds a small JSON ``meta``, the versions of boostax, JAX and Optax, the
     state classes of the chain, and for each leaf its shape, its dtype and a checksum. orbax keeps
-    no checksums: it casts silently and reads flipped bits as numbers. The directory of a step gets
-    its number only when it is complete, so a killed save loses nothing but that save; its leftovers
-    are removed at the next opening. Nothing is pickled.
+    no checksums: it casts silently and does not notice flipped bits. The directory of a step gets
+    its final name only when it is complete, so a killed process loses only the save in progress;
+    the next ``Checkpointer`` removes the leftovers. Nothing is pickled.
 
     One process (or one multi-process run) may write to a directory at a time.
 
@@ -44,7 +44,7 @@ class Checkpointer:
       keep: how many of the latest steps stay on disk.
 
     Raises:
-      ValueError, TypeError: if ``keep`` is no positive integer.
+      ValueError, TypeError: ``keep`` is not a positive integer.
 
     Example:
       >>> import jax.numpy as jnp, tempfile
@@ -55,15 +55,16 @@ class Checkpointer:
       >>> restored["params"], meta
       (Array([0., 1., 2.], dtype=float32), {'learning_rate': 0.1})
 
-    **Cost**: ``save`` blocks for one read of the state (the checksums) and its copy to the host;
-    the disk is written in the background. ``restore`` holds one leaf twice for a moment.
+    **Cost**: ``save`` blocks while it computes the checksums (one read of the state) and copies the
+    state to the host; the disk is written in the background. ``restore`` has at most one leaf in
+    memory twice.
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
         checks.positive_int(_WHO, "keep", keep, "It is how many steps stay on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax can also create the directory, but in the background, which may be too late.
+            # orbax would create the directory in the background, which may be too late.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
                 # If the directory is a link, its target does not belong to boostax and is not
                 # removed.
@@ -77,25 +78,26 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # After an error another process may be gone, and a save would wait for its shards.
+        # After an error another process may have ended, and a save would wait for its shards.
         if error is None or jax.process_count() == 1:
             self.close()
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any] | None = None) -> None:
         """Copy ``state`` to the host and write it, with ``meta``, in the background.
 
-        ``state`` may be donated as soon as this returns. A step that is already on disk is
-        replaced. The step is safe on disk after `wait`, `close` or the next ``save``.
+        ``state`` may be donated as soon as ``save`` returns. A step that is already on disk is
+        replaced. The new step is complete on disk after ``wait``, ``close`` or the next ``save``.
 
         Args:
-          step: a number for the checkpoint, usually the calls done; the highest is the latest.
+          step: a number for the checkpoint, usually the number of calls; the highest number is the
+            latest.
           state: a tree of JAX arrays.
           meta: anything that JSON can hold.
 
         Raises:
-          TypeError: if a leaf is no JAX array, or ``meta`` is not JSON.
-          ValueError: if devices hold different copies of an array.
-          RuntimeError: if the save before this one failed in the background.
+          TypeError: a leaf is not a JAX array, or ``meta`` is not JSON.
+          ValueError: devices hold different copies of an array.
+          RuntimeError: the previous save failed in the background.
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
         leaves = _named(state)
@@ -106,7 +108,7 @@ class Checkpointer:
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": mismatch.parts(state), "versions": versions}
-        # JSON changes tuples and integer keys, which must happen before the checksum.
+        # JSON converts tuples and integer keys, so the checksum is of the converted form.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
         if step in self.steps():
@@ -119,7 +121,7 @@ class Checkpointer:
         """Wait until the last save is complete on disk.
 
         Raises:
-          RuntimeError: if the save failed, with orbax's error as the cause.
+          RuntimeError: the save failed; orbax's error is the cause.
         """
         try:
             self._manager.wait_until_finished()
@@ -128,7 +130,7 @@ class Checkpointer:
             raise RuntimeError(f"{said}. Steps saved before it are untouched.") from error
 
     def steps(self) -> list[int]:
-        """Return the complete steps on disk, ascending, including the last save."""
+        """Wait for the last save, then return the complete steps on disk, ascending."""
         self.wait()
         self._manager.reload()
         return sorted(self._manager.all_steps())
@@ -138,7 +140,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """Return the ``meta`` that was saved with ``step`` (default: the latest).
+        """Return the ``meta`` that was saved with ``step``, by default the latest step.
 
         Raises:
           FileNotFoundError: if there is no such step.
@@ -156,25 +158,26 @@ class Checkpointer:
     def restore(
         self, target: types.State, step: int | None = None, *, reshard: bool = False
     ) -> tuple[types.State, dict[str, Any]]:
-        """Return the state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
+        """Return the state and ``meta`` of ``step`` (default: the latest), placed like ``target``.
 
-        The state may have been saved by another number of processes, on other devices. Its arrays
-        own their memory, so a step may donate them like those of a fresh state.
+        The state may have been saved by another number of processes, on other devices. The restored
+        arrays own their memory, so a step may donate them.
 
         Args:
-          target: a state of the same structure, shapes and dtypes: arrays, or
-            `jax.ShapeDtypeStruct` with a sharding (without one: the first device).
+          target: a state of the same structure, shapes and dtypes, of arrays or
+            ``jax.ShapeDtypeStruct`` with shardings; without a sharding an array goes to the first
+            device.
           step: the step to restore.
           reshard: whether per-replica state may have been saved by another number of replicas; then
             `boostax.reshard_state` redistributes it and keeps its mean.
 
         Raises:
           FileNotFoundError: if there is no such step.
-          TypeError: if a leaf of ``target`` is no array, such as the step of a fresh Flax
+          TypeError: a leaf of ``target`` is not an array, such as the step of a fresh Flax
             ``TrainState``.
-          ValueError: if ``target`` does not fit the saved state; it names the parts or the leaves.
-          RuntimeError: if files on disk are missing, cut short or altered. Nothing is deleted, and
-            the message names an older step that remains.
+          ValueError: ``target`` does not fit the saved state; the error names the parts or leaves.
+          RuntimeError: files on disk are missing, truncated or altered. No file is deleted, and the
+            message names an older step that can be restored.
         """
         _require_arrays("target", _named(target), lambda leaf: hasattr(leaf, "dtype"))
         step = self._existing(step)
@@ -184,7 +187,7 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
-        # The restore is partial, because fields that are None come and go between versions.
+        # The restore is partial, because versions differ in fields that are None.
         args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
@@ -233,24 +236,24 @@ class Checkpointer:
 
 
 class _Manager(ocp.CheckpointManager):
-    """A manager that does not change JAX's counter of calls.
+    """An orbax manager that does not query JAX's preemption sync point.
 
-    orbax's own manager asks JAX at every save, and again when the save ends in the background,
-    whether a SIGTERM has arrived. Each question sets the counter by which all processes agree on
-    the call after which to stop. If the counter is set back, processes stop after different calls.
-    The training loop itself asks once per call.
+    orbax's own manager asks JAX at the start and end of every save whether a SIGTERM has arrived.
+    Each query sets the step counter by which processes agree when to stop. A query in the
+    background sets the counter back, and processes then stop after different calls. The training
+    loop itself makes one query per call.
     """
 
     def reached_preemption(self, step: int) -> bool:
-        """Never ask."""
+        """Return False without a query."""
         return False
 
 
 def _arrays() -> Any:
     """Return a handler of arrays that waits for all reads before it raises.
 
-    orbax closes its event loop after the first failed read; the other reads then warn of coroutines
-    never awaited and raise in TensorStore's threads.
+    orbax closes its event loop after the first failed read. The remaining reads would then warn of
+    coroutines that were never awaited, and raise in TensorStore's threads.
     """
     handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
     read = handler.deserialize
@@ -277,7 +280,7 @@ def _named(state: PyTree) -> dict[str, Any]:
 
 
 def _require_arrays(argument: str, leaves: dict[str, Any], is_array: Callable[[Any], bool]) -> None:
-    """Refuse a leaf that is no array: a number (Flax's ``TrainState.step``), a function."""
+    """Refuse a leaf that is not an array, such as a number (Flax's ``TrainState.step``)."""
     hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
     hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
@@ -286,7 +289,7 @@ def _require_arrays(argument: str, leaves: dict[str, Any], is_array: Callable[[A
 
 
 def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
-    """Return how parts and leaves of a target differ from a saved record; "" if they match."""
+    """Describe how parts and leaves of a target differ from a saved record; "" if they match."""
     was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
     named = {field for name in was.keys() - now.keys() for field in name.split("/")}
@@ -339,7 +342,7 @@ _checksums = jax.jit(lambda leaves: {k: _checksum(x) for k, x in leaves.items()}
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:
-    """Return the weighted sum of all words mod 2**32, which one altered word always changes."""
+    """Return the weighted sum of all words mod 2**32; one altered word always changes it."""
     if jnp.iscomplexobj(leaf):
         return _checksum(leaf.real) + 3 * _checksum(leaf.imag)
     return jnp.sum(copies.weighted(copies.words(leaf)), dtype=jnp.uint32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer for Flax NNX that works in place, and a gradient function for its chain.
+"""An in-place optimizer for Flax NNX, and a gradient function for its chain.
 
-``nnx.Optimizer`` adds the updates of the chain to the params in every call, so a step that a gate
-holds would still add zero to all params.
+``nnx.Optimizer`` adds the chain's updates to the params in every call, so a skipped step would
+still add zero to all params.
 """
 
 from collections.abc import Callable
@@ -34,15 +34,16 @@ _WHO = "boostax.nnx.Optimizer"
 class Optimizer(nnx.Optimizer[_M]):
     """An ``nnx.Optimizer`` that writes params only if a step is taken.
 
-    It replaces ``nnx.Optimizer``, and is made, updated, split, merged and checkpointed like it.
-    Gates (a loss scaler, a window) stand outermost in ``tx``; in a step that they hold, params stay
-    in their buffers. ``value_and_grad`` returns the gradients that the chain needs: those of the
-    scaled loss, local to each replica, without the ones that a ``scheduled_freeze`` leaves out.
+    Use it in place of ``nnx.Optimizer``; it is made, updated, split, merged and checkpointed in the
+    same way. Gates (a loss scaler, a window) stand outermost in ``tx``; a step that a gate holds
+    writes no params. ``value_and_grad`` returns the gradients that the chain needs: gradients of
+    the scaled loss, local to each replica, without the leaves that ``scheduled_freeze`` freezes.
 
     Args:
-      model: an ``nnx.Module``; with ``axis_name`` its params placed on one mesh by
-        ``NamedSharding``, sharded in any way.
-      tx: any Optax chain; with ``axis_name`` one with a reduction, as in ``boostax.on_mesh``.
+      model: an ``nnx.Module``; with ``axis_name`` its params are placed on one mesh by
+        ``NamedSharding``, in any sharding.
+      tx: any Optax chain; with ``axis_name`` the chain needs a reduction, as in
+        ``boostax.on_mesh``.
       wrt: filter of the trained variables.
       axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, or
         if XLA reduces the gradients.
@@ -50,17 +51,18 @@ class Optimizer(nnx.Optimizer[_M]):
       **more: other arguments of ``nnx.Optimizer``: ``graph``.
 
     Attributes:
-      step: calls of ``update``, held ones included; ``boostax.metrics(optimizer.opt_state)`` counts
-        the applied ones.
-      tx: the chain; with ``axis_name`` the one that ``boostax.on_mesh`` returns.
-      opt_state: its state, in variables.
+      step: number of calls of ``update``, including held calls;
+        ``boostax.metrics(optimizer.opt_state)`` counts applied steps.
+      tx: the chain, or with ``axis_name`` the result of ``boostax.on_mesh``.
+      opt_state: the state of ``tx``, in NNX variables.
 
-    Cost: that of ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a
-    held step reads the params for the loss and writes none.
+    Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a held
+    step reads the params for the loss and writes no params.
 
     Raises:
-      ValueError: params that are on no mesh although ``axis_name`` is given; a chain with different
-        params on each replica (``local_updates``, ``partial_average``), which a module cannot hold.
+      ValueError: params that are not on a mesh although ``axis_name`` is given; a chain with
+        different params on each replica (``local_updates``, ``partial_average``), which a module
+        cannot represent.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -103,9 +105,9 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
-            # Replicas are dealt the arrays of a state without variables.
+            # Arrays are dealt over the replicas in a state without variables.
             nnx.update(self.opt_state, nnx.state(tx.init(params), **more))
-            # A program cannot take a counter on one device together with params on a mesh.
+            # A program cannot take a counter on one device and params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
             # State with a leading dimension of replicas keeps a param's metadata, which lacks that
@@ -127,31 +129,31 @@ class Optimizer(nnx.Optimizer[_M]):
 
         Args:
           loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. Variables that
-            it changes in the model (BatchNorm statistics, counters of dropout) are averaged over
-            the replicas and stay changed, unless some of them are not finite. They change as in
-            ``nnx.value_and_grad``, even if a scaler skips the gradient.
-          has_aux: as in ``boostax.value_and_grad``: a ``boostax.Aux`` is combined, any other aux
-            passes through.
+            the loss changes in the model (BatchNorm statistics, dropout counters) are averaged over
+            the replicas and keep the change, unless a new value is not finite. As in
+            ``nnx.value_and_grad``, they change even if a scaler skips the gradient.
+          has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
+            ``boostax.Aux`` is combined, and any other aux passes through.
           **how: ``microbatches``, ``policy`` and ``accumulator_dtype`` of
             ``boostax.value_and_grad``.
 
         Returns:
           ``fn(model, *batch, active=None, **given)`` that returns ``(loss, grads)``. The rows of
           ``batch`` are split over replicas and micro-batches; ``given`` is not split. ``active``
-          says which params are differentiated; by default those that the ``scheduled_freeze`` in
-          ``tx`` trains next. Cost: that of ``boostax.value_and_grad``; over replicas also one
-          collective per call for each variable that the loss changes.
+          marks the params to differentiate; by default the params that the ``scheduled_freeze`` in
+          ``tx`` trains next. Cost: as ``boostax.value_and_grad``; over replicas also one collective
+          per call for each variable that the loss changes.
 
         Raises:
-          ValueError: a loss that leaves other variables in the model, or sets params that ``wrt``
-            does not name.
+          ValueError: a loss that adds or removes variables of the model, or sets params outside of
+            ``wrt``.
         """
         names = axes.canonical(_WHO, self.axis_name)
         how |= {"mesh": self.mesh, "axis_name": self.axis_name}
 
         def fn(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
             graph, params, keys, frozen, rest = self._split(model)
-            # With a key for each replica, a loss may draw its own data.
+            # A loss with a key per replica may draw its own data.
             fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
             hint = "Let loss_fn take it: arrays that it closes over are not split over replicas."
@@ -180,10 +182,10 @@ class Optimizer(nnx.Optimizer[_M]):
             held = placement.gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
             given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
-            # A mean over three replicas rounds, also what the loss leaves unchanged.
+            # A mean over three replicas would round unchanged variables, too.
             mean = aux.told.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, moved, mean, rest)
-            # An overflow in the forward pass reaches the statistics before any gradient.
+            # An overflow in the forward pass affects the statistics even if gradients are skipped.
             keep = all_finite(new)
             choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
             nnx.update(model, jax.tree.map(choose, new, rest))
@@ -197,11 +199,13 @@ class Optimizer(nnx.Optimizer[_M]):
 
         Args:
           model: the model whose params are changed.
-          grads: the result of ``value_and_grad``, or of ``nnx.grad`` if nothing scales or reduces.
+          grads: the result of ``value_and_grad``, or of ``nnx.grad`` if the chain has no scaler or
+            reduction.
           **kwargs: arguments for ``tx.update``.
 
         Returns:
-          The change of the params. Cost: none inside ``nnx.jit`` if the result is not used.
+          The change of the params. Cost: as the class; inside ``nnx.jit`` an unused result costs
+          nothing.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt, **self.more))
         local = grads.local if replicas.is_per_replica(grads) else grads
@@ -222,11 +226,11 @@ class Optimizer(nnx.Optimizer[_M]):
         nnx.update(self.opt_state, nnx.state(opt_state, **self.more))
 
     def set_state(self, state: PyTree) -> None:
-        """Replace ``opt_state`` in place by a state of the same chain; outside ``nnx.jit`` placed.
+        """Replace ``opt_state`` in place by a state of the same chain.
 
         Args:
-          state: arrays or variables, from a checkpoint, ``boostax.reshard_state``, ... . ``step``
-            is not changed.
+          state: arrays or variables, which are placed outside of ``nnx.jit``; from a checkpoint,
+            ``boostax.reshard_state``, ... . ``step`` is not changed.
 
         Raises:
           TypeError, ValueError: the state of another chain, of other params, or of another number
@@ -234,23 +238,23 @@ class Optimizer(nnx.Optimizer[_M]):
         """
         own = nnx.as_pure(self.opt_state)
         state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), own)
-        # An array that is placed nowhere goes along with the others.
+        # An uncommitted array keeps its placement.
         stays = lambda y: isinstance(y, Tracer) or not y.committed  # noqa: E731
         place = lambda x, y: x if stays(y) else jax.device_put(x, y.sharding)  # noqa: E731
         nnx.update(self.opt_state, nnx.state(jax.tree.map(place, state, own), **self.more))
 
     def migrate(self, model: _M, tx: optax.GradientTransformation) -> Any:
-        """Go on with another chain in place, by ``boostax.migrate_state``; call it on the host.
+        """Change the chain in place by ``boostax.migrate_state``, outside of ``nnx.jit``.
 
         Args:
           model: the model that is trained.
-          tx: the new chain, as the class takes it.
+          tx: the new chain, as for the class.
 
         Returns:
           The ``MigrationReport``.
 
         Raises:
-          As ``boostax.migrate_state``; the optimizer is then unchanged.
+          As ``boostax.migrate_state``; the optimizer is unchanged after an error.
         """
         from boostax.config.migrate import migrate_state
 
@@ -262,7 +266,7 @@ class Optimizer(nnx.Optimizer[_M]):
         return report
 
     def _split(self, model: Any) -> tuple[Any, ...]:
-        """Return the graph, then the arrays of trained params, keys, other params and the rest."""
+        """Return the graph, and the arrays of trained params, keys, other params and the rest."""
         graph, *states = nnx.split(model, self.wrt, nnx.RngKey, nnx.Param, ..., **self.more)
         return (graph, *nnx.as_pure(states))
 

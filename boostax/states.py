@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state classes of the transformations, and the marks of state that differs by replica."""
+"""The state classes of the transformations, and the markers of state that differs per replica."""
 
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late

@@ -152,7 +152,7 @@ def test_donation_is_told(mesh):
     batch = jnp.ones(8)
     found = boostax.audit(jax.jit(step, donate_argnums=0), state, batch)
     assert {x.path for x in found.donated_in_vain} == {"[0]['b']", "[0]['unused']"}
-    assert "are donated in vain" in found.findings[0].what
+    assert "are donated without effect" in found.findings[0].what
     found = boostax.audit(jax.jit(step), state, batch)
     assert [x.path for x in found.not_donated] == ["[0]['w']"]
     assert found.aliased_bytes == 0 and "are not donated" in found.findings[0].what
@@ -252,7 +252,7 @@ def test_unknown_turns_have_no_bound_unless_they_are_said(where):
     """Defect guarded against: they counted once, and what is in a condition not at all."""
     found = boostax.audit(*endless(where=where))
     assert found.reductions == np.inf and found.reduced.least == 0 and found.unknown_loops
-    assert "turns are not known, over 'data'" in found.findings[0].what
+    assert "an unknown trip count, over 'data'" in found.findings[0].what
     assert "unknown N reduced" in str(found) and "nan" not in str(found)
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert plain["reductions"] is None and plain["reduced"] == [0, None, None]

@@ -236,7 +236,7 @@ LESS = {
 SILENT = {
     "Called without tracing, a scaler takes what it is given.": lambda: loop(SCALED),
     "If no window is open, nothing happens.": lambda: step().flush(state()),
-    "1 where no loss is scaled.": lambda: precision.current_scale(),
+    "1 if no loss is scaled.": lambda: precision.current_scale(),
 }
 CALLS = {name: call for name, (call, _) in MISTAKES.items()} | LESS | SILENT
 # An argument, what is allowed, what came, and the mend; a name that is not there; a warning.

@@ -2,10 +2,10 @@
 """Named mesh axes: the axes over which values vary, and over which programs communicate.
 
 Inside ``jax.shard_map`` with ``check_vma=True`` the type of a value has the mesh axes over which it
-*varies*. Autodiff sums the gradient of a parameter that does not vary over the devices; a parameter
-that is cast to varying gives each replica a gradient of its own. Only one recipe gives the same
-result with checking on, off and in ``pmap``: cast, then differentiate, then reduce. boostax follows
-it everywhere.
+*varies*. Autodiff sums the gradient of a parameter over the devices unless the parameter is typed
+as varying; a parameter that is cast to varying gives each replica its own gradient. boostax casts,
+then differentiates, then reduces, because only this order gives the same result with checking on,
+with checking off and in ``pmap``.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
     "all_to_all": lambda x, name: lax.all_to_all(x, name, 0, 0),
     "ppermute": lambda x, name: lax.ppermute(x, name, [(0, 1), (1, 0)]),
 }
-# The second ending marks collectives whose result is typed as equal on all replicas.
+# The ending "_invariant" marks collectives whose result is typed as equal on all replicas.
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
 # A placeholder for the axis that the step around a part binds later.
 UNNAMED = ("the axis of the step",)
-# Before the axes over which a window averages the gradients of each call, for the parts inside.
+# Marks bound axes over which a window averages the gradients of each call, for the parts inside.
 AVERAGED = ("averaged already",)
-# The same in a loop over layers, where the gradients of the other layers do not exist.
+# Marks bound axes of a loop over layers, where the gradients of other layers do not exist.
 ONE_LAYER = (*AVERAGED, "of one layer")
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
 _BOUND = jax.make_user_context(())
 
 
 class Groups(tuple[str, ...]):
-    """Axis names with groups of replicas; only replicas in the same group communicate.
+    """Axis names with groups of replicas; only replicas of one group communicate.
 
-    They replace an axis of servers, or an axis of the devices of a server, on a mesh that has a
-    single axis for both. JAX has no sum or gather over groups whose result is typed as equal
-    (``check_vma``), so the results of groups are typed as varying.
+    On a mesh with a single axis, groups replace a separate axis over servers or over the devices of
+    a server. JAX has no sum or gather over groups whose result is typed as equal (``check_vma``),
+    so the results of groups are typed as varying.
 
     Attributes:
       members: ``(groups, size)``, the indices of the replicas in each group.
@@ -91,12 +91,12 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
 
 
 def binding(names: tuple[str, ...]) -> AbstractContextManager[None]:
-    """Bind the replica axes for the parts that are called within."""
+    """Bind the replica axes for the parts that are called inside this context."""
     return _BOUND(names)
 
 
 def bound() -> tuple[str, ...]:
-    """Return the replica axes that are bound here; empty outside a step of boostax."""
+    """Return the bound replica axes; empty outside a step of boostax."""
     return _BOUND.value
 
 
@@ -106,7 +106,7 @@ def averaged() -> bool:
 
 
 def of_one_layer() -> bool:
-    """Return whether the gradients here are those of one layer alone."""
+    """Return whether the gradients in this trace are of one layer only."""
     return _BOUND.value[:2] == ONE_LAYER
 
 
@@ -146,7 +146,7 @@ _IN_JIT = (
 def require_bound(
     names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str = _IN_JIT
 ) -> None:
-    """Raise unless every axis is bound around the code that is traced."""
+    """Raise unless every axis is bound around the traced code."""
     for name in names:
         try:
             lax.axis_size(name)
@@ -159,7 +159,7 @@ def require_bound(
 
 
 def are_bound(names: tuple[str, ...]) -> bool:
-    """Return whether the code that is traced is mapped over all of these axes."""
+    """Return whether the traced code is mapped over all of these axes."""
     try:
         require_bound(names, "")
     except ValueError:
@@ -168,15 +168,15 @@ def are_bound(names: tuple[str, ...]) -> bool:
 
 
 def size(names: tuple[str, ...]) -> int:
-    """Return the number of replicas over the axes, or in a group."""
+    """Return the number of replicas along the axes, or the size of a group."""
     return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)
 
 
 def varying(x: object) -> frozenset[str]:
-    """Return the axes over which ``x`` is typed as varying; empty where JAX does not track them.
+    """Return the axes over which ``x`` is typed as varying; empty if JAX does not track them.
 
     Raises:
-      RuntimeError: this JAX tracks them in a way that cannot be read here.
+      RuntimeError: this version of JAX records varying axes in an unknown form.
     """
     require_readable()
     return _varying(x)
@@ -223,7 +223,7 @@ def require_readable() -> None:
 
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
-    """Return the axes of a collective, positions from ``vmap`` included; else an empty tuple."""
+    """Return the axes of a collective, also those of ``vmap``; empty for other equations."""
     if eqn.primitive.name not in _SENDING:
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -243,10 +243,10 @@ def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
 
 
 def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a tangent program communicates what depends on its arguments.
+    """Return the axes over which a tangent program communicates values that depend on its inputs.
 
-    Its constants are values from the forward pass, or recomputed ones under a checkpoint. Gradients
-    travel over these axes.
+    The constants of a tangent program are values of the forward pass, or values recomputed under a
+    checkpoint. Gradients are communicated over the returned axes.
     """
     require_readable()
     found: set[str] = set()
@@ -262,7 +262,7 @@ def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
 
 def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a program sums in a backward pass that it runs itself."""
+    """Return the axes over which a program sums in a backward pass inside the program."""
     require_readable()
 
     def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
@@ -279,7 +279,7 @@ def _backward(eqn: jaxprs.JaxprEqn) -> bool:
 
 
 def tracked(names: tuple[str, ...]) -> frozenset[str]:
-    """Return the axes over which JAX tracks here whether values vary; none without checking."""
+    """Return the axes over which JAX tracks varying values; none with ``check_vma=False``."""
     return varying(jax.eval_shape(lambda: to_varying(jnp.zeros(()), names)))
 
 
@@ -289,10 +289,9 @@ def types(tree: PyTree) -> list[frozenset[str]]:
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
-    """Cast to varying over those of the axes that are manual here.
+    """Cast to varying over the given axes that ``shard_map`` maps.
 
-    Outside ``shard_map`` and without checking nothing is cast, so callers need not ask where they
-    run.
+    Outside ``shard_map``, or with ``check_vma=False``, the values stay unchanged.
     """
     manual = _manual() & frozenset(names)
 
@@ -304,7 +303,7 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
 
 
 def _manual() -> frozenset[str]:
-    """Return the axes over which the code being traced is mapped by ``shard_map``."""
+    """Return the axes over which ``shard_map`` maps the traced code."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -323,7 +322,7 @@ def unify(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Give each leaf the sharding of its counterpart, where types have one: on an Explicit mesh."""
+    """Give each leaf the sharding of its counterpart, if types have shardings (Explicit mesh)."""
 
     def placed(x: jax.Array, y: jax.Array) -> jax.Array:
         wanted = jax.typeof(y).sharding
@@ -333,7 +332,7 @@ def placed_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
-    """Make zeros of a type, with its sharding on an Explicit mesh and its varying axes."""
+    """Make zeros of a type, with the type's varying axes, and its sharding on an Explicit mesh."""
     made = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
     return to_varying(made, varying(like))
 
@@ -372,7 +371,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Exchange the rows of two replicas; an all-to-all of TPU slices would send both rows."""
+    """Exchange the rows of two replicas by ``ppermute``; a TPU's all-to-all would send both."""
     other = 1 - index(names)
     row = lax.dynamic_slice_in_dim(x, other, 1)
     pairs = _lists(names) or [[0, 1]]
@@ -422,12 +421,12 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def sent_apart() -> bool:
-    """Return whether each array is a message: XLA:CPU merges them, but gloo sends one by one."""
+    """Return whether each array is sent as its own message, as gloo does between processes."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def platform() -> str:
-    """Return the platform of the mesh around, whose devices may be absent, or the default one."""
+    """Return the platform of the surrounding mesh, whose devices may be absent, or the default."""
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else jax.default_backend()
 
@@ -435,8 +434,8 @@ def platform() -> str:
 def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 
-    Each replica sends what it has of a row to the next, ``n - 1`` times, so it sends as many bytes
-    as half of a mean. A backend's own reduce-scatter may be an all-reduce.
+    Each replica sends its partial sum of a row to the next replica, ``n - 1`` times: half the bytes
+    of an all-reduce. A backend's own reduce-scatter may be an all-reduce.
     """
     count, here = lax.axis_size(name), lax.axis_index(name)
     onward = [(i, (i + 1) % count) for i in range(count)]
@@ -455,30 +454,30 @@ def in_group(x: jax.Array, names: Groups) -> jax.Array:
 
 
 def _lists(names: tuple[str, ...]) -> list[list[int]] | None:
-    """Return the groups as ``axis_index_groups`` takes them."""
+    """Return the groups in the form of JAX's ``axis_index_groups``."""
     return names.members.tolist() if isinstance(names, Groups) else None
 
 
 def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sum over the axes over which ``x`` varies, or over all where JAX does not track them."""
+    """Sum over the axes over which ``x`` varies, or over all axes with ``check_vma=False``."""
     known = varying(x)
     return lax.psum(x, tuple(name for name in names if name in known) if known else names)
 
 
 def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...] = ()) -> jax.Array:
-    """Sum the parts of single leaves over the replicas, and over the shards of each leaf.
+    """Sum one number per leaf over the replicas, and over the shards of each leaf.
 
-    A leaf that is whole on all devices counts once. There is one collective for each set of axes
-    over which leaves are sharded.
+    A leaf that is not sharded counts once. There is one collective for each set of axes over which
+    leaves are sharded.
     """
     return summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
-    """Sum the parts of single leaves, some of which are sharded over ``names``.
+    """Sum one number per leaf, where some leaves are sharded over ``names``.
 
-    A leaf that is whole on all devices counts once; only varying types can tell that it is whole.
-    There is one collective for each set of axes over which leaves are sharded.
+    A leaf that is not sharded counts once; only varying types show whether a leaf is sharded. There
+    is one collective for each set of axes over which leaves are sharded.
     """
     require_bound(names, who, "shard_axes")
     allowed = "left out where JAX does not track which leaves are sharded"
@@ -502,26 +501,26 @@ def summed(
 
 
 def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Average over the axes; ``x`` may be typed as equal."""
+    """Average over the axes; ``x`` need not be typed as varying."""
     return lax.pmean(to_varying(x, names), names) if names else x
 
 
 def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return the maximum over the axes, or in each group."""
+    """Return the maximum over the axes, or over each group."""
     if isinstance(names, Groups):
         return in_group(x, names).max(0)
     return lax.pmax(to_varying(x, names), names)
 
 
 def vmapped(names: tuple[str, ...]) -> bool:
-    """Return whether ``jax.vmap`` bound the names: some collectives have no rule or type there."""
+    """Return whether ``jax.vmap`` bound the names; some collectives have no batching rule."""
     return not frozenset(names) <= _manual()
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
-    """Refuse a predicate that may differ per replica, as collectives in its branch would hang.
+    """Refuse a predicate that may differ per replica: collectives in its branch would deadlock.
 
-    JAX accepts such a predicate.
+    JAX itself accepts a predicate that varies.
     """
     over, what = sorted(varying(predicate)), "the decision to run the inner transformation"
     hint = "Gradients differ over these axes: name all in axis_name, or reduce gradients first."
@@ -529,10 +528,10 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 
 
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
-    """Refuse leaves that are no gradients, and gradients summed over the replicas already.
+    """Refuse leaves that are not gradients, and gradients already summed over the replicas.
 
-    Only varying types show sums: with ``check_vma=False``, under ``pmap`` and for sums over FSDP
-    shards they pass.
+    Only varying types show a sum, so summed gradients pass with ``check_vma=False``, under ``pmap``
+    and if they are summed over FSDP shards.
     """
     trees.require_gradients(grads, who)
     if not names:
@@ -564,12 +563,14 @@ def local_params(params: Params, axis_name: AxisName) -> Params:
     """Make params whose gradient stays local to each replica.
 
     Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over
-    the replicas. Every boostax transformation with an ``axis_name`` wants the gradients *before*
-    that sum; this cast gives them, with checking on or off and under ``pmap``.
+    the replicas. Every boostax transformation with an ``axis_name`` takes the gradients *before*
+    that sum. Gradients with respect to the returned params are local, with checking on or off and
+    under ``pmap``.
 
     Args:
       params: tree of arrays, equal on all replicas.
-      axis_name: mesh axis name, or a tuple of them, bound where this is called.
+      axis_name: mesh axis name or a tuple of names, bound by the surrounding ``shard_map`` or
+        ``pmap``.
 
     Returns:
       The same arrays, typed as varying over the axes. Cost: none; it compiles to nothing.

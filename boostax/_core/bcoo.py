@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse gradients: a ``BCOO`` of JAX, which holds rows of an embedding or single elements.
+"""Sparse gradients: JAX's ``BCOO`` of rows of an embedding, or of single elements.
 
-``describe`` makes it dense before a transformation of boostax sees it: rows of one index are added,
-rows out of range dropped.
+``describe`` converts sparse gradients to dense arrays before a transformation of boostax gets them:
+rows with the same index are added, and rows out of range are dropped.
 """
 
 import sys
@@ -33,8 +33,8 @@ def dense(tree: PyTree, who: str) -> PyTree:
         fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
         allowed = "dense arrays or BCOO with n_batch=0"
         checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
-        # The type of x.todense() lacks the axes over which it varies. The sum is in f32
-        # or wider, so that rows of one index are rounded once.
+        # x.todense() loses the varying axes of the type. The sum is in f32 or wider, so that rows
+        # with the same index are rounded once.
         zeros = jnp.zeros(x.shape, wide_dtype(x))
         zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
         return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
@@ -43,7 +43,7 @@ def dense(tree: PyTree, who: str) -> PyTree:
 
 
 def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
-    """Refuse sparse leaves."""
+    """Raise if a leaf is sparse."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
     got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
     checks.require(who, what, got[:6], "dense arrays", not got, _DENSE, TypeError)

@@ -2,12 +2,12 @@
 """Name the replica axis once, for all parts of a chain that have no ``axis_name``.
 
 ``make_train_step`` and ``on_mesh`` bind their ``axis_name`` while they call a chain. A reduction
-without an ``axis_name`` runs over the bound one, and so does a gate inside which something reduces;
-a gate behind the reduction sees gradients that are equal on all replicas, and needs none. Each part
-reads the bound axis when it is called, so it does not matter which wrapper built the part, or when.
+without an ``axis_name`` runs over the bound one, and so does a gate with a reduction inside. A gate
+behind the reduction gets gradients that are equal on all replicas, so it needs no axis. Each part
+reads the bound axis when it is called, not when it is built.
 
-Inside a window that averages the gradients of each call itself (``averaged``), a mean has nothing
-left to do, other reductions are refused, and no gate has an axis, whatever it was told.
+Inside a window that averages the gradients of each call itself (``averaged``), a mean returns its
+input unchanged, other reductions are refused, and gates ignore their ``axis_name``.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("redu
 
 @contextlib.contextmanager
 def averaged(names: tuple[str, ...]) -> Generator[None]:
-    """Call parts inside on gradients that are averaged over these axes; tell gates around it."""
+    """Call inner parts on gradients averaged over these axes; report the axes to outer gates."""
     reduced = _REDUCED.get()
     if reduced is not None:
         reduced.update(names)
@@ -39,7 +39,7 @@ def averaged(names: tuple[str, ...]) -> Generator[None]:
 
 
 def reduction(factory: Factory) -> Factory:
-    """Make ``axis_name`` optional for a reduction, and tell gates around it its axes."""
+    """Make ``axis_name`` optional for a reduction, and report its axes to outer gates."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
@@ -67,7 +67,7 @@ def reduction(factory: Factory) -> Factory:
 
 
 def gate(factory: Factory) -> Factory:
-    """Make ``axis_name`` optional for a gate: the bound axis, if a part inside reduces."""
+    """Make ``axis_name`` optional for a gate: the default is the bound axis if a part reduces."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
@@ -136,12 +136,12 @@ def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
 
 
 def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
-    """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
+    """Report the axes of a reduction to outer gates; refuse axes that are not bound."""
     if axes.averaged():
         _require_mean(tx, who, given)
         return tx
     bound, reduced, over = axes.bound(), _REDUCED.get(), tx.update.description.axes
-    fits, hint = set(over) <= set(bound), "Leave it out: the step names its own."
+    fits, hint = set(over) <= set(bound), "Leave it out: the step binds its own axis."
     allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
     checks.require(who, "axis_name", over, allowed, free or fits, hint)
     if reduced is not None:
@@ -150,7 +150,7 @@ def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
 
 
 def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
-    """Return the axes over which something inside a gate reduces, as its ``init`` reports them."""
+    """Return the axes over which parts inside a gate reduce, as their ``init`` reports them."""
     reduced = set[str]()
     token = _REDUCED.set(reduced)
     try:

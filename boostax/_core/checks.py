@@ -21,7 +21,7 @@ _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " It stands around an optimizer, not beside it in optax.chain."
 _ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
-# Notes on a call, by one of its arguments; what a user calls an object of a class.
+# Notes on calls by argument, and the names by which users know the classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
@@ -29,7 +29,8 @@ _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_a
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
     """Return a sentence that names the argument, the allowed values, the given value and a fix.
 
-    A value is shown as Python writes it; a text of several words describes one, without quotes.
+    ``got`` is shown by ``repr``, but a string of several words is a description, shown without
+    quotes.
     """
     shown = got if isinstance(got, str) and " " in got else repr(got)
     return f"{who}: {argument} must be {allowed}, got {shown}. {hint}"
@@ -46,7 +47,7 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
 
 
 def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
-    """Require an integer of Python, NumPy or JAX from 1 to the largest i32, and no bool.
+    """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool.
 
     A traced value (``inject_hyperparams``) is not checked.
     """
@@ -60,14 +61,14 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
 def natural(
     who: str, argument: str, value: object, hint: str, allowed: str = _NATURAL, least: int = 0
 ) -> int:
-    """Require an integer of at least ``least``, and no bool."""
+    """Require an integer of at least ``least``; refuse a bool."""
     number = integer(who, argument, value, allowed, hint)
     require(who, argument, value, allowed, number >= least, hint)
     return number
 
 
 def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> int:
-    """Require an integer of Python, NumPy or JAX, and no bool."""
+    """Require an integer of Python, NumPy or JAX; refuse a bool."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -86,7 +87,7 @@ def require_scalar(who: str, argument: str, value: object) -> None:
 def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:
-    """Require a finite real scalar that passes ``test``; a traced one is checked by its shape."""
+    """Require a finite real scalar that passes ``test``; only the shape of a tracer is checked."""
     require_scalar(who, argument, value)
     if isinstance(value, Tracer):  # inject_hyperparams
         return value
@@ -124,7 +125,7 @@ def require(
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
-    """Return a hint with the one of ``words`` that is nearest to ``word``."""
+    """Return a hint that names the closest of ``words`` to ``word``."""
     found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
 
@@ -146,7 +147,7 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
 
 
 def table(package: str, name: str) -> dict[str, Any]:
-    """Read a table of words or numbers, the file ``name.toml`` of a package."""
+    """Read the table in the file ``name.toml`` of a package."""
     import tomllib
     from importlib.resources import files
 
@@ -169,7 +170,7 @@ def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundAr
 
 
 def arguments(factory: Factory) -> Factory:
-    """Make a function show a call that fits where the arguments do not; others cost nothing."""
+    """Make a function raise an error with an example call if its arguments do not fit."""
 
     @functools.wraps(factory)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the copies that devices hold of arrays that are said to be equal.
+"""Compare the devices' copies of replicated arrays.
 
-JAX takes an array that is replicated for one array, whatever its devices hold: a flipped bit, or a
-process with another seed, shows nowhere. Here every device reduces the words of its copy to two
-sums mod 2**32, a plain one and one weighted by odd numbers, and the sums of all devices are
-compared. An odd factor is invertible, so one altered word always changes the weighted sum. Integer
-sums are exact in any order.
+JAX treats a replicated array as one array, even if the devices' copies differ after a flipped bit
+or with another seed in one process. ``compare`` finds such copies. Every device reduces the words
+of its copy to two sums mod 2**32, a plain one and one weighted by odd numbers, and the sums of all
+devices are compared. An odd factor is invertible, so one altered word always changes the weighted
+sum. Integer sums are exact in any order.
 
-All devices send 8 bytes for each way in which leaves are sharded; the sums of each leaf are sent
-only where these differ.
+Each device sends 8 bytes for each distinct sharding among the leaves. The sums of each leaf are
+sent only if these 8 bytes differ.
 """
 
 import functools
@@ -31,9 +31,9 @@ class Copies(NamedTuple):
     """The result of a comparison, equal on all devices.
 
     Attributes:
-      equal: bool scalar, whether all copies of all leaves have the same sums.
-      culprits: i32 ``[leaves]``, the replica whose copy of a leaf agrees with the fewest others,
-        the last of several; -1 for leaves whose copies are equal.
+      equal: bool scalar, whether the sums of every leaf agree on all copies.
+      culprits: i32 ``[leaves]``, for each leaf the replica whose copy agrees with the fewest others
+        (the last such replica); -1 if all copies of the leaf are equal.
     """
 
     equal: jax.Array
@@ -54,7 +54,7 @@ def words(leaf: jax.Array) -> jax.Array:
 
 
 def weighted(words: jax.Array) -> jax.Array:
-    """Return the words, each multiplied by another odd number."""
+    """Multiply each word by an odd number, a different one for each position."""
     factor, stride = jnp.uint32(1), 2
     for axis in reversed(range(words.ndim)):
         count = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
@@ -66,8 +66,8 @@ def weighted(words: jax.Array) -> jax.Array:
 def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return the plain and the weighted sum of each leaf's words, ``[leaves, 2]``.
 
-    Each leaf is read once. On XLA:CPU that takes one reduction with two results; a TPU and a GPU
-    fuse two reductions of one operand.
+    Each leaf is read once. XLA:CPU needs one reduction with two results for a single read; a TPU
+    and a GPU fuse two reductions of one operand.
     """
 
     zero = np.zeros((), np.uint32)
@@ -108,19 +108,19 @@ def compare(
     names: tuple[str, ...],
     value: jax.Array | None = None,
 ) -> Copies:
-    """Compare numbers of each process, and the copies of params and state, over the replicas.
+    """Compare the copies of params and state, and numbers of each process, over the replicas.
 
     Arrays in a ``PerReplica`` may differ, and so may params that each replica owns. A shard of a
     leaf is compared with the copies of the same shard.
 
     Args:
       params: the params.
-      state: a state whose arrays are equal on all replicas, but for those in a ``PerReplica``.
+      state: a state whose arrays outside a ``PerReplica`` are equal on all replicas.
       said: numbers of this process, such as checksums of its program; they come first.
       due: bool scalar, whether to compare now.
-      names: the replica axes of a mapped function. On global arrays the placement has them.
-      value: the loss. With it the comparison comes after the mean of the loss, also in processes
-        whose programs differ; in another order their messages would not fit together.
+      names: the replica axes of a mapped function; on global arrays they come from the placement.
+      value: the loss. If given, the comparison runs after the all-reduce of the loss, so that
+        processes with different programs still issue their collectives in the same order.
     """
     here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state, value)]
     nothing = Copies(jnp.asarray(True), jnp.full(len(said) + len(leaves), -1, jnp.int32))
@@ -158,7 +158,7 @@ def compare(
 def on_mesh(
     mesh: Mesh, order: tuple[str, ...], specs: tuple[PartitionSpec, ...], said: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
-    """Return a comparison of leaves of these specs; culprits are devices in the order of axes."""
+    """Return a comparison of leaves with these specs; culprits are device indices."""
     sizes = [mesh.shape[name] for name in order]
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
@@ -188,14 +188,15 @@ def _on_device(
     groups: np.ndarray[Any, Any],
     kinds: list[int],
 ) -> Copies:
-    """Compare the leaves of one device with those of the others.
+    """Compare the leaves of this device with the copies on other devices.
 
     Args:
       leaves: the shards of this device.
-      due: see ``compare``. It is read on each device, so one whose counter differs is found.
+      due: see ``compare``. Each device reads its own copy, so a device whose counter differs is
+        found.
       said: see ``compare``.
       names: the axes of all devices.
-      groups: ``[classes, devices]``; devices with the same number hold copies.
+      groups: ``[classes, devices]``; devices with the same number have copies of the same shard.
       kinds: the class of each leaf.
     """
     numbers = jnp.asarray(np.repeat(np.array([said], np.uint32).T, 2, 1))
@@ -226,9 +227,9 @@ def _on_device(
 
 
 def require_equal(who: str, state: PyTree) -> None:
-    """Refuse arrays of which devices of this mesh hold different copies.
+    """Refuse arrays whose copies differ between devices of this mesh.
 
-    Cost: a read of the state where it is, and 8 bytes from each device.
+    Cost: one read of the state on its devices, and 8 bytes sent by each device.
     """
     meshes: dict[Any, dict[str, jax.Array]] = {}
     for name, x in trees.named(state):
@@ -249,7 +250,7 @@ def require_equal(who: str, state: PyTree) -> None:
 
 
 def _in_reach(at: NamedSharding) -> bool:
-    """Return whether programs compute in the memory of an array; arrays in others are streamed."""
+    """Return whether an array is in the device's default memory, not in host memory."""
     usual = next(iter(at.device_set)).default_memory().kind
     return at.memory_kind in (None, usual)
 

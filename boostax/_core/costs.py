@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of a traced program, and the bytes that they send, from its jaxpr.
+"""Read from a jaxpr the collectives of a program and the bytes that they send.
 
-The compiled text does not tell the bytes: XLA:CPU widens bf16 collectives to f32 and merges the
-reductions of several leaves into one.
+The text of a compiled program does not show these bytes, because XLA:CPU widens bf16 collectives to
+f32 and merges the reductions of several leaves into one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RING: dict[str, Callable[[int], float]] = {
     "ppermute": lambda n: 1,
 }
 
-# Operations that may stand between a comparison and its cond, with the operand to follow.
+# Operations that may stand between a comparison and its cond, with the operand to trace back.
 _PASSED_ON = {"convert_element_type": 0, "clamp": 1}
 
 
@@ -45,14 +45,14 @@ class Collective:
       replicas: number of devices over those axes.
       bytes: operand bytes per device and execution, in the declared dtype.
       count: executions per call of the program (the lengths of the surrounding scans).
-      branches: pairs of numbers ``(cond, branch)``, outermost first. They distinguish the
-        alternatives of one cond from conds that follow each other. Successive conds that compare
-        one index with 0, 1, ... are alternatives as well.
+      branches: pairs of numbers ``(cond, branch)``, outermost first. Collectives of one cond's
+        branches are alternatives; collectives of different conds add up. Successive conds that
+        compare one index with 0, 1, 2 are alternatives, too.
       scopes: names of the transformations of boostax around it, outermost first.
       dtypes: the dtypes of its operands.
-      share: how often it runs, as a mean over the calls that send. One branch of a cond runs; the
-        branches with a collective are assumed to be equally frequent. A call that takes a branch
-        without a collective, such as a skipped step, does not count as a call that sends.
+      share: how often the collective runs, averaged over the calls that communicate. Branches of a
+        cond with a collective are assumed to be equally frequent; calls that take a branch without
+        one, such as skipped steps, are left out of the average.
     """
 
     primitive: str
@@ -67,7 +67,7 @@ class Collective:
 
     @property
     def conditional(self) -> bool:
-        """True in a branch of a cond."""
+        """Whether the collective is in a branch of a cond."""
         return bool(self.branches)
 
     @property
@@ -79,14 +79,14 @@ class Collective:
 def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list[Collective]:
     """Return all collectives of a function, or of a jaxpr, in program order.
 
-    The body of a ``while`` counts once, as its number of turns is not known.
+    The body of a ``while`` counts once, because its number of iterations is unknown.
     """
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
     found = list(_listed(jaxpr.jaxpr))
 
     def taken(c: Collective) -> list[tuple[Any, int]]:
-        """Return the branches around a collective, each with all that leads to its cond."""
+        """Return the branches around a collective, each with the branches that lead to its cond."""
         return [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
 
     ways = collections.Counter(cond for cond, _ in {x for c in found for x in taken(c)})
@@ -129,7 +129,7 @@ class _Place:
       branches: as in ``Collective``.
       stack: the name stack around them.
       made: the equation that computes each variable.
-      asked: for each variable, the number of the first cond that it decides.
+      asked: for each variable, the number of the first cond whose predicate it is.
     """
 
     sizes: dict[str, int]
@@ -158,7 +158,7 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
             taken = cond, branch
             if question is not None:
                 index, value = question
-                # If this comparison fails, the comparison of a later cond may succeed.
+                # If this comparison is false, the comparison of a later cond may be true.
                 taken = place.asked.setdefault(index, cond), value if branch else -1
             yield _Place(sizes, count, (*place.branches, taken), stack)
 
@@ -189,7 +189,7 @@ def _stack(eqn: jaxprs.JaxprEqn, place: _Place) -> str:
 
 
 def _question(cond: jaxprs.JaxprEqn, made: dict[Any, Any]) -> tuple[Any, int] | None:
-    """Return the integer variable that decides a cond, and the number that it must equal."""
+    """Return the integer variable in a cond's predicate, and the number it is compared with."""
     maker = lambda atom: None if isinstance(atom, jaxprs.Literal) else made.get(atom)  # noqa: E731
     eqn = maker(cond.invars[0])
     while eqn is not None and eqn.primitive.name in _PASSED_ON:

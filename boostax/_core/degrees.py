@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read from its trace whether a backward rule (``jax.custom_vjp``) is linear in the cotangent.
+"""Find backward rules (``jax.custom_vjp``) that are not linear in the cotangent, from their traces.
 
-A loss scale multiplies every cotangent by ``s``, and the gradients are divided by ``s``. That
-cancels if each rule is homogeneous of degree 1: ``f(s g) = s f(g)`` for ``s > 0``. So each value in
-the trace of a rule gets a degree: 1 for the cotangent, 0 for what does not depend on it. A product
-adds degrees, a square root halves them, and a sum keeps the degree that its terms share
-(``degrees.toml``). A rule that clips at a fixed bound, adds noise or divides by a norm is found;
-one that quantises relative to the largest element of its cotangent has degree 1.
+A loss scale multiplies every cotangent by ``s``, and the gradients are divided by ``s``. The two
+factors cancel if each rule is homogeneous of degree 1: ``f(s g) = s f(g)`` for ``s > 0``. So each
+value in the trace of a rule gets a degree: 1 for the cotangent, 0 for values that do not depend on
+the cotangent. A product adds degrees, a square root halves them, and a sum keeps the degree that
+its terms share (``degrees.toml``). A rule that clips at a fixed bound, adds noise or divides by a
+norm is reported; a rule that quantises relative to the largest element of its cotangent has degree
+1.
 
-A rule that cannot be read, such as one with a kernel, is not found.
+A rule whose trace cannot be read, such as a rule with a kernel, is not reported.
 """
 
 import functools
@@ -22,15 +23,14 @@ from jax.core import Tracer
 
 from boostax._core import checks, interpret, jaxprs
 
-# A degree is a number, or one of these: zeros and infinities have any degree; a small positive
-# constant only guards a division, and is ignored beside other terms; a value has no degree, or one
-# that is unknown.
+# A degree is a number or one of four marks: any degree (zeros and infinities), a small positive
+# constant that only guards a division and is ignored beside other terms, no degree, or unknown.
 ANY, GUARD, NONE, UNKNOWN = "any", "guard", "none", "unknown"
 _LARGEST_GUARD = 1e-6
 
 
 def nonlinear(program: Any, sure: bool) -> list[str]:
-    """Return the name and place of each rule in a loss that is known not to be linear.
+    """Return the name and source line of each nonlinear rule in a loss.
 
     Args:
       program: the trace of the loss.
@@ -39,7 +39,7 @@ def nonlinear(program: Any, sure: bool) -> list[str]:
     judged: dict[Any, bool] = {}
     for eqn, _ in interpret.equations(program.jaxpr):
         if eqn.primitive.name == interpret.CUSTOM[1]:
-            # Rules of one factory have one place, and differ by their function.
+            # Rules made by one factory share a source line, but have different functions.
             place = interpret.body_of(eqn).jaxpr.debug_info.func_src_info
             key = place, id(getattr(eqn.params.get("bwd"), "f", None))
             judged[key] = judged[key] if key in judged else _is_nonlinear(eqn, sure)
@@ -65,7 +65,7 @@ def degrees(program: Any, known: Sequence[Any]) -> list[Any]:
     """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
     given = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     given = [x if _inexact(y) else ANY for x, y in zip(given, program.in_avals, strict=True)]
-    # A loop that runs until it has converged need not have a degree.
+    # A loop that runs until convergence need not have a degree.
     join = functools.partial(_shared, otherwise=UNKNOWN)
     return interpret.flow(program, given, _transfer, join, 0.0, constant=_of_constant)
 
@@ -86,7 +86,7 @@ def _of_constant(value: Any, aval: Any) -> Any:
 
 
 def _shared(facts: Sequence[Any], otherwise: str) -> Any:
-    """Return the one degree of all facts, or ``otherwise``."""
+    """Return the degree that all facts share, or ``otherwise``."""
     found = set(facts) - {ANY, GUARD} or ({GUARD} if GUARD in facts else {ANY})
     return found.pop() if len(found) == 1 else otherwise
 

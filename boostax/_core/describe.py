@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions of the parts of a chain: name, role, axes, parts inside, and extra arguments.
 
-To Optax a transformation is two functions. Their names and closures do not say which field of the
-state holds the state of an inner transformation, which axes a part reduces over, or what it does to
-a gradient. ``boostax.chain`` reads descriptions, so ``explain``, the rules of order,
-``make_train_step`` and ``migrate_state`` know a part without a list of names.
+In Optax a transformation is two functions, which do not show which field of the state is the state
+of an inner transformation, over which axes a part reduces, or how a part changes a gradient.
+``boostax.chain`` reads descriptionsfor ``explain``, the rules of order, ``make_train_step`` and
+``migrate_state``.
 
 Extra arguments of ``update`` are passed inwards. ``value`` is the loss: unscaled, the mean over the
-replicas. ``value_fn`` and ``obj_fn`` are that loss as a function of the params; a part that trains
-only some params, or coordinates, passes on a function of these. ``grad`` is the gradient of the
-loss, the mean over the replicas, in the units of the gradients beside it: a part that multiplies,
-masks or projects the gradients must do the same to ``grad``. A window over several calls passes
-none of ``value_fn``, ``obj_fn`` and ``grad``. ``carried`` has the new values of ``carry`` by path.
+replicas. ``value_fn`` and ``obj_fn`` are the loss as a function of the params; a part that trains
+only some params, or coordinates, passes on a function of those params or coordinates. ``grad`` is
+the gradient of the loss, the mean over the replicas, with the same scale and projection as the
+gradients in the first argument: a part that multiplies, masks or projects the gradients must do the
+same to ``grad``. A window over several calls does not pass on ``value_fn``, ``obj_fn`` or ``grad``.
+``carried`` has the new values of ``carry`` by path.
 """
 
 import dataclasses
@@ -38,9 +39,9 @@ SCOPE = "boostax."
 # The roles: the effect of a part on a gradient, which decides its position in a chain.
 Gate = Literal["scaler", "window", "check"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
-# The first three reduce gradients; the others reduce updates or params of each replica.
+# The first three roles reduce gradients; the others reduce each replica's updates or params.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
-# Parts that change reduced gradients.
+# Roles of parts that change reduced gradients.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
 Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace"]
 PassedThrough = Literal["recorder", "watch", "nothing"]
@@ -51,17 +52,18 @@ Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThro
 class Holds(NamedTuple):
     """The meaning of a state's fields, as far as ``migrate_state`` needs it.
 
-    A state class has it as the attribute ``holds``. A class without ``holds`` is treated like the
-    optimizers of Optax, which keep counts, and moments that each belong to a param.
+    A state class has this object as its attribute ``holds``. In a class without ``holds``, as in
+    Optax's optimizers, arrays of a param's shape are moments and integers are counts.
 
     Attributes:
-      bound: fields that have a meaning only together, so either all of them are kept or none;
-        ``()`` if each field has a meaning alone, ``None`` for moments and counts.
+      bound: fields that have a meaning only together, so ``migrate_state`` keeps all or none of
+        them; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
       sums: prefixes of paths to arrays that are proportional to the gradients.
       scale: the field of the loss scale, or of the table of loss scales.
-      powers: whether each scale that is applied is the power of two at or below the table's entry.
-      basis: the field of directions, which like scales are an argument of the factory.
+      powers: whether the applied scale is the largest power of two that does not exceed the table's
+        entry.
+      basis: the field of directions, which are an argument of the factory.
       params: whether the arrays belong to params, not to gradients.
     """
 
@@ -106,9 +108,9 @@ def describe(
 ) -> Callable[[Update], Update]:
     """Describe a part by a decorator of its ``update``, or of a gate's ``step``.
 
-    ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` treat a described
-    transformation like one of boostax's. Its calls stand under ``boostax.<name>`` in the name stack
-    of a trace, so collectives are counted by part.
+    ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` then treat the
+    transformation like one of boostax's own. Its calls have ``boostax.<name>`` in the name stack of
+    a trace, so ``audit`` counts its collectives separately.
 
     Args:
       name: the factory's name.
@@ -127,7 +129,7 @@ def describe(
       The decorator. Cost: none; the compiled program is the same.
 
     Raises:
-      ValueError: an unknown word for the role.
+      ValueError: ``role`` is not one of these words.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -183,17 +185,15 @@ def first_line(thing: object) -> str:
 def variants_of(tx: optax.GradientTransformation) -> Any:
     """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
-    A variant is a static choice between forms of a step, and a step is compiled once for each
-    variant. ``scheduled_freeze`` has variants: a depth, the number of frozen groups, is a Python
-    integer that ``update`` gets by the keyword ``depth``. The state has a method ``coming()``, the
-    variant of the next call, an i32 scalar. A train step asks the ``variants`` of an ``update``, a
-    ``boostax.freeze.scheduled.Freezing``, and uses nothing else of freezing.
+    A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
+    of frozen groups: ``update`` gets a Python integer by the keyword ``depth``, and the state's
+    method ``coming()`` returns the variant of the next call, an i32 scalar.
     """
     return getattr(tx.update, "variants", None)
 
 
 def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> dict[str, Any]:
-    """Return extra arguments whose functions take other params; ``place`` converts the params."""
+    """Return extra arguments whose functions take converted params; ``place`` converts back."""
 
     def moved(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
         return lambda trial: fn(place(trial))
@@ -208,8 +208,8 @@ def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> di
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     """Return the named arguments of ``update`` and of its parts, and whether each is required.
 
-    They are read from signatures and closures. An argument that these do not show is not passed; if
-    it is required, Optax raises.
+    The names are read from signatures and closures. Other arguments are not passed; if one is
+    required, Optax raises.
     """
     found: dict[str, bool] = {}
     seen: set[int] = set()
@@ -230,7 +230,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         elif not inspect.isclass(thing) and (
             callable(thing) or isinstance(thing, optax.MultiSteps)
         ):
-            # It is a gate, a bound method, a partial or a jitted function, for example.
+            # The function is, for example, a gate, a bound method, a partial or a jitted function.
             stack.extend(getattr(thing, "__dict__", {}).values())
             stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__", "func"))
     return found

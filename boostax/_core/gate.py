@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: one branch that runs the inner transformation, or holds everything.
 
-Its form follows from the programs that the compilers for CPU, TPU and GPU make of it
-(``docs/compilers.md``):
+Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs/compilers.md``):
 
-* With ``where``, old and new moments are both kept until the select, so XLA cannot reuse a buffer.
-  A branch around the update *and* its application lets XLA write donated buffers in place.
-* With ``lax.cond``, XLA:CPU copies pass-through operands unless the working branch is the True one
-  (https://github.com/jax-ml/jax/issues/39449), XLA:GPU unless it is the False one. ``lax.switch``
-  on an int32 keeps the branch order, and no compiler copies.
+* ``where`` keeps old and new moments until the select, so XLA cannot reuse a buffer. A branch
+  around the update *and* its application lets XLA write donated buffers in place.
+* With ``lax.cond``, XLA:CPU copies pass-through operands unless the True branch does the work
+  (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU unless the False branch does.
+  ``lax.switch`` on an int32 keeps the branch order, and no compiler copies.
 * A pure ``update`` returns updates, so it needs one buffer of the size of the params.
 
 The ``update`` of a gated transformation is therefore an object with a ``step``, which can also
 apply the result. Nested gates pass ``apply`` inwards, so that only the innermost branch touches the
-params. They pass gradients inwards unchanged, with the factors still to be multiplied in
+params. Gradients pass inwards unchanged, beside the factors by which they are to be multiplied
 (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
 The state of a gate describes its last call by methods and fields:
@@ -45,16 +44,16 @@ Extended = optax.GradientTransformationExtraArgs
 
 
 class Pending(NamedTuple):
-    """Gradients, and f32 factors by which they are still to be multiplied.
+    """Gradients, and the f32 factors by which they are to be multiplied.
 
     The product is computed inside the branch that uses the gradients, because anything computed
-    from them before a branch is written to memory. A rule for ``boostax.gate`` is given one;
-    ``value()`` returns the gradients as the optimizer sees them.
+    from them before a branch is written to memory. A rule for ``boostax.gate`` gets a ``Pending``;
+    its ``value()`` returns the gradients that the optimizer gets.
 
     Attributes:
       raw: gradients, in their own dtypes.
       factors: f32 scalars, such as the reciprocal of a loss scale.
-      counted: bool scalar, equal on all replicas; False if the loss is a mean over no items.
+      counted: bool scalar, equal on all replicas; False if the loss is a mean over zero items.
     """
 
     raw: PyTree
@@ -68,8 +67,8 @@ class Pending(NamedTuple):
     def value(self) -> PyTree:
         """Return the product in f32 or wider.
 
-        These are factors, not divisors, because XLA:CPU does not repeat a division in each fusion
-        that reads the result: it writes a copy of all gradients.
+        The gradients are multiplied, not divided: XLA:CPU does not repeat a division in each fusion
+        that reads the result, but writes a copy of all gradients.
         """
 
         def product(g: jax.Array) -> jax.Array:
@@ -85,7 +84,7 @@ class Pending(NamedTuple):
         Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
         the second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
         the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
-        their data, before rows of one index are added.
+        their data, before rows with the same index are added.
         """
         largest = norms.largest_magnitudes(self.raw)
 
@@ -98,7 +97,7 @@ class Pending(NamedTuple):
 
 
 class Step(Protocol):
-    """A function like ``update``; with ``apply=True`` it returns new params, not updates."""
+    """A function like ``update`` that returns new params instead of updates if ``apply=True``."""
 
     def __call__(
         self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: PyTree
@@ -113,18 +112,17 @@ class Flush(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatedUpdate:
-    """The pure ``update`` of a gate, with the ``step`` and ``flush`` of the same gate.
+    """The pure ``update`` of a gate, together with the gate's ``step`` and ``flush``.
 
-    To Optax it is an ordinary function. Code that rebuilds the pair of ``init`` and ``update``
+    Optax sees an ordinary function. Code that rebuilds the pair of ``init`` and ``update``
     (``copy``, ``jax.tree.map``, Equinox, Keras) keeps the gate. Code that replaces ``update`` by
-    another function (``optax.chain``, ``optax.masked``, ...) calls the pure ``update``, without the
-    gate. So does a function made by ``functools.wraps`` or ``jax.jit``: it copies the attributes
-    but is no ``GatedUpdate``.
+    another function (``optax.chain``, ``optax.masked``, ...) calls the pure ``update``, and loses
+    the gate; so do ``functools.wraps`` and ``jax.jit``, which copy only the attributes.
 
     Attributes:
       step: see ``Step``.
       flush: see ``Flush``.
-      init: the ``init`` beside it, which an error compares a state with.
+      init: the ``init`` of the same transformation; errors compare a state with its result.
     """
 
     step: Step
@@ -139,7 +137,7 @@ class GatedUpdate:
     def __call__(
         self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: PyTree
     ) -> Stepped:
-        """Return updates in the dtypes of the params, if there are params, else in f32 or wider."""
+        """Return updates in the dtypes of the params, or in f32 or wider without params."""
         like, call = updates if params is None else params, "tx.update(grads, state, params)"
         given = getattr(self.description, "name", "update"), call, self, state, like
         with mismatch.explaining(mismatch.require_state, *given):
@@ -147,7 +145,7 @@ class GatedUpdate:
 
 
 def gated(init: Any, step: Step, flush: Flush) -> Extended:
-    """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
+    """Make a transformation from an ``init``, a ``step`` and a ``flush``."""
     return Extended(init, GatedUpdate(step, flush, init=init))
 
 
@@ -159,8 +157,8 @@ def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
 def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Return the params for the ``init`` of a transformation inside a gate.
 
-    A gate gets the params in their storage dtypes. Any other transformation gets them in f32 or
-    wider, in which it will compute; otherwise its moments would be rounded.
+    A gate gets the params in their storage dtypes. Any other transformation gets f32 or wider
+    params, so that its moments are not rounded.
     """
     return params if gate_of(tx) else trees.at_least_float32(params)
 
@@ -186,17 +184,17 @@ def refuse_gates(who: str, gates: Sequence[Any]) -> None:
 
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
-    """Flush a wrapper around an optimizer without gates, in which no window is open."""
+    """Return params and state unchanged: no window is open in an optimizer without gates."""
     return params, state
 
 
 def run(
     tx: Extended, grads: Pending, state: Any, params: PyTree, *, apply: bool, extra: dict[str, Any]
 ) -> Stepped:
-    """Run the transformation inside a gate: its own gate if it has one, else update (and apply).
+    """Run the transformation inside a gate, by its own ``step`` or else its ``update``.
 
-    A transformation without a gate computes in f32 or wider, as it was initialised, whatever dtype
-    the params are stored in; otherwise moments and weight decay would be rounded.
+    A transformation without a gate computes in f32 or wider, whatever the dtype of the params, so
+    that moments and weight decay are not rounded.
     """
     own = gate_of(tx)
     if own is not None:
@@ -210,11 +208,12 @@ def run(
 
 
 def sources(tx: Extended, params: PyTree) -> Stepped:
-    """Return new params and a new state of sets: which params or gradients each array depends on.
+    """Trace which params and gradients each array of the new params and state depends on.
 
-    Params and their gradients are numbered in the order of their leaves.
+    The result has a set of numbers for each array. Params and their gradients are numbered in the
+    order of their leaves.
     """
-    # Types without shardings, by which an Explicit mesh would judge the program.
+    # The types have no shardings, because an Explicit mesh would check them.
     typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     leaves, treedef = jax.tree.flatten(jax.tree.map(typed, params))
 
@@ -246,9 +245,9 @@ def applied(
     extra_args: dict[str, Any],
     counted: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Do the work of ``apply_gradients``, for callers that explain errors themselves.
+    """Apply gradients like ``apply_gradients``, without its explanations of errors.
 
-    See ``Pending.counted``.
+    ``counted`` is described in ``Pending``.
     """
     peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
     weight = extra_args.get("weight") if peers else None
@@ -277,7 +276,7 @@ def applied(
 
 
 def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
-    """Close the open windows in ``tx``; refuse a window that no gate leads to.
+    """Close the open windows in ``tx``; refuse a window that is hidden by a wrapper.
 
     A state in which gradients may wait has a method ``held()``.
     """
@@ -292,11 +291,11 @@ def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any])
 
 
 def flush_of(tx: Extended, flag: str) -> Flush:
-    """Make the ``flush`` of a gate that keeps no gradients itself.
+    """Make the ``flush`` of a gate that accumulates no gradients itself.
 
     Args:
       tx: the transformation inside, whose state is ``inner_state``.
-      flag: the field that says whether the last call ran ``tx``.
+      flag: the field that records whether the last call ran ``tx``.
     """
 
     def flush_fn(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
@@ -323,9 +322,10 @@ def run_or_hold(
 
     Args:
       predicate: bool scalar, equal on all replicas.
-      heavy: returns the new params (``apply``) or the updates, and the new state.
+      heavy: returns the new state, and the new params if ``apply`` else the updates.
       params: the old params.
-      state: the old state. The new state is cast to these dtypes, so that no step changes them.
+      state: the old state. The new state is cast to the old dtypes, so that no step changes a
+        dtype.
       apply: see ``heavy``.
       who: the transformation's name, for errors.
       names: mesh axes over which the replicas agreed on the predicate, or over which the gradients
@@ -364,8 +364,8 @@ def decide(
 ) -> Stepped:
     """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, ran, inner_state)``.
 
-    The zero gradient of a call without items is held, too. It says nothing about a scale or a
-    limit, so ``moved`` is then ``state``: the gate's state as it was.
+    A call whose loss counted no items is held, too. Its zero gradient is no evidence about a scale
+    or a limit, so ``finish`` then gets ``state`` unchanged as ``moved``.
     """
     counted = grads.counted
     if counted is not None:
@@ -376,9 +376,9 @@ def decide(
 
 
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
-    """Refuse axes that do not fit the collectives in a branch, if types cannot show it.
+    """Refuse axes that do not match the collectives in a branch, if types cannot show the mismatch.
 
-    With checking on, the types of the predicate and of the results have been checked already.
+    With ``check_vma=True`` the types of the predicate and the results are already checked.
     """
     sent = axes.of_program(heavy.program)
     seen = axes.tracked((*names, *sent))
@@ -391,7 +391,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
         )
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
     allowed = "left out where nothing inside reduces"
-    hint = f"Local gradients want a reduction inside, such as boostax.all_reduce({names[:1]})."
+    hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
     checks.require(who, "axis_name", names, allowed, reduced, hint)
 
 
@@ -401,24 +401,24 @@ Branch = Callable[..., PyTree]
 def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) -> PyTree:
     """Run ``work(*operands)`` where the predicate holds, else ``hold(*operands)``, in place.
 
-    Every branch that carries state is one of these. Both must return the same types. It is a
-    switch because an index keeps the order of the branches.
+    All branches that carry state are made here. ``work`` and ``hold`` must return the same types.
+    The branch is a ``lax.switch``, because an index keeps the order of the branches.
     """
     return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
 
 def passed(state: PyTree) -> jax.Array:
-    """Return whether the last call reached the innermost transformation, from the gates' states.
+    """Return whether the last call ran the innermost transformation, from the gates' states.
 
     The flag of an inner gate is stale if an outer gate skipped the call; the outer flag is then
-    False, so the conjunction is right.
+    False, so the conjunction is still correct.
     """
     flags = [node.passed() for node in gates_in(state)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
 def outermost_passed(state: PyTree) -> jax.Array:
-    """Return whether the outermost gate used the last gradient, in a window or in a step."""
+    """Return whether the outermost gate accumulated or applied the last gradient."""
     gates = gates_in(state)
     return gates[0].taken() if gates else jnp.asarray(True)
 
@@ -435,7 +435,7 @@ def gates_in(state: PyTree) -> list[Any]:
 
 
 def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
-    """Increment a counter where something happened, up to the largest i32."""
+    """Increment an i32 counter if the flag is true, without overflow."""
     return jnp.where(happened, optax.safe_increment(counter), counter)
 
 

@@ -31,20 +31,20 @@ def prefix_groups(
     backward pass of its layers: convolutions take most of the time and have few elements, while an
     embedding takes none and has many.
 
-    Leaves that share a parent module, such as a kernel and its bias, form a layer. A module that
-    has only vectors and scalars (a norm) belongs to the layer before it, or to the layer after it
-    if it is the first. Each leaf directly in the top container is a layer.
+    Leaves that share a parent module, such as a kernel and its bias, form a layer. A module with
+    only vectors and scalars (a norm) joins the previous layer, or the next if it is the first. Each
+    leaf directly in the top container is a layer.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: groups, at most as many as there are layers.
-      order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, such
-        as ``forward_order`` finds. The first entry that matches one of a layer's leaves gives the
-        position of the layer. ``None`` takes the order of the tree, lists by index and dicts by key
-        with numbers as numbers (``block_2`` before ``block_10``), which is the order of the forward
-        pass only if the names say so.
-      level: number of leading path components that make a layer. With 1 the whole ``block_0`` is
-        one layer; ``None`` makes each module inside it a layer.
+      order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, as
+        ``forward_order`` returns them. The first entry that matches one of a layer's leaves gives
+        the position of the layer. ``None`` takes the order of the tree: lists by index, dicts by
+        key with numbers in numerical order (``block_2`` before ``block_10``). It is the forward
+        order only if the names are numbered so.
+      level: number of leading path components that make a layer. With 1, ``block_0`` is one layer;
+        with ``None``, each module inside ``block_0`` is.
 
     Returns:
       A tree like ``params`` of Python ints from 0 to ``n - 1``, the group of each leaf. Cost: none;
@@ -64,7 +64,7 @@ def prefix_groups(
 
     References:
       ``mindspore.boost.GradientFreeze`` groups by the order and the names of the params, and
-      silently freezes nothing if there are fewer layers than groups.
+      freezes nothing, without a warning, if there are fewer layers than groups.
     """
     who = "prefix_groups"
     checks.positive_int(who, "n", n, "4 cuts the layers into quarters.")
@@ -83,8 +83,8 @@ def prefix_groups(
 def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
-    Without params (``optax.tree.map_params`` calls ``init`` so) the number is read from ``groups``.
-    If ``groups`` is a function, the result is a number that every schedule accepts.
+    Without params, as in ``optax.tree.map_params``, the number is read from ``groups``; for a
+    function it is a number that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.
@@ -124,7 +124,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
 def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
     """Return the group of each leaf that is not masked, and the number of groups.
 
-    A masked leaf has a label too, so that the groups do not depend on which leaves train.
+    A masked leaf also has a label, so the groups do not depend on which leaves train.
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
     stand_in = jax.ShapeDtypeStruct((), jnp.float32)
@@ -150,13 +150,13 @@ class Labels:
 def mindspore_groups(
     params: PyTree, n: int, *, order: Order = None, removed: Sequence[str] = ()
 ) -> Labels:
-    """Return groups with which depth ``i`` trains the same params as ``GradientFreeze`` at index i.
+    """Return groups for which depth ``i`` trains the params that MindSpore trains at index ``i``.
 
     Params go into buckets in their order, the vectors of a module last. A vector goes into the last
-    bucket. Any other param, also a scalar, opens a new bucket if the last one has three params or
-    more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than
-    ``n`` all leaves are in the last group, so every depth trains all of them, as in the original.
-    ``prefix_groups`` refuses that case, and its groups are even in layers.
+    bucket. Any other param, including a scalar, opens a new bucket if the last one has three params
+    or more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than
+    ``n`` all leaves are in the last group, so every depth trains all leaves, as in MindSpore.
+    ``prefix_groups`` refuses fewer layers than groups.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
@@ -167,8 +167,8 @@ def mindspore_groups(
 
     Returns:
       The ``groups`` for ``scheduled_freeze``; depths go from 0 to ``n - 1``. With
-      ``moments="per_group"`` each depth has its own optimizer state, which matters even if all
-      depths train all params. Cost: none; no array is read.
+      ``moments="per_group"`` each depth has its own optimizer state, even if all depths train all
+      params. Cost: none; no array is read.
 
     Raises:
       ValueError, TypeError: ``n`` is not a positive integer; an ``order`` that misses a layer.
@@ -195,14 +195,14 @@ def mindspore_groups(
             buckets.append([])
         buckets[-1].append(leaf)
     stride = len(buckets) // n
-    # The last buckets, or all where there are fewer than n, are in the last group.
+    # The remaining buckets, or all buckets if there are fewer than n, are in the last group.
     numbers = [min(place // stride, n - 1) if stride else n - 1 for place in range(len(buckets))]
     labels = {x: i for i, bucket in zip(numbers, buckets, strict=True) for x in bucket}
     return Labels(treedef.unflatten(labels[i] for i in range(len(leaves))), n)
 
 
 def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
-    """Return the names of params that are given as one list of arrays for each group.
+    """Convert groups of arrays, one list per group, to groups of param names.
 
     Args:
       params: the params.
@@ -210,11 +210,12 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
         must be in exactly one group.
 
     Returns:
-      The path names, as ``group_loss_scale``, ``scheduled_freeze`` and a configuration take groups.
+      A list of path names per group, for ``group_loss_scale``, ``scheduled_freeze`` or a
+      configuration.
       Cost: none; no array is read.
 
     Raises:
-      ValueError: an array that is not a param, or is in two groups; params in no group.
+      ValueError: an array is not a param, or is in two groups; a param is in no group.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -238,17 +239,17 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
             got = f"{known} as one array" if known else f"an array that is none, in group {i}"
             hint = "Give the arrays of these params, each once; or patterns of their names."
             checks.require(who, "groups", got, allowed, len(known) == 1, hint)
-            # A character that is a wildcard in a pattern may be an ordinary part of a name.
+            # A path may contain characters that are wildcards in a pattern.
             found[-1].append(glob.escape(known[0]))
     left = few([name for known in names.values() for name in known])
-    checks.require(who, "groups", f"none with {left}", allowed, not names, "Add them to one.")
+    checks.require(who, "groups", f"none with {left}", allowed, not names, "Add them to a group.")
     return found
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
     """Return the label of each leaf, from a tree like the params or a prefix of one."""
     try:
-        # JAX prints the leaves in its error, and cannot print donated ones.
+        # JAX's error prints the leaves, which fails for donated leaves.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
         # An optimizer of NNX has bare arrays where a state has boxes; the paths are equal.
@@ -267,7 +268,7 @@ def _layers(
 ) -> dict[tuple[Any, ...], list[int]]:
     """Return the indices of the leaves of each layer, in the order of the forward pass.
 
-    Each removed norm has two leaves, whose indices follow those of the params.
+    The two leaves of each removed norm have indices after the last param.
     """
     treedef = jax.tree.structure(params)
     layers: dict[tuple[Any, ...], list[int]] = {}
@@ -298,7 +299,7 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
         # A box (an NNX variable, or a Flax param with its partitioning) is not a module.
         yield from _own_order(children[0][1], path)
         return
-    # JAX sorts the keys of a dict as text; an OrderedDict keeps the order of the user.
+    # JAX sorts the keys of a dict as text; an OrderedDict keeps its insertion order.
     if not isinstance(node, collections.OrderedDict):
         children.sort(key=lambda child: natural(str(getattr(child[0], "key", ""))))
     for key, child in children:
@@ -306,7 +307,7 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
 
 
 def natural(text: str) -> list[str | int]:
-    """Return a sort key with the numbers in a text as numbers."""
+    """Return a sort key by which numbers in a text are compared as numbers."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text))]
 
 
@@ -322,11 +323,11 @@ def _reordered(
     fits = not isinstance(order, str) and all(isinstance(entry, str) for entry in order)
     hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
     checks.require(who, "order", order, allowed, fits, hint, TypeError)
-    # An entry that stands twice counts where it stands first.
+    # If an entry occurs twice, the first one gives the position.
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
     got = sorted(idle, key=places.__getitem__)
-    hint = f"They match no param; there are {few(names)}."
+    hint = f"They match no param; params are {few(names)}."
     checks.require(who, "order", got, allowed, not idle, hint)
     found = {
         path: [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
@@ -340,7 +341,7 @@ def _reordered(
 
 
 def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
-    """Join layers that have only vectors to the layer before, or else to the layer after."""
+    """Join layers that have only vectors to the previous layer, or the next if they come first."""
     kept: dict[Any, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
@@ -403,6 +404,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def few(names: list[str]) -> str:
-    """Return a text with some of the names and the number of the others."""
+    """Return a text with the first names and the number of further names."""
     shown = ", ".join(repr(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A handshake between scaled gradients and the scaler that divides them again.
 
-A scaler would also divide the gradients of a loss that was not multiplied, by 65536: training would
-stand still, and every metric would look healthy. So code that multiplies a loss marks the scale
-that it has read, and a scaler, while it is traced, checks that *its* scale has a mark. A mark is
-attached to the identity of a tracer. It ends with the trace, and adds nothing to the program.
+If the loss was not multiplied, the scaler would divide its gradients by 65536: training would stop,
+and no metric would show why. So code that multiplies a loss by a scale marks the scale, and a
+scaler checks during tracing that *its* scale has a mark. A mark is attached to the identity of a
+tracer. The mark ends with the trace, and adds nothing to the program.
 
-Gradients of another ``jax.jit`` arrive without a mark; ``assume_scaled`` vouches for them. Outside
-a trace nothing is checked, because gradients of a compiled function have no mark.
+Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds it. Outside a trace nothing
+is checked, because gradients of a compiled function have no mark.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ Grads = TypeVar("Grads")
 
 @dataclasses.dataclass
 class Mark:
-    """The uses of a scale in its trace, or the origin of a loss.
+    """The uses of a scale in its trace, or whether a traced value is a scaled loss.
 
     Attributes:
       loss: whether a loss was multiplied by this scale.
@@ -45,21 +45,22 @@ class Mark:
 _MARKS: dict[int, tuple[weakref.ref[Any], Mark]] = {}
 # The scales of each loss that is being traced, outermost first.
 _INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("inside", default=())
-# The factor of the innermost loss. The caches of jax.jit know this context: what was traced for one
-# loss does not serve another.
+# The factor of the innermost loss. The caches of jax.jit know this context: a trace for one loss is
+# not reused for another.
 _FACTOR = jax.make_user_context(None)
 
 
 def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
-    """Vouch that gradients are those of a loss multiplied by the loss scale of a state.
+    """Declare that gradients come from a loss multiplied by the loss scale of a state.
 
     Inside ``jax.jit`` a scaler refuses gradients of a loss that was not scaled. It cannot see the
-    scaling if the gradients come from another ``jax.jit``, from a checkpointed function that was
-    given the state, or from a product written by hand. This function says so.
+    scaling if the gradients come from another ``jax.jit``, from a checkpointed function with the
+    state as an argument, or from a product written by hand. In these cases call this function on
+    the gradients.
 
     Args:
       grads: scaled gradients.
-      opt_state: the state that holds the scale; it may have no scaler.
+      opt_state: the optimizer state with the scale; a state without a scaler is allowed.
 
     Returns:
       ``grads``. Cost: none; nothing is added to the program.
@@ -93,7 +94,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
 
     Args:
       who: the name of the scaler.
-      scale: the array that identifies its state; see ``known_by``.
+      scale: the array that identifies the scaler's state; see ``known_by``.
       groups: the number of groups of gradients, each with its scale.
     """
     if not isinstance(scale, Tracer):
@@ -115,7 +116,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
     """Let a new array share the mark of an old one.
 
-    A scale outside all traces has no mark and is not checked, so the new one is not checked either.
+    If the old array is outside all traces, it has no mark, and the new array is not checked.
     """
     if not isinstance(new, Tracer):
         return
@@ -126,14 +127,14 @@ def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
 
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:
-    """Give the scales in a new state the marks of those in an old one of the same structure."""
+    """Let the scales in a new state share the marks of the scales in an old state."""
     for one, other in zip(_scales(old), _scales(new), strict=True):
         hand_on(one, other)
 
 
 @contextlib.contextmanager
 def scaling(opt_state: PyTree) -> Generator[None]:
-    """Mark the scales in a state, for a loss that is traced within and scaled outside."""
+    """Mark the scales in a state, for a loss that is traced in this context and scaled outside."""
     scales = _scales(opt_state)
     for scale in scales:
         _mark(scale).loss = True
@@ -145,7 +146,7 @@ def scaling(opt_state: PyTree) -> Generator[None]:
 
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
-    """Tell ``current_scale`` the factor of a loss that is traced within ``scaling``."""
+    """Set the result of ``current_scale`` for a loss that is traced in ``scaling``."""
     # The caches keep the context, so it must not hold a tracer, nor be compared by its value.
     known = weakref.ref(scale)
     factor = (lambda: known()) if isinstance(scale, Tracer) else float(scale)
@@ -157,16 +158,17 @@ def current_scale() -> jax.Array:
 
     A backward rule (``jax.custom_vjp``) whose result is not proportional to the cotangent needs it:
     under a loss scale the cotangent arrives multiplied by ``s``, and the gradients are divided by
-    ``s``. A bound, a threshold, noise or an injected gradient must be multiplied by ``s``, too.
+    ``s``. So a bound, a threshold, noise or an injected gradient must be multiplied by ``s``.
 
-    Call it in the loss, and hand the result to the rule as an argument. In the rule itself it fails
-    inside ``jax.jit``. It is known in ``boostax.value_and_grad`` and ``make_train_step``, also in a
-    scan, a checkpoint, a micro-batch or a replica. With ``scale_loss`` or in your own ``jax.grad``
-    pass ``loss_scale(opt_state)`` to the loss; with ``group_loss_scale`` the cotangents of group
-    ``k`` are multiplied by ``scales[k]``.
+    Call this function in the loss, and pass the result to the rule as an argument; a call in the
+    rule itself fails inside ``jax.jit``. It works in ``boostax.value_and_grad`` and
+    ``make_train_step``, also in a scan, a checkpoint, a micro-batch or a replica. With
+    ``scale_loss`` or in your own ``jax.grad`` pass ``loss_scale(opt_state)`` to the loss; with
+    ``group_loss_scale`` the cotangents of group ``k`` are multiplied by ``scales[k]``.
 
     Returns:
-      f32 scalar; 1 where no loss is scaled. Cost: none. A program is traced anew for each loss.
+      f32 scalar; 1 if no loss is scaled. Cost: none. Functions under ``jit`` are traced again for
+      each loss.
 
     Example:
       Add the gradient 1 of an auxiliary loss, whatever the scale:
@@ -190,7 +192,7 @@ def current_scale() -> jax.Array:
 
 
 def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
-    """Record a scaled loss; refuse a loss that is scaled already, or that other code scales."""
+    """Record a scaled loss; refuse a loss that is already scaled, or that outer code scales."""
     scales = _scales(opt_state)
     within = any(one is other for one in scales for found in _INSIDE.get() for other in found)
     twice = within or (bool(scales) and _mark(loss).product)
@@ -223,10 +225,10 @@ def _keep(scale: object, mark: Mark) -> Mark:
 
 
 def _enclosing(scale: object) -> list[Mark]:
-    """Return the marks of the traces around that of a scale.
+    """Return the marks of the traces around a scale's trace.
 
-    If a new JAX no longer shows the surrounding traces, more gradients are refused, and none is
-    wrongly accepted.
+    If a new version of JAX hides the surrounding traces, more gradients are refused, and no
+    gradient is wrongly accepted.
     """
     around: set[int] = set()
     trace = getattr(getattr(scale, "_trace", None), "parent_trace", None)

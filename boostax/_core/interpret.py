@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interpreter of traced programs: equations with programs inside, and five walks.
+"""The only interpreter of jaxprs: a table of equations with programs inside, and five walks.
 
-Code that reads or replays a jaxpr is a rule for one of the walks. Only this module has the names
-that JAX gives to calls, loops and branches, and maps the operands of an equation to the inputs of
-the programs inside, its *bodies*.
+Code that reads or replays a jaxpr is a rule for one of the walks. Only this module knows JAX's
+names of calls, loops and branches, and maps the operands of an equation to the inputs of its
+*bodies*, the programs inside.
 
 - ``equations`` lists all equations, also those in bodies, each with a context.
 - ``evaluate`` replays a program on arrays, or on any values in place of arrays.
@@ -11,8 +11,8 @@ the programs inside, its *bodies*.
 - ``demand`` carries levels backward, from results to operands; it does not enter bodies.
 - ``rewrite`` replaces equations in place, so that nothing is traced again.
 
-No walk skips an equation that it does not know. If its body is not in the table, the equation goes
-to the caller's rule, which must assume that it may do anything.
+No walk skips an unknown equation. An equation with a body that is not in the table goes to the
+caller's rule, which must assume that the body may do anything.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Fact = TypeVar("Fact")
 Enter = Callable[[Any, Any], Iterable[Any]]
 PyTree = Any
 
-# What would go unnoticed if a program were read wrongly.
+# The errors that would go unnoticed if a program were misread.
 _MISSED = "What is computed inside would be missed."
 _MIXED = "Constants would be taken for what is carried."
 
-# The level in ``demand`` of a value that is not used.
+# The level of an unused value in ``demand``.
 NEVER = -1
 
 # All names that JAX has used for each kind of equation.
@@ -45,7 +45,7 @@ CALLS = (*JIT, "call", "closed_call", "core_call")
 CHECKPOINT = ("checkpoint", "remat", "remat2")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# The body of these takes the operands of the equation and returns its results.
+# The body of each of these equations takes its operands and returns its results.
 THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_OTHERS)
 
 
@@ -79,7 +79,7 @@ def scan_operands(
 
 
 def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
-    """Return the programs inside each equation: a called program, branches, the parts of a loop."""
+    """Return the programs inside an equation: a called program, branches, or parts of a loop."""
     kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
     held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
     found = [[x for x in leaves if isinstance(x, kinds)] for leaves in held]
@@ -98,7 +98,7 @@ def equations(
 
     Args:
       program: a program, or some equations.
-      context: the context that is yielded with each of its equations.
+      context: the context that is yielded with each equation of ``program``.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
     """
     eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
@@ -147,7 +147,7 @@ def evaluate(
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Return the results of an equation as JAX evaluates it, with its names and contexts."""
     name = jaxprs.gensym()
-    # Literals become inputs too, because the caller may pass other values for them.
+    # Literals become inputs, because the caller may pass other values in their place.
     given: Any = [name(atom.aval) for atom in eqn.invars]
     return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
 
@@ -166,7 +166,7 @@ def excerpt(inputs: Sequence[Any], outputs: Sequence[Any], eqns: Any) -> jaxprs.
 def _nothing() -> Any:
     """Make an empty program, a template for ``replace``.
 
-    The arguments of the class differ between versions of JAX; ``replace`` works in all.
+    The constructor's arguments differ between versions of JAX; ``replace`` works in all versions.
     """
     return jax.make_jaxpr(lambda: ())().jaxpr
 
@@ -187,8 +187,8 @@ def flow(
       program: a traced program.
       inputs: a fact for each of its inputs.
       transfer: ``transfer(eqn, facts)`` returns facts about the results of an equation without a
-        body, or with an unknown body: then it must assume the worst.
-      join: the fact about a value that is one of several, or is decided by them.
+        body, or with an unknown body, for which it must assume the worst.
+      join: ``join(facts)`` returns the fact about a value that depends on a choice between several.
       nothing: the fact about constants.
       once: run each loop body once, without a fixed point, and ignore branch indices and loop
         conditions. Otherwise a loop ends only if ascending chains of facts are finite.
@@ -233,15 +233,14 @@ def flow(
 def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
     """Carry levels of the results of a program back to the operands of its equations.
 
-    Bodies are not entered: ``transfer`` judges an equation with a body as a whole. The level of a
-    value with several consumers is the highest level of its consumers.
+    Bodies are not entered: ``transfer`` returns one level for an equation with a body. The level of
+    a value with several consumers is the highest level of its consumers.
 
     Args:
       jaxpr: a program.
-      wanted: a level for each of its results; ``NEVER`` if it is not used.
+      wanted: a level for each result of the program; ``NEVER`` for an unused result.
       transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
-        highest level of its results. It is called once for each equation, beginning with the last
-        one.
+        highest level of its results. It is called once per equation, the last equation first.
     """
     known: dict[Any, int] = {}
 
@@ -258,15 +257,16 @@ def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, 
 
 
 def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:
-    """Replace equations in a program, or in a parameter of an equation that holds programs.
+    """Replace equations in a program, or in programs among an equation's parameters.
 
     Args:
       value: a program, open or closed, a tuple or list of programs, or anything else.
-      rule: returns the equations that replace one, or ``None`` to rewrite its bodies.
+      rule: ``rule(eqn)`` returns the equations that replace ``eqn``, or ``None`` to rewrite its
+        bodies.
     """
     if type(value) in (tuple, list):
         return type(value)(rewrite(item, rule) for item in value)
-    # From jax 0.11 on both are one class, and this case keeps its consts.
+    # From jax 0.11 on, open and closed programs are one class, and this case keeps the consts.
     if isinstance(value, jaxprs.Jaxpr):
         return value.replace(eqns=[new for eqn in value.eqns for new in _replaced(eqn, rule)])
     if isinstance(value, jaxprs.ClosedJaxpr):
@@ -286,8 +286,9 @@ def of_data(
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
     """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
 
-    Its inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of ``args`` and
-    ``kwargs``. Leaves that are not arrays are passed unchanged. Data without an array are refused.
+    The program's inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of
+    ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. It raises if ``data``
+    has no array.
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
@@ -295,7 +296,7 @@ def of_data(
 
     def call(fixed: PyTree, arrays: dict[int, Any]) -> list[jax.Array]:
         given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        # A result may also hold names, None and Python numbers.
+        # Results may contain names, None and Python numbers.
         return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
@@ -303,14 +304,14 @@ def of_data(
 
 @functools.cache
 def require_readable() -> None:
-    """Raise unless this JAX writes calls, loops and branches as in the table."""
+    """Raise unless the table matches this JAX's calls, loops and branches."""
     with jaxprs.apart() as mesh:
         x = jax.ShapeDtypeStruct((2,), "float32")
         traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(x)
     unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
     noted = lambda eqn, found: [unite([*found, [eqn.primitive.name]])] * len(eqn.outvars)  # noqa: E731
     found = flow(traced, [frozenset()], noted, unite, frozenset())
-    # The rule gets an equation that is not in the table without its body, and so sees no sine.
+    # The rule sees no body of an equation that is not in the table, and so no sine.
     for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
         named = "sin" in met
         jaxprs.require(f"the name of {kind}", "in the table", sorted(met), named, _MISSED)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's classes of traced programs, and a proof at first use that they are read correctly.
+"""JAX's classes of jaxprs, and a check at first use that boostax reads jaxprs correctly.
 
-``jax.extend`` loads Pallas with the classes, which took a third of ``import boostax``, so they are
-loaded on first use. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
+The classes are loaded on first use, because ``jax.extend`` imports Pallas, a third of the time of
+``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
 signature names a class.
 
-JAX may change how it writes types and traced programs. A reader that looks for an old name then
-sees nothing, and a guard that sees nothing accepts everything. So each reader first traces a small
-program whose answer is known, and raises if it reads another answer. Nothing is compiled, and
-nothing is added to the program that is being traced.
+JAX may change how it writes types and traced programs. Code that looks for an old name would then
+find nothing, and a check that finds nothing accepts everything. So each reader of jaxprs first
+traces a small program whose answer is known, and raises if it reads another answer. Nothing is
+compiled, and nothing is added to the program that is being traced.
 """
 
 from collections.abc import Generator
@@ -35,27 +35,27 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# The axis of the mesh of a proof; no function of a user is mapped over it.
+# The axis of the mesh in these checks; no user's function is mapped over it.
 AXIS = "boostax_proof"
 
 
 @contextmanager
 def apart() -> Generator[AbstractMesh]:
-    """Yield a mesh of two devices that need not exist, in any context of the caller."""
+    """Yield a mesh of two devices that need not exist, isolated from the caller's contexts."""
     mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
-    # shard_map refuses a second mesh, and under disable_jit a trace has no calls.
+    # shard_map refuses a mesh inside another mesh, and under disable_jit a trace has no calls.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.disable_jit(False):
         yield mesh
 
 
 def require(subject: str, allowed: str, got: object, holds: bool, danger: str) -> None:
-    """Raise unless types or programs of JAX are read as they must be.
+    """Raise unless JAX's types or programs were read in the expected form.
 
     Args:
       subject: the types or programs that are read.
       allowed: the form that they must have.
       got: what was read.
-      holds: whether it has the form.
+      holds: whether ``got`` has the form.
       danger: the error that would go unnoticed.
     """
     if not holds:

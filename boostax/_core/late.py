@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Late loading of the names of a package, and errors for names that it does not have."""
+"""Load the names of a package on first use, and explain names that the package does not have."""
 
 import importlib
 import sys
@@ -12,12 +12,12 @@ from boostax._core import checks
 def late(package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()) -> None:
     """Give a package a ``__getattr__`` and a ``__dir__``.
 
-    A type checker does not see them, so it still refuses names that the package does not have.
+    A type checker does not see the two functions, so it still reports unknown names.
 
     Args:
       package: the package's name.
-      names: the module of each name; ``""`` for a package inside.
-      apart: packages inside that need other packages installed; they are loaded on demand, but not
+      names: the module of each name; ``""`` for a subpackage.
+      apart: subpackages that need an optional dependency; they are loaded on demand, but not
         listed.
     """
     names = names or {}
@@ -31,7 +31,7 @@ def late(package: str, names: Mapping[str, str] | None = None, apart: Collection
         if name in apart:
             return importlib.import_module(f"{package}.{name}")
         text = f"module {package!r} has no attribute {name!r}"
-        # Python itself asks modules for names that begin with underscores.
+        # Python itself looks up names in modules that begin with underscores.
         if not name.startswith("__"):
             said = told(f"{package}.{name}") or told(f"boostax.{name}")
             text = f"{text}. {said or checks.nearest(name, listed())}"
@@ -44,8 +44,8 @@ def late(package: str, names: Mapping[str, str] | None = None, apart: Collection
 
 
 def told(name: str) -> str | None:
-    """Return the sentence that ``names.toml`` has for a name, such as ``"boostax train"``.
+    """Return the sentence in ``names.toml`` about a name, such as ``"boostax train"``.
 
-    A name has one if it was removed, has moved, or is found elsewhere.
+    The file lists names that were removed or moved, or that exist in another package.
     """
     return checks.table("boostax", "names").get(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of kernels in libraries of layers: which dimensions are inputs, by one table."""
+"""A table of the kernel layouts of layer libraries: which dimensions are inputs."""
 
 import dataclasses
 import functools
@@ -20,10 +20,11 @@ class Layout(NamedTuple):
 
     Attributes:
       outputs: the dimension of a kernel's output units, the first or the last.
-      transposed: the same dimension in modules named after transposed convolutions.
-      kernels: a part of every kernel's name.
-      vectors: names of leaves without inputs, besides those that end with ``bias`` or ``scale``.
-      tables: parts of the names of modules whose matrix is a table of rows to look up.
+      transposed: the dimension of the output units in transposed convolutions.
+      kernels: a substring of every kernel's name.
+      vectors: names of leaves without input dimensions, besides names that end with ``bias`` or
+        ``scale``.
+      tables: substrings of the names of embedding modules.
     """
 
     outputs: int = -1
@@ -54,9 +55,9 @@ class Kernels:
 
     Attributes:
       who: the name of the transformation, for errors.
-      name: the name of the layout. ``None`` reads the modules of ``equinox.nn`` by their classes,
-        reads all others as Flax and Haiku write them, and refuses a ``weight``, whose outputs may
-        be its first dimension.
+      name: the name of the layout. ``None`` takes the layout of ``equinox.nn`` modules from their
+        classes and Flax's and Haiku's layout for all others; it refuses a ``weight``, whose outputs
+        may come first.
       tree: the params, or a tree of their structure.
     """
 
@@ -78,14 +79,14 @@ class Kernels:
         return ndim < 2 or named or norm
 
     def inputs(self, path: Path, ndim: int, lead: int = 0) -> tuple[int, ...]:
-        """Return the dimensions of the inputs, the channels last; empty if a leaf is not a kernel.
+        """Return the input dimensions, the channels last; empty if a leaf is not a kernel.
 
-        The first ``lead`` dimensions count stacked layers.
+        The first ``lead`` dimensions are stacked layers.
         """
         *modules, leaf = _parts(path)
         row, holder = self.layout, self._module(path)
         if classes := _classes(holder, "nn."):
-            # In Equinox stacked layers are made by vmap, which adds leading dimensions.
+            # Equinox stacks layers by vmap, which adds leading dimensions.
             lead = ndim - 2 - getattr(holder, "num_spatial_dims", 0)
             table = classes.isdisjoint(_EQUINOX_KERNELS)
         else:
@@ -107,7 +108,7 @@ class Kernels:
         return self.ordered(tuple(dim for dim in range(lead, ndim) if dim != outputs))
 
     def ordered(self, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ascending dimensions of inputs, the channels moved last."""
+        """Return the input dimensions in ascending order, but the channels last."""
         return dims if self.layout.outputs else (*dims[1:], *dims[:1])
 
     def _module(self, path: Path) -> Any:
@@ -122,7 +123,7 @@ class Kernels:
 
 
 def named(who: str, name: LayoutName | None) -> Layout:
-    """Return the layout of a name; Flax's for ``None``."""
+    """Return the layout with this name; Flax's layout for ``None``."""
     if name is not None:
         checks.choice(who, "layout", name, LayoutName, "None reads kernels as Flax's.")
     return LAYOUTS[name or "linen"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain the error of a call by its arguments: another chain's state, exchanged or donated ones.
+"""Explain a failed call by its arguments: another chain's state, or swapped or donated arguments.
 
-A state is compared with what ``init`` makes only after a call has failed. So a call costs nothing,
-and a state passes that is right in another structure, such as ``None`` for an empty state.
+A state is compared with the result of ``init`` only after a call has failed. So the check costs
+nothing, and a state that works in another structure passes, such as ``None`` for an empty state.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from boostax._core import checks, trees
 
 PyTree = Any
-# NamedTuples around or inside states that are not the state of a part.
+# NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
 _ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
@@ -32,9 +32,9 @@ _TAKEN = {
 
 @contextlib.contextmanager
 def explaining(look: Callable[..., None], *args: Any, **given: Any) -> Generator[None]:
-    """Raise what ``look(*args, **given)`` raises in place of an error within.
+    """Replace an error raised in this context by the error that ``look(*args, **given)`` raises.
 
-    An error of boostax names an argument already, so only a ``TypeError`` replaces it.
+    An error of boostax already names an argument, so it is replaced only by a ``TypeError``.
     """
     ours = lambda error: re.match(r"[\w.()]+: .+ must ", str(error), re.DOTALL)  # noqa: E731
     try:
@@ -69,13 +69,13 @@ def require_order(who: str, call: str, **given: PyTree) -> None:
 
 
 def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
-    """Refuse arguments in another order, and a state that is not as ``tx.init`` makes it."""
+    """Refuse swapped arguments, and a state that differs from the result of ``tx.init``."""
     allowed, fits = "an optax.GradientTransformation", hasattr(tx, "init")
     checks.require(who, "tx", type(tx).__name__, allowed, fits, f"The call is {call}.", TypeError)
     require_order(who, call, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_as_made(who, "opt_state", opt_state, wanted)
-    # Gradients of a loss that scans layers have per-replica ones inside.
+    # The gradients of a loss that scans layers contain per-replica gradients.
     local = lambda x: local(x.local) if hasattr(x, "local") else x  # noqa: E731
     odd = {*trees.names([local(x) for x in grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."

@@ -9,9 +9,9 @@ and :math:`E|\bar g|^2 = |G|^2 + \operatorname{tr} S / n`, so
   \operatorname{tr} S \approx \frac{n}{n-1} \left(|g|^2 - |\bar g|^2\right), \qquad
   |G|^2 \approx \frac{n |\bar g|^2 - |g|^2}{n-1}
 
-are without bias. Their ratio is not unbiased, so each is averaged over steps before the division
-(McCandlish et al., An Empirical Model of Large-Batch Training, https://arxiv.org/abs/1812.06162,
-2018, appendix A).
+are unbiased estimates. Their ratio is biased, so each estimate is averaged over steps before the
+division (McCandlish et al., An Empirical Model of Large-Batch Training,
+https://arxiv.org/abs/1812.06162, 2018, appendix A).
 """
 
 from typing import NamedTuple
@@ -40,8 +40,8 @@ class NoiseScaleState(NamedTuple):
     def scale(self) -> jax.Array:
         """Return the noise scale in small batches.
 
-        It is NaN before the first estimate, and infinite where noise hides the gradient, so that
-        the estimate of the squared norm is not positive.
+        The result is NaN before the first estimate, and infinite if the estimate of the squared
+        norm is not positive because noise hides the gradient.
         """
         ratio = jnp.maximum(self.noise, 0) / self.gradient
         ratio = jnp.where(self.gradient > 0, ratio, jnp.inf)
@@ -85,8 +85,8 @@ def observe(
 def square_norm(tree: PyTree, names: tuple[str, ...] = ()) -> jax.Array:
     """Return the squared norm of each replica's gradients in f32; replicas lie along ``names``.
 
-    The norms of shards are added up: one sum of 4 bytes for each set of axes that leaves are
-    sharded over.
+    The norms of shards are added up: one all-reduce of 4 bytes for each set of axes over which
+    leaves are sharded.
     """
 
     def square(x: jax.Array) -> jax.Array:

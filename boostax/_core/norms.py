@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over gradients: largest magnitudes, sums of squares, counts, finiteness.
 
-Each reads its operand once and writes nothing of its size, for which the compilers for CPU and TPU
-need different forms.
+Each reduction reads its operand once and writes no array of that size. The compilers for CPU and
+TPU need different forms of a reduction for this.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from boostax._core.trees import PyTree, at_least_float32, is_inexact
 
 
 def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
-    """Return ``max |x|`` of each inexact leaf: NaN and infinities stay, empty leaves give 0.
+    """Return ``max |x|`` of each inexact leaf, NaN and infinities included; 0 for empty leaves.
 
     A reduction of the leaf itself fuses with the operation that made it. With an elementwise
     ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
-    A float maximum may lose NaN: an all-reduce of maxima does on XLA:CPU, for a leaf that is
-    sharded, and other backends do not define its result. Leaves are widened because XLA:CPU takes
-    twice as long over f16 on a processor without vectors of f16.
+    A float maximum may lose NaN: on XLA:CPU an all-reduce of maxima of a sharded leaf does, and
+    other backends leave the result undefined. Leaves are widened because XLA:CPU takes twice as
+    long for f16 on a processor without f16 vectors.
     """
     inexact = [x for x in jax.tree.leaves(tree) if is_inexact(jnp.result_type(x))]
     wide = [at_least_float32(magnitude(x)) for x in inexact]
@@ -33,17 +33,18 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 
 
 def _by_bits(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes as unsigned integers: the same order, with NaN after infinity."""
+    """Return maxima of magnitudes as unsigned integers, in the order of floats, NaN last."""
     bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
     most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
     return [lax.bitcast_convert_type(x, leaf.dtype) for x, leaf in zip(most, leaves, strict=True)]
 
 
 def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes, each reduced together with the minimum.
+    """Return maxima of magnitudes, from a joint reduction for maximum and minimum.
 
-    A reduction with two results becomes no all-reduce: the results of all shards are gathered and
-    compared. XLA:CPU would write out bits, and TPU reads a gradient again for a pair.
+    XLA does not turn a reduction with two results into an all-reduce: it gathers and compares the
+    results of all shards. XLA:CPU uses this form because it would write the bits to memory; a TPU
+    uses the bits because it would read a gradient twice for a pair.
     """
     found = []
     for x in leaves:
@@ -61,14 +62,14 @@ def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.A
 def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> list[jax.Array]:
     """Return for each gradient the sum of its squares in two units; ``root`` makes them a norm.
 
-    A square spans twice the octaves of its number, so one sum in f32 loses those of numbers below
-    1e-19, and is infinite for numbers above 1e19. The first sum is in a unit that no finite number
-    overflows (up to 2**31 elements of the largest), so that it is finite where all elements are.
-    The second is in a unit for the numbers that gradients usually have. Both units are powers of
-    two, which round nothing. Sums over leaves and replicas are sums of both.
+    In f32 the square of a number below 1e-19 is zero, and the square of a number above 1e19 is
+    infinite. The first sum is in a unit that no finite number overflows (up to 2**31 elements of
+    the largest), so it is finite whenever all elements are finite. The second is in a unit for
+    usual gradients. Both units are powers of two, so scaling does not round. To sum over leaves or
+    replicas, add both sums.
 
     Returns:
-      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; one of zeros without leaves. NaN and
+      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; zeros if there are no leaves. NaN and
       infinities show in both sums. Cost: one read of each leaf.
     """
     wides = at_least_float32(list(leaves))
@@ -80,14 +81,15 @@ def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> li
 
 
 def _by_sums(parts: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return two sums a leaf, which a TPU fuses with what made it, and XLA:CPU does not."""
+    """Return the two sums of each leaf by two reductions, which a TPU fuses with their producer."""
     return [jnp.stack([jnp.sum(x) for x in _squares(pair)]) for pair in parts]
 
 
 def _by_pairs(parts: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return two sums a leaf by one reduction, which writes no operand on XLA:CPU.
+    """Return the two sums of each leaf by one reduction, whose operand XLA:CPU does not write out.
 
-    It adds term by term: the longest dimension is left to a plain sum, which rounds less.
+    The reduction adds term by term, so a plain sum, which rounds less, adds up the longest
+    dimension.
     """
 
     def both(pair: list[jax.Array]) -> jax.Array:
@@ -117,14 +119,14 @@ def _units(dtype: np.dtype[Any]) -> tuple[float, float]:
 
 
 def root(sums: jax.Array) -> jax.Array:
-    """Return the norm whose ``square_sums`` are given: right to rounding from 1e-28 on in f32."""
+    """Return the norm from its ``square_sums``; in f32 it is accurate from 1e-28 upwards."""
     large, usual = _units(sums.dtype)
     first, second = jnp.sqrt(sums)
     return jnp.where(jnp.isfinite(sums[1]), second / usual, first / large)
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Return the magnitude of each element; for a complex element, of its larger part."""
+    """Return the magnitude of each element, or of the larger part of a complex element."""
     if jnp.iscomplexobj(x):
         # The modulus of a finite number can overflow; its parts cannot.
         return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
@@ -134,8 +136,8 @@ def magnitude(x: jax.Array) -> jax.Array:
 def counts(*marks: jax.Array) -> jax.Array:
     """Return in f32 how many elements of each array are true.
 
-    One reduction counts them all: XLA:CPU writes the operand of a plain sum to memory, which takes
-    5 times as long.
+    All counts come from one reduction, because XLA:CPU writes the operand of a plain sum to memory,
+    which takes 5 times as long.
     """
     ones, zeros = tuple(mark.astype(jnp.int32) for mark in marks), (jnp.int32(0),) * len(marks)
     add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
@@ -148,15 +150,15 @@ def all_true(flags: list[jax.Array]) -> jax.Array:
 
 
 def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Array:
-    """Return whether no leaf holds a NaN or an infinity, on any replica.
+    """Return whether all leaves are free of NaN and infinities, on all replicas.
 
     Args:
       tree: arrays of any dtype. Integers, ``None`` and empty leaves count as finite.
-      axis_name: mesh axis (or tuple of axes) over which the replicas must agree.
+      axis_name: mesh axis, or a tuple of axes, over which the replicas combine their results.
 
     Returns:
       Bool scalar, equal on all replicas when ``axis_name`` is given. Cost: one read of the tree,
-      and one 4-byte collective with ``axis_name``.
+      and one all-reduce of 4 bytes with ``axis_name``.
 
     Raises:
       ValueError: the axis is not bound.

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement of arrays on a mesh, and code for one replica on global arrays.
+"""The placement of arrays on a mesh, and calls of per-replica code on global arrays.
 
-In plain ``jit`` the local gradients of all replicas are a ``PerReplica`` of stacked arrays,
-``[n, ...]``, sharded over the replica axes. ``Placement.each`` maps code for one replica over that
-dimension by ``jax.vmap``: a value that differs per replica is batched, any other is an ordinary
-global array, however XLA shards it. A sum over the replicas becomes a sum over the first dimension,
-which XLA makes an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
-batched, so a branch stays a branch. A reduction that sends more than sums leaves the mapping and
+In plain ``jit`` the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
+...]``, sharded over the replica axes. ``Placement.each`` maps per-replica code over that dimension
+by ``jax.vmap``: a value that differs per replica is batched, and any other value is an ordinary
+global array in any sharding. A sum over the replicas becomes a sum over the first dimension, which
+XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
+batched, so a branch stays a branch. A reduction that sends more than sums leaves the ``vmap`` and
 runs on the shards of each device (``on_shards``).
 
-The placement within ``Placement.each`` is a context variable, ``_HERE``: ``jax.vmap`` passes arrays
-alone to the code that it maps, and that code calls other people's transformations.
+The placement inside ``Placement.each`` is a context variable, ``_HERE``, because ``jax.vmap``
+passes only arrays, and the mapped code calls transformations of other libraries.
 """
 
 import contextlib
@@ -39,23 +39,24 @@ _HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here
 
 
 def placed_here() -> "Placement | None":
-    """Return the placement around the code that runs.
+    """Return the placement of the surrounding ``Placement.each``.
 
-    A closure that is pickled by value may not read the variable itself, which has no pickle.
+    Closures must call this function, because a context variable in a closure cannot be pickled.
     """
     return _HERE.get()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """A mesh, its replica axes, and how the params are sharded over the others.
+    """A mesh, its replica axes, and the sharding of the params over the other axes.
 
     Attributes:
       mesh: the mesh.
       names: the replica axes, over which the batch is split.
       specs: the spec of each param, by its plain path.
       own: whether each replica has its own params.
-      shared_out: whether optimizer state that is equal on all replicas is sharded over them.
+      shared_out: whether optimizer state that is equal on all replicas is sharded over the
+        replicas.
     """
 
     mesh: Mesh
@@ -79,8 +80,8 @@ class Placement:
         """Call ``fn`` for all replicas at once, with the replica axes as named axes.
 
         Args:
-          fn: a function whose arguments have in each ``PerReplica`` the arrays of one replica, and
-            whose result has a ``PerReplica`` around all arrays that differ per replica.
+          fn: a function of one replica: each ``PerReplica`` in its arguments has one replica's
+            arrays, and its result has a ``PerReplica`` around all arrays that differ per replica.
           *args: global arrays.
 
         Returns:
@@ -106,12 +107,12 @@ class Placement:
         return _joined(self.by_replica(local), common, found[-1])
 
     def by_axis(self, tree: PyTree) -> PyTree:
-        """Split the dimension of the replicas into one for each replica axis."""
+        """Split the dimension of replicas into one dimension per replica axis."""
         sizes = [self.mesh.shape[name] for name in self.names]
         return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), tree)
 
     def by_replica(self, tree: PyTree) -> PyTree:
-        """Merge the dimensions of the replica axes into one."""
+        """Merge the dimensions of the replica axes into one dimension."""
         rank = len(self.names)
         return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[rank:]), tree)
 
@@ -130,12 +131,12 @@ class Placement:
         return without(spec or PartitionSpec(), self.names)
 
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
-        """Return ``fn`` on arrays that XLA shards, with results of these specs.
+        """Return ``fn`` with Auto axes inside, and with results of these specs.
 
-        On an Explicit mesh JAX cannot type code that states no shardings.
+        On an Explicit mesh JAX cannot type code without shardings.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
-            # The specs are a prefix of the results.
+            # The specs are a tree prefix of the results.
             return lambda *args: lax.with_sharding_constraint(fn(*args), self.shardings(specs))
         return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
 
@@ -145,7 +146,7 @@ class Placement:
 
 
 def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None:
-    """Return the mesh, and the spec by which the state of the param at a path is sharded."""
+    """Return the mesh, and the spec of the optimizer state of the param at a path."""
     here = placed_here()
     spec = None if here is None else here.spec(path)
     if here is None or spec is None:
@@ -158,7 +159,7 @@ def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None
 def owned(path: Path, shape: tuple[int, ...]) -> int | None:
     """Return the dimension along which each replica owns a shard of a param or its state.
 
-    -1 if they are whole or empty; ``None`` if they are sharded otherwise, or over several axes.
+    The result is -1 for unsharded or empty arrays, and ``None`` for other shardings.
     """
     here, found = placed_here(), cut(path, shape)
     if here is None or found is None or 0 in shape:
@@ -172,15 +173,16 @@ def owned(path: Path, shape: tuple[int, ...]) -> int | None:
 def to_owners(
     who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., Any]
 ) -> list[jax.Array]:
-    """Return the means of leaves in the shards that replicas own, by their paths and dimensions.
+    """Reduce leaves to their means in the shards that each replica owns.
 
-    It leaves the mapping over the one replica axis. Leaves that are equal on all replicas stay.
+    The reduction runs outside of the ``vmap`` over the one replica axis. Leaves that are equal on
+    all replicas stay unchanged.
 
     Args:
       who: the reduction.
-      dims: the dimension of each leaf along which it is owned, by its path.
+      dims: for the path of each leaf, the dimension along which the leaf is owned.
       leaves: gradients of a replica.
-      send: ``send(dims, leaves)`` of a device returns the means in its shards.
+      send: ``send(dims, leaves)`` returns the means in one device's shards.
     """
     here = placed_here()
     assert here is not None
@@ -206,14 +208,14 @@ def to_owners(
         found |= zip(local, island([leaves[i] for i in local]) if local else (), strict=True)
         return [*found.values()], [False] * len(leaves)
 
-    # The index differs per replica, so the rule is called.
+    # The index is batched, so the rule is always called.
     return mean(lax.axis_index(name), leaves)
 
 
 def settled(params: PyTree) -> PyTree:
-    """Place new params where the old ones are, in the branch that computes them.
+    """Give new params the placement of the old params, in the branch that computes them.
 
-    If params are sharded like an optimizer's state, only a step that changes them then gathers
+    So new params that are sharded like an optimizer's state are gathered only in steps that change
     them.
     """
     here = placed_here()
@@ -233,9 +235,9 @@ def settled(params: PyTree) -> PyTree:
 
 
 def _gathered(here: Placement, params: PyTree) -> PyTree:
-    """Gather new params that are sharded like an optimizer's state, one message for each dtype.
+    """Gather new params that are sharded like an optimizer's state, one message per dtype.
 
-    It leaves the mapping, like ``on_shards``.
+    The gather runs outside of the ``vmap``, like ``on_shards``.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(params)
     leaves = [x for _, x in named]
@@ -270,9 +272,9 @@ def _gathered(here: Placement, params: PyTree) -> PyTree:
 
 
 def outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return ``fn``, which runs outside the mapped region in which a line search calls it.
+    """Return ``fn`` in a form that a line search may call inside the mapped region.
 
-    Its params must be equal on all replicas.
+    ``fn`` itself runs outside of that region. Its params must be equal on all replicas.
     """
     called = custom_vmap(fn)
 
@@ -312,9 +314,9 @@ def differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable
 def gathered(
     mesh: Any, names: tuple[str, ...], tree: PyTree, rows: PartitionSpec = PartitionSpec()
 ) -> PyTree:
-    """Gather params so that they are whole on every replica; split a batch's ``rows`` over them.
+    """Gather params over the replica axes; split a batch's ``rows`` over the replicas.
 
-    XLA moves what is sharded in another way; an Explicit mesh needs a ``reshard``.
+    On an Auto mesh XLA does this itself; an Explicit mesh needs a ``reshard``.
     """
     if is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types:
         return tree
@@ -324,7 +326,7 @@ def gathered(
 
 
 def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
-    """Return gradients; refuse them if the mapping shows that they are equal on all replicas.
+    """Return gradients; refuse them if ``vmap`` shows that they are equal on all replicas.
 
     Some leaves may be equal, such as zeros for frozen params.
     """
@@ -333,21 +335,21 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
         return grads
 
     def judge(differs: Any) -> None:
-        local, got = any(jax.tree.leaves(differs[1])), f"equal ones over {', '.join(names)}"
+        local, got = any(jax.tree.leaves(differs[1])), f"equal gradients over {', '.join(names)}"
         hint = "Remove the reduction before it."
         checks.require(who, "gradients", got, "local to each replica", local, hint)
 
     for name in names:
-        # The index differs per replica, so the mapping is seen.
+        # The index is batched, so the rule is called.
         _, grads = _seen((lax.axis_index(name), grads), judge)
     return grads
 
 
 def _seen(values: PyTree, judge: Callable[[Any], None]) -> PyTree:
-    """Return values; each ``jax.vmap`` around that maps one of them calls ``judge``.
+    """Return values unchanged; each surrounding ``jax.vmap`` that maps a value calls ``judge``.
 
-    Its argument is a tree of bools that are True for the values that differ. Inside the branch of a
-    gate, which is traced first, it is called when that trace is mapped.
+    The argument of ``judge`` is a tree of bools that are True for the values that differ. Inside
+    the branch of a gate, ``judge`` is called when the branch's trace is mapped.
     """
 
     @custom_vmap
@@ -357,7 +359,7 @@ def _seen(values: PyTree, judge: Callable[[Any], None]) -> PyTree:
     @look.def_vmap
     def rule(size: int, differs: Any, values: PyTree) -> tuple[PyTree, Any]:
         judge(differs[0])
-        # A value that this vmap does not map may be mapped by one around it.
+        # A value that this vmap does not map may be mapped by an outer vmap.
         return look(values), differs[0]
 
     return look(values)
@@ -366,9 +368,10 @@ def _seen(values: PyTree, judge: Callable[[Any], None]) -> PyTree:
 def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
-    In a function that is mapped over named axes it is ``update`` itself. Within ``Placement.each``
-    it leaves the mapping, by a ``jax.shard_map`` over all axes of the mesh: shards are sent, and
-    nothing is gathered. Updates have the types of the gradients, and the state keeps its types.
+    In a function that is mapped over named axes the result is ``update`` itself. Inside
+    ``Placement.each`` it leaves the ``vmap`` by a ``jax.shard_map`` over all axes of the mesh, so
+    that shards are sent without a gather. Updates have the types of the gradients, and the state
+    keeps its types.
     """
 
     @functools.wraps(update)
@@ -403,21 +406,21 @@ def _require_all_axes(here: Placement, who: str, names: tuple[str, ...]) -> None
     checks.require(who, "axis_name", names, allowed, fits, hint)
 
 
-# From gradients, what a replica owns and what replicas share: means, and the latter two anew.
+# From gradients, per-replica values and shared values: means, and the new values of the two.
 OnDevice = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 Specs = tuple[PyTree, PyTree, PyTree]
 
 
 def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Specs) -> OnDevice:
-    """Return ``call`` on the shards of each device: it leaves the mapping, as ``on_shards`` does.
+    """Return ``call`` on the shards of each device, outside of the ``vmap``, as in ``on_shards``.
 
     Args:
       here: the placement.
       who: the reduction.
-      call: code of one device with the replica axes as named axes.
-      taken: specs of its arguments: of gradients without, of what a replica owns with the replica
-        axes in front.
-      handed: such specs of its results.
+      call: per-device code with the replica axes as named axes.
+      taken: specs of its arguments: of gradients without the replica axes, of per-replica values
+        with the replica axes in front.
+      handed: specs of its results, in the same form.
     """
 
     def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -426,8 +429,8 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
 
     def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         grads, own = jax.tree.map(lambda x: x[0], local)
-        # Without the barrier, XLA would add arrays in the stacked shape although they are
-        # computed in the leaf's shape, and would not fuse the two on a TPU.
+        # Without the barrier, XLA would add arrays in the stacked shape although they are computed
+        # in the leaf's shape, and would not fuse the addition on a TPU.
         own = jax.tree.map(lax.optimization_barrier, own)
         means, own, shared = named((grads, own, ()), shared)
         return means, jax.tree.map(lambda x: x[None], own), shared
@@ -440,7 +443,7 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
         means, own, shared = island(here.by_replica(local[:2]), shared)
         return means, here.by_axis(own), shared
 
-    # Each vmap passes stacked arguments only if one of them differs over its axis.
+    # Each vmap passes stacked arguments only if an argument differs over its axis.
     marks = [lax.axis_index(name) for name in here.names]
     run = lifted(list(reversed(here.names)), named, stacked, who)
     return lambda grads, own, shared: run((grads, own, marks), shared)
@@ -449,16 +452,16 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
 def on_rows(
     who: str, names: tuple[str, ...], path: Path, call: Callable[..., Any], given: Any, deal: bool
 ) -> Any:
-    """Return ``call(given)`` of a device, which deals leaves of one shape, or gathers such leaves.
+    """Run ``call`` per device, to deal leaves of one shape, or to gather them.
 
     Args:
       who: the reduction.
       names: its axes.
-      path: the path of one of the leaves, by whose spec the shards of all are placed.
-      call: see above.
-      given: local leaves, or rows ``[rows, *shape]`` that a replica owns.
-      deal: whether ``call`` returns such rows from leaves, or leaves that are equal on all replicas
-        from rows.
+      path: the path of one of the leaves, whose spec is used for all.
+      call: the per-device function.
+      given: local leaves, or the rows ``[rows, *shape]`` that a replica owns.
+      deal: True if ``call`` returns rows from leaves; False if it returns leaves, equal on all
+        replicas, from rows.
     """
     here = placed_here()
     if here is None:
@@ -474,9 +477,9 @@ def on_rows(
 
 
 def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:
-    """Average over this replica's group of neighbours, under ``jax.vmap``.
+    """Average over this replica's group of neighbouring replicas, under ``jax.vmap``.
 
-    On global arrays it is a sum over a dimension that XLA shards, as all sums are there.
+    On global arrays this is a sum over a sharded dimension.
     """
     if placed_here() is None:
         return axes.in_group(x, groups).mean(0)
@@ -495,7 +498,7 @@ Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
 def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
-    """Return a function of one replica's arrays that calls ``stacked`` with those of all replicas.
+    """Return a function of one replica's arrays that calls ``stacked`` with all replicas' arrays.
 
     Each ``jax.vmap``, the innermost first, passes its stacked arguments to the rule.
     """
@@ -535,7 +538,7 @@ def _at(placement: Placement | None) -> Generator[None]:
 
 
 def _apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:
-    """Split a tree into the contents of each ``PerReplica``, all other leaves, and a structure."""
+    """Split a tree into the contents of each ``PerReplica``, other leaves, and a structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
     own = [x.local if is_per_replica(x) else None for x in leaves]
     return own, [None if is_per_replica(x) else x for x in leaves], structure

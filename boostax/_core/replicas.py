@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that differs per replica: its marker, its specs, and other numbers of replicas.
+"""State that differs per replica: the marker ``PerReplica``, partition specs, and resharding.
 
-Outside a mapped function the arrays in a ``PerReplica`` have a leading dimension, the number of
-replicas, which is sharded over the replica axis; inside, each replica has its slice without it.
+Outside a mapped function the arrays in a ``PerReplica`` have a leading dimension of size
+``replicas``, sharded over the replica axis. Inside, each replica has its own slice without that
+dimension.
 """
 
 import math
@@ -19,12 +20,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from boostax._core import axes, checks, handshake, mismatch, trees, types
 
 PyTree = Any
-# The shape and spec of each param, by its path.
+# The shape and spec of each param by path.
 ParamSpecs = Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]
 
 
 class ByBlock(NamedTuple):
-    """A part of a state with one number for each block of the params' arrays.
+    """A part of a state with one scale for each block of elements of the params.
 
     Attributes:
       scales: a tree like the params.
@@ -36,8 +37,8 @@ class ByBlock(NamedTuple):
 class PerReplica(NamedTuple):
     """A part of an optimizer state that differs per replica.
 
-    It is a NamedTuple, so it passes through every Optax wrapper, ``optax.tree_map_params``,
-    donation, Flax's bytes and orbax like any other node.
+    ``PerReplica`` is a NamedTuple, so Optax wrappers, ``optax.tree_map_params``, donation, Flax's
+    serialization and orbax handle it like any other node.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -49,12 +50,12 @@ class PerReplica(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """Gradients of a loss that scans layers, some reduced or used: see ``boostax.train.Layers``.
+    """Gradients of a loss that scans layers, some already reduced or applied; see ``train.Layers``.
 
     Attributes:
-      local: gradients, ``PerReplica`` in plain ``jit``, of all params but those of the layers.
+      local: gradients of all params outside the layers; a ``PerReplica`` in plain ``jit``.
       sums: reduced gradients of the layers, a tree like the params; or ``()``.
-      done: what the optimizer made of the layers in the backward loop, or ``()``.
+      done: the layers' params and state after the optimizer ran in the backward loop, or ``()``.
     """
 
     local: PyTree
@@ -62,11 +63,11 @@ class Swept(NamedTuple):
     done: Any = ()
 
     def as_row(self) -> "Swept":
-        """Return the gradients of one replica as a row of those of all."""
+        """Return one replica's gradients with a leading dimension of size 1."""
         return self._replace(local=PerReplica(as_row(self.local)))
 
     def entered(self) -> PyTree:
-        """Return the gradients of one replica; with ``done`` beside them."""
+        """Return one replica's gradients without the leading dimension; ``done`` is kept."""
         local = self.local.local if is_per_replica(self.local) else self.local
         if self.sums:
             either = lambda x, y: y if trees.is_masked(x) else x  # noqa: E731
@@ -75,34 +76,34 @@ class Swept(NamedTuple):
 
 
 def as_row(tree: PyTree) -> PyTree:
-    """Return the arrays of one replica as a row of those of all, ``[1, ...]``."""
+    """Return the arrays of one replica with a leading dimension, ``[1, ...]``."""
     return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
-# ``jax.tree`` functions ask every node, so this is ``isinstance`` without a Python function.
+# ``jax.tree`` functions call this for every node, so a C function is faster.
 is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
 
 
 def shares(opt_state: PyTree) -> list[PerReplica]:
-    """Return the per-replica parts that are added up over the replicas; other parts are averaged.
+    """Return the per-replica parts whose sum over the replicas counts; other parts are averaged.
 
-    A state names them by a method ``shares()``.
+    A state returns such parts from a method ``shares()``.
     """
     return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
 
 
 def dealt(opt_state: PyTree) -> dict[int, int]:
-    """Return the number of items in each per-replica part that deals them, by the part's ``id``.
+    """Return the number of items in each per-replica part that deals items, by the part's ``id``.
 
-    A state names such parts by a method ``dealt()``. Their arrays are ``[replicas, slots, ...]``;
-    item ``i`` is in slot ``i % slots`` of replica ``i // slots``.
+    A state returns such parts from a method ``dealt()``. Their arrays are ``[replicas, slots,
+    ...]``; item ``i`` is in slot ``i % slots`` of replica ``i // slots``.
     """
     found = [pair for node in trees.telling(opt_state, "dealt") for pair in node.dealt()]
     return {id(part): items for part, items in found}
 
 
 def _deal(x: Any, replicas: int, items: int) -> Any:
-    """Deal items over other replicas; slots that are left over repeat the last item."""
+    """Deal items over another number of replicas; unused slots repeat the last item."""
     slots = -(-items // replicas)
     order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
     return x.reshape(-1, *x.shape[2:])[order]
@@ -117,7 +118,7 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
 
 
 def require_stacked(who: str, state: PyTree) -> None:
-    """Refuse arrays that differ per replica under a sharding that says that they are equal.
+    """Refuse arrays that differ per replica although their sharding is replicated.
 
     If devices hold different values of one array (``out_axes=None``, unchecked out_specs), JAX
     reads the first device's value, and the other values would be lost.
@@ -142,7 +143,7 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
-    """Refuse arrays of a state that are not shaped like the gradients, and would broadcast."""
+    """Refuse arrays of a state that would broadcast because their shapes are not the gradients'."""
     hint = "boostax.states.enter_replica(state) is of one replica, stack_replicas(state, n) of all."
     kept = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(kept))
     trees.require_shapes(who, what, kept, grads, hint)
@@ -168,7 +169,8 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
     Returns:
       The state for the outside of a mapped function: every array inside a ``PerReplica`` has shape
-      ``(replicas, *shape)``, all others are unchanged. Matrices of ``by_shape`` are dealt.
+      ``(replicas, *shape)``; all other arrays are unchanged. The matrices of ``by_shape`` are dealt
+      over the replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -195,7 +197,7 @@ def enter_replica(opt_state: PyTree) -> PyTree:
     """Remove the leading dimension of size 1, at the beginning of a function in ``shard_map``.
 
     Raises:
-      ValueError: the dimension has another size: the state is for another number of replicas.
+      ValueError: the dimension has another size, so the state is for another number of replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -230,12 +232,13 @@ def state_specs(
 ) -> PyTree:
     """Return partition specs for an optimizer state, for ``shard_map`` or ``NamedSharding``.
 
-    A state leaf belongs to a parameter if its path ends with that parameter's, and its shape is the
-    same: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. Such a
-    leaf gets the parameter's spec, also if it has one more dimension in front (snapshots,
-    components of a basis). All other leaves are replicated. Inside a ``PerReplica`` the replica
-    axis comes first. Matching by paths also works through ``optax.masked``, ``partition`` and
-    ``inject_hyperparams``, where a second tree of specs would not fit.
+    A state leaf belongs to a parameter if the leaf's path ends with the parameter's path, and the
+    shapes are equal: ``.inner_state[0].mu['dense']['kernel']`` belongs to
+    ``params['dense']['kernel']``. Such a leaf gets the parameter's spec, also with one more leading
+    dimension (snapshots, components of a basis). All other leaves are replicated. Inside a
+    ``PerReplica`` the replica axis comes first. Matching by paths also works through
+    ``optax.masked``, ``partition`` and ``inject_hyperparams``, which change the structure of the
+    state.
 
     Args:
       tx: the transformation whose ``init`` makes the state.
@@ -243,8 +246,8 @@ def state_specs(
       axis_name: the replica axis, or a tuple of axes.
       param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
       replicas: the size of the replica axis; needed with ``shard_optimizer``.
-      shard_optimizer: shard state over the replicas if it is shaped like a parameter and equal on
-        all of them, as ``make_train_step(shard_optimizer=True)`` does.
+      shard_optimizer: shard over the replicas every state leaf that has a parameter's shape and is
+        equal on all replicas, as ``make_train_step(shard_optimizer=True)`` does.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
@@ -284,15 +287,16 @@ def specs_like(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> PyTree:
-    """Return the specs of a state of one replica, from those of the params; see ``state_specs``.
+    """Return the specs of a state of one replica from the params' specs; see ``state_specs``.
 
     Args:
       owners: the shape and spec of each param, by its path.
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: the number of replicas, to shard over the replicas state that is equal on all of
-        them.
-      sizes: the sizes of the mesh axes, to shard scales along dimensions that are cut in blocks.
+      shared_out: the number of replicas, if state that is equal on all replicas is to be sharded
+        over the replicas.
+      sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are cut in
+        blocks.
     """
 
     def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
@@ -303,13 +307,13 @@ def specs_like(
             if shape == leaf.shape:
                 return spec
             if shape == leaf.shape[1:]:
-                # A compiled step writes the spec in this form; another form would compile the step
-                # again.
+                # A compiled step returns specs in this form; another form would cause a
+                # recompilation.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return None
 
     def scales_spec(path: tuple[Any, ...], scales: jax.Array) -> PartitionSpec:
-        """Return the spec of the dimensions that are not cut in blocks, or of which shards are."""
+        """Return the spec of block scales, without axes that would split a block."""
 
         def fits(entry: Any, size: int, blocks: int) -> bool:
             axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
@@ -347,7 +351,7 @@ def specs_like(
 def shared_by(
     spec: PartitionSpec, shape: tuple[int, ...], names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
-    """Shard over the replicas the first dimension that is whole and that their number divides."""
+    """Shard the first unsharded dimension that the number of replicas divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True)
     free = [entry is None and size > 0 and size % replicas == 0 for entry, size in pairs]
@@ -373,37 +377,37 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     r"""Return a state for another number of replicas.
 
     The old replicas divide the unit interval evenly, and so do the new ones. A new replica takes
-    the mean of the old ones, weighted by how much of its part they cover. The mean over the
-    replicas stays:
+    the mean of the old replicas, weighted by their overlap with its interval. The mean over the
+    replicas is unchanged:
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
-    With twice as many replicas each state is copied, with half as many neighbours are averaged.
-    Arrays that are added up over the replicas (an open window with ``normalize="weight"``, or
-    before ``all_reduce(op="sum")``) are multiplied by ``n / m`` as well, so that their sum stays.
-    Integers, booleans and PRNG keys come from the old replica that covers the beginning of the new
-    one. Arrays outside a ``PerReplica`` are equal on all replicas and stay. Matrices of
-    ``by_shape`` are dealt anew, exactly.
+    So doubling the number of replicas copies each state, and halving it averages neighbours. Arrays
+    that are added up over the replicas (an open window with ``normalize="weight"``, or before
+    ``all_reduce(op="sum")``) are also multiplied by ``n / m``, so that their sum is unchanged.
+    Integers, booleans and PRNG keys come from the old replica that covers the start of the new
+    replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of ``by_shape``
+    are dealt again, without rounding.
 
-    A state class of your own names the ``PerReplica`` parts that are added up by a method
-    ``shares()``, which returns them. A sum by ``jax.lax.psum`` is not seen: close such a window
-    before you change the number of replicas.
+    A state class of your own returns from a method ``shares()`` the ``PerReplica`` parts whose sum
+    is to stay. A reduction by ``jax.lax.psum`` is not recognised: close a window around it before
+    you change the number of replicas.
 
     Args:
-      state: an optimizer state, that of an NNX optimizer included, or a whole ``TrainState``, as it
-        is outside a mapped function. Pass the state as a whole, because a part of it does not show
-        what stands inside the window around it.
+      state: an optimizer state (also of an NNX optimizer) or a ``TrainState``, as it is outside a
+        mapped function. Pass the whole state, because a part of a state does not show the reduction
+        inside its window.
       replicas: the new number of replicas.
       within: for ``adasum_delta(within=...)``, whose state is equal on all devices of a server: the
-        new number of devices of a server. Each server takes the mean over the part it covers.
+        new number of devices per server. Each server takes the mean over its interval.
 
     Returns:
-      The same tree, with per-replica arrays of shape ``(replicas, *shape)``. Place it anew with
+      The same tree, with per-replica arrays of shape ``(replicas, *shape)``. Place the result with
       ``jax.device_put(state, step.shardings(state))``. Cost: a read of the per-replica arrays.
 
     Raises:
       ValueError, TypeError: ``replicas`` is not a positive integer, or not a multiple of
-        ``within``; devices hold different values of an array that is said to be equal on all.
+        ``within``; devices hold different values of a replicated array.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -439,7 +443,7 @@ def spread_anew(
 ) -> PerReplica:
     """Return a per-replica part for other replicas, by the rule of ``reshard_state``.
 
-    If it deals ``items``, each keeps its value.
+    If the part deals ``items``, the value of each item is unchanged.
     """
 
     def spread(x: jax.Array) -> jax.Array:
@@ -456,8 +460,7 @@ def spread_anew(
         high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
 
         def mean(cover: np.ndarray[Any, Any]) -> jax.Array:
-            # A tiny overlap is a rounding error, and a NaN of that neighbour would spread through
-            # it.
+            # A tiny overlap is a rounding error, and would spread a NaN from that neighbour.
             first, *others = np.flatnonzero(cover > 1e-9)
             parts = [x[i] * jnp.asarray(cover[i], x.real.dtype) for i in (first, *others)]
             return sum(parts[1:], parts[0]) if others else x[first]

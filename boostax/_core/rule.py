@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate with a custom rule, which computes from the gradients whether a call may pass."""
+"""A gate with a custom rule, which computes from the gradients whether to run a step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -52,32 +52,34 @@ def gate(
     axis_name: axes.AxisName | None = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run ``inner`` in the calls that your rule lets pass; skip all other calls as a whole.
+    """Run ``inner`` in the calls that your rule accepts; skip all other calls.
 
-    A skipped call keeps every bit of params, moments and schedules. The gate is compiled as
-    boostax's other gates are: one branch around the update and its application, which writes
-    donated buffers in place.
+    A skipped call keeps every bit of params, moments and schedules. Like every gate of boostax it
+    compiles to one branch around the update and its application, which writes donated buffers in
+    place.
 
     Args:
       inner: the optimizer.
       rule: ``rule(grads, own, params) -> (run, own)``. ``grads`` is a ``Pending``; the gradients
         are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and ``own`` is the state
         of the rule, whose types must not change. With ``axis_name`` the gradients are local, and
-        the step runs only if ``run`` is True on every replica; ``own`` must be equal on all.
+        the step runs only if ``run`` is True on every replica; ``own`` must be equal on all
+        replicas.
       init: makes the first state of the rule from the params.
       axis_name: mesh axis or axes over which something inside reduces; needed with local gradients.
-        ``None`` is no axis, and in a step the step's axis where something inside reduces.
+        With ``None``, a train step supplies its own axis if a part inside reduces; elsewhere there
+        is no axis.
       name: the transformation's name in errors, traces and ``explain``; by default the rule's.
 
     Returns:
-      A transformation with a ``GateState``. Cost: that of the rule and its state, plus 5 bytes of
-      state; with ``axis_name`` an all-reduce of 4 bytes. A pure ``update`` needs one more copy of
-      the params than ``boostax.apply_gradients``.
+      A transformation with a ``GateState``. Cost: the rule and its state, and 5 bytes of state; an
+      all-reduce of 4 bytes with ``axis_name``. A pure ``update`` needs one more copy of the params
+      than ``boostax.apply_gradients``.
 
     Raises:
       TypeError: ``inner`` is not a transformation, or ``run`` is not a bool scalar.
-      ValueError: at trace time, gradients that are summed already over ``axis_name``; something
-        inside that reduces over other axes; a state of the rule that changes its shapes.
+      ValueError: at trace time, gradients are already summed over ``axis_name``, a part inside
+        reduces over other axes, or the rule changes the shapes of its state.
 
     Example:
       Skip steps whose gradient norm is more than four times its running mean:
@@ -119,7 +121,7 @@ def by_rule(
     tx = checks.transformation(who, "inner", inner)
 
     def init_fn(params: PyTree) -> GateState:
-        # Copies, because donation refuses a buffer that two fields share.
+        # The leaves are copied, because donation refuses a buffer that two fields share.
         own = jax.tree.map(jnp.array, init(params))
         inner_state = gates.init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)

@@ -12,32 +12,32 @@ PyTree = Any
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Put a tree that is equal in every process on the devices.
+    """Place a tree that is equal in every process on devices.
 
     ``jax.device_put`` to devices of several processes first compares every leaf across processes.
-    Here each process cuts its part from its copy, without communication.
+    Here each process slices its own copy, without communication.
 
     Args:
-      tree: arrays of the host or of this process's devices, equal in all processes; or arrays that
-        are spread over the processes already.
-      shardings: one for each leaf.
+      tree: arrays on the host or on this process's devices, equal in all processes; or arrays that
+        are already sharded over the processes.
+      shardings: a sharding for each leaf.
 
     Returns:
-      The placed tree. Cost: if the devices belong to several processes, a copy through the host of
-      each leaf that is new to the devices.
+      The placed tree. Cost: if the devices belong to several processes, one copy through the host
+      of each leaf that is not on those devices yet.
     """
     return jax.tree.map(_put, tree, shardings)
 
 
 def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Place a batch whose rows are spread over processes, in the order of each process's devices.
+    """Place a batch of which each process has the rows of its own devices, in device order.
 
     Args:
       tree: arrays whose first dimension holds the rows of this process; or placed arrays.
-      sharding: the sharding of the whole batch, over its first dimension.
+      sharding: the sharding of the global batch, over its first dimension.
 
     Returns:
-      The whole batch, each row on the device it belongs to. Nothing travels.
+      The global batch, each row on its device. Cost: no communication between processes.
     """
 
     def put(x: Any) -> jax.Array:
@@ -56,7 +56,7 @@ def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """Copy arrays of this process's devices to NumPy; PRNG keys and spread arrays stay."""
+    """Copy this process's arrays to NumPy; PRNG keys and arrays of several processes stay."""
 
     def fetch(x: Any) -> Any:
         return x if not x.is_fully_addressable or _is_key(x) else np.asarray(x)
@@ -75,5 +75,5 @@ def _put(x: Any, sharding: Sharding) -> jax.Array:
         data = _put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
-    # Each device gets a copy, because CPU devices would share this memory and the state is donated.
+    # Each device gets a copy: CPU devices would otherwise share memory, and the state is donated.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays: precision, paths, states in a tree, params without gradients.
+"""Trees of arrays: dtypes, paths, states in a tree, and leaves without gradients.
 
-The constants of a model are activations, names and numbers that ``jit`` did not trace.
+The constants of a model are its activation functions, names and untraced numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OVERWRITE = "_overwrite_with_gradient"
 
 
 def at_least_float32(tree: PyTree) -> PyTree:
-    """Widen f16 and bf16 leaves to f32, and types of such arrays; all other leaves stay."""
+    """Widen f16 and bf16 arrays, or their types, to f32; all other leaves stay."""
 
     def widened(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -37,7 +37,7 @@ def at_least_float32(tree: PyTree) -> PyTree:
 
 
 def first_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
-    """Return the first state of ``tx``; leaves shared with ``params``, or twice in it, are copied.
+    """Return the first state of ``tx``; copy leaves that it shares with ``params`` or holds twice.
 
     Some states of Optax keep the first params (``contrib.dog``, ``prodigy``), and donation refuses
     a buffer that two arguments share.
@@ -53,7 +53,7 @@ def first_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
 
 
 def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
-    """Return ``x`` in a strong dtype; an array that already has it is returned unchanged."""
+    """Return ``x`` in a strong dtype; an array that already has this dtype is not copied."""
     if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x).astype(dtype)
@@ -61,7 +61,7 @@ def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
 
 def wide_dtype(x: Any) -> np.dtype[Any]:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Without x64 a NumPy array of f64 becomes f32, so its own dtype is not the right one.
+    # Without x64 JAX converts a NumPy array of f64 to f32, so the dtype is JAX's.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
     if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
@@ -82,7 +82,7 @@ def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def buffers(params: PyTree, narrow: np.dtype[Any], size: int | None = None) -> PyTree:
-    """Return zeros like the params in ``buffer_dtype``, or ``size`` of each; sharded like them."""
+    """Return zeros shaped and sharded like the params in ``buffer_dtype``, or ``size`` of each."""
 
     def buffer(p: Any) -> jax.Array:
         zeros = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
@@ -94,9 +94,9 @@ def buffers(params: PyTree, narrow: np.dtype[Any], size: int | None = None) -> P
 def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
     """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
 
-    A sum in less than f32 then rounds once per addition. If the gradient were rounded first, its
-    weight would multiply the rounding error, and small values would vanish that the weight lifts
-    into the range of the sum.
+    Then a sum narrower than f32 rounds once per addition. If the gradient were rounded before its
+    weight is applied, the weight would multiply the rounding error, and values that are small
+    before weighting would underflow.
     """
 
     def addend(g: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def applied(params: PyTree, updates: PyTree) -> PyTree:
-    """Apply updates as Optax does, to float8 params too, which JAX promotes to no other dtype."""
+    """Apply updates as Optax does, also to float8 params, for which JAX has no promotion."""
 
     def wide(p: Any) -> Any:
         small = is_inexact(jnp.result_type(p)) and jnp.finfo(jnp.result_type(p)).bits == 8
@@ -150,7 +150,7 @@ def _is_number(x: object) -> bool:
 def masked(tree: PyTree, active: PyTree) -> PyTree:
     """Replace every leaf that is not active by ``optax.MaskedNode``.
 
-    ``active`` is a tree of bools like ``tree``; it may hold such nodes already.
+    ``active`` is a tree of bools like ``tree``, which may contain ``MaskedNode``.
     """
     return jax.tree.map(lambda keep, x: x if keep else optax.MaskedNode(), active, tree)
 
@@ -188,21 +188,21 @@ def require_params(params: PyTree, who: str, hint: str) -> None:
 
 
 def require_arrays(params: PyTree, who: str) -> None:
-    """Refuse leaves that no compiled step can take, such as functions in a module."""
+    """Refuse leaves that a compiled step cannot take, such as functions in a module."""
     got = [(name, type(leaf).__name__) for name, leaf in named(params) if not _is_number(leaf)]
     hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
     checks.require(who, "params", got[:6], "arrays", not got, hint, TypeError)
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:
-    """Return whether a leaf is in Flax's collection of leaves to overwrite."""
+    """Return whether a leaf is in Flax's collection ``_overwrite_with_gradient``."""
     return OVERWRITE in path_name(path).split("/")
 
 
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
-    """Refuse leaves that are not gradients: integers, bools, float0, new values of leaves."""
+    """Refuse leaves that are not gradients: integers, bools, float0, new values for ``carry``."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # Most paths need no text of their own, which takes longer.
+        # The text of a path is made only if needed, because it is slow.
         if not carried and OVERWRITE in str(path) and overwritten(path):
             got = f"the new value of a leaf at {path_name(path)!r}"
             hint = "Put boostax.carry around the whole optimizer: it sets such leaves."
@@ -217,7 +217,7 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
 
 
 def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
-    """Refuse a tree with a leaf of another shape, which might broadcast unnoticed."""
+    """Refuse a tree with a leaf of another shape, which could silently broadcast."""
     if jax.tree.structure(got) != jax.tree.structure(wanted):
         return
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
@@ -228,7 +228,7 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
 
 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Return every node that ``wanted`` accepts; see ``nodes``. Refuse a state made a dict."""
+    """Return every node that ``wanted`` accepts; see ``nodes``. Refuse states made into dicts."""
     found = nodes(tree)
     made, hint = not hasattr(tree, "init"), "Pass what tx.init(params) returned, not tx or a step."
     checks.require("boostax", "a state", type(tree).__name__, "a tree", made, hint, TypeError)
@@ -251,10 +251,10 @@ def telling(tree: PyTree, *methods: str) -> list[Any]:
 
 
 def nodes(tree: PyTree) -> list[Any]:
-    """Return every node of a tree but ``None``, an outer node before those inside it.
+    """Return every node of a tree except ``None``, each before the nodes inside it.
 
-    A chain keeps the order of its parts, so the first of two nested states is the outer one.
-    Variables of NNX are replaced by their arrays; see ``arrays``.
+    A chain keeps the order of its parts, so the first of two nested states is the outer one. NNX
+    variables are replaced by their arrays; see ``arrays``.
     """
     found: list[Any] = []
     waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
@@ -271,7 +271,7 @@ def nodes(tree: PyTree) -> list[Any]:
 
 
 def arrays(tree: PyTree) -> PyTree:
-    """Replace the variables of NNX by their arrays, and an optimizer of NNX by its state.
+    """Replace NNX variables by their arrays, and an NNX optimizer by its state.
 
     A tree without variables is returned unchanged.
     """
@@ -290,13 +290,14 @@ def _is_variable(node: object) -> bool:
 class Pruning(NamedTuple):
     """The position of a state for some params within the state for all params.
 
-    ``init`` is called with some of the params; the state leaves that are then missing belong to the
-    missing params. This works through every wrapper, and for state leaves of any shape.
+    ``init`` is called with all params and with some of them; state leaves that are missing in the
+    second state belong to the missing params. This works through every wrapper, and for state
+    leaves of any shape.
 
     Attributes:
       whole: structure of the larger state.
-      part: structure of the smaller one.
-      places: for each leaf of the smaller state, its index among the leaves of the larger one.
+      part: structure of the smaller state.
+      places: for each leaf of the smaller state, its index among the leaves of the larger state.
     """
 
     whole: Any
@@ -304,12 +305,12 @@ class Pruning(NamedTuple):
     places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
-        """Return the smaller state, taken out of the larger one; nothing is copied."""
+        """Return the smaller state from the larger state, without a copy."""
         leaves = self.whole.flatten_up_to(state)
         return self.part.unflatten([leaves[place] for place in self.places])
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
-        """Return the larger state with the leaves of the smaller one in it."""
+        """Return the larger state with its leaves replaced by the smaller state's."""
         leaves = self.whole.flatten_up_to(state)
         for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
             leaves[place] = leaf
@@ -317,12 +318,12 @@ class Pruning(NamedTuple):
 
 
 def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
-    """Find the state of ``tx`` for ``fewer`` params, the others masked, in that for all params.
+    """Locate the state of ``tx`` for ``fewer`` params within the state for all params.
 
     Raises:
-      ValueError: the shape or path of a state leaf depends on which params there are.
+      ValueError: the shape or path of a state leaf depends on which params are masked.
     """
-    # An init may refuse params that differ per replica, so it gets shapes without varying axes.
+    # An ``init`` may refuse params that differ per replica, so the shapes have no varying axes.
     bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
     whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
     there = {(path, x.shape, x.dtype): place for place, (path, x) in enumerate(whole)}
@@ -350,15 +351,14 @@ def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree
     """Trace a function; return its program as a function, and the types of its result.
 
     The types are ``jax.ShapeDtypeStruct`` with sharding and varying axes. ``jax.eval_shape(fn)``
-    followed by ``fn`` would run the Python code inside twice, and twice as often for each level of
-    nesting.
+    followed by ``fn`` would run the Python code of ``fn`` twice, and 2**k times at nesting depth k.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
     return Replay(traced, jax.tree.structure(types)), types
 
 
 class _Aside:
-    """A node without leaves that holds a constant, so that JAX does not see it."""
+    """A node without leaves that hides a constant from JAX."""
 
     def __init__(self, leaf: object):
         self.leaf = leaf
@@ -380,7 +380,7 @@ def is_array(leaf: object) -> bool:
 
 
 def is_masked(node: object) -> bool:
-    """Return whether a node stands for a leaf that is masked."""
+    """Return whether a node is ``optax.MaskedNode``."""
     return isinstance(node, optax.MaskedNode)
 
 
@@ -392,8 +392,8 @@ def is_none(node: object) -> bool:
 def aside(params: PyTree) -> PyTree:
     """Hide the constants among the params from JAX; ``restored`` brings them back.
 
-    A Python integer or bool is a constant. A Python float is one beside traced arrays
-    only: where nothing is traced it is trained, as ``jax.grad`` does.
+    A Python integer or bool is a constant. A Python float is a constant only beside traced arrays;
+    without traced arrays it is trained, as in ``jax.grad``.
     """
     leaves = jax.tree.leaves(params)
     arrays, traced = any(map(is_array, leaves)), any(isinstance(x, Tracer) for x in leaves)
@@ -407,12 +407,12 @@ def aside(params: PyTree) -> PyTree:
 
 
 def restored(params: PyTree) -> PyTree:
-    """Return the params with the constants that ``aside`` has hidden."""
+    """Return the params with the constants that ``aside`` hid."""
     return jax.tree.map(lambda x: x.leaf if _is_aside(x) else x, params, is_leaf=_is_aside)
 
 
 def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
-    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` where they are not active.
+    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` if they are not active.
 
     Args:
       grads: a tree like the result of ``aside``.
@@ -429,7 +429,7 @@ def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
 
 
 def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
-    """Hide in a tree like the params what ``aside`` has hidden in ``params``."""
+    """Hide in a tree like the params the leaves that ``aside`` hid in ``params``."""
     return jax.tree.map(lambda p, x: p if _is_aside(p) else x, params, tree, is_leaf=_is_aside)
 
 
@@ -439,5 +439,5 @@ def arrays_alone(params: PyTree) -> PyTree:
 
 
 def put_back(new: PyTree, params: PyTree) -> PyTree:
-    """Return new params, with the old leaf wherever the new one is ``None``."""
+    """Return the new params, with the old leaf wherever the new leaf is ``None``."""
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)

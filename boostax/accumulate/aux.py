@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The auxiliary results of a loss, and how they are combined over micro-batches and replicas.
+r"""Combine the auxiliary results of a loss over micro-batches, replicas and calls.
 
-Means are weighted by one rule: sums and weights are added up, and divided once.
+All means follow one rule: weighted sums and weights are added up, and divided once.
 
-The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. A mean over
-slice :math:`i` is :math:`x_i`, and its weight :math:`w_i` is the number of tokens (say) that it was
-taken over. The mean over all slices is
+The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. Slice
+:math:`i` has the mean :math:`x_i` over a number :math:`w_i` of tokens, its weight. The mean over
+all slices is
 
 .. math:: \bar x = \sum_i w_i x_i \big/ \sum_i w_i.
 
-Both sums are kept, and one is divided by the other once, at the end. A slice of weight zero is
-dropped, whatever its mean is: a mean over nothing is 0/0.
+Numerator and denominator are summed separately and divided once, at the end. A slice of weight zero
+is ignored, because its mean is 0/0.
 
 ============================ ================================ ===================================
 slices                       a slice's weight                 divided
@@ -22,13 +22,12 @@ calls of a window            either of these                  by ``accumulate``,
 ============================ ================================ ===================================
 
 A loss of several terms :math:`t`, each a sum :math:`s_{t,i}` with a count :math:`n_{t,i}` of its
-own, is :math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of a call are added up before
-its backward pass, so one pass is enough. Those of a window are known at its end, so it sums the
-gradient of each term apart.
+own, is :math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of one call are summed before its
+backward pass, so one backward pass is enough. The counts of a window are known only at its end, so
+a window keeps a separate gradient sum for each term.
 
-Gradients stay local to each replica: replica :math:`r` multiplies its own by
-:math:`n\,w_r / \sum_r w_r`, so that a *mean* over the :math:`n` replicas is the mean over all
-tokens.
+Gradients stay local to each replica: replica :math:`r` multiplies its gradient by :math:`n\,w_r /
+\sum_r w_r`, so that a *mean* over the :math:`n` replicas is the mean over all tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,29 +41,29 @@ from boostax._core import axes, checks, trees
 
 PyTree = Any
 _WHO = "value_and_grad"
-# Gradients that a scaler lets pass are below 2**48: their products with weights below MOST add up
-# in f32, and the reciprocal of LEAST is finite.
+# A scaler accepts gradients below 2**48, whose products with weights below MOST have a finite sum
+# in f32. The reciprocal of LEAST is finite.
 LEAST, MOST = 2.0**-64, 2.0**64
 
 
 class Aux(NamedTuple):
-    """Auxiliary results of a loss function that boostax combines.
+    """Auxiliary results of a loss function, which boostax combines over micro-batches and replicas.
 
-    Return ``(loss, Aux(...))`` with ``has_aux=True``. An ``Aux`` is combined over micro-batches and
-    replicas; any other auxiliary tree passes through as in ``jax.value_and_grad``.
+    Return ``(loss, Aux(...))`` with ``has_aux=True``. Any other auxiliary tree passes through as in
+    ``jax.value_and_grad``.
 
     Attributes:
       weight: scalar, the number of items (tokens, unmasked examples) over which the loss is a mean.
-        Micro-batches, windows and replicas are averaged with these weights. ``None`` weighs all
-        equally.
+        Micro-batches, windows and replicas are averaged with these weights, or equally with
+        ``None``.
       model_state: the new state of the model (BatchNorm statistics), passed on from micro-batch to
         micro-batch and from step to step.
-      metrics: tree of arrays to report; floating arrays are averaged like the loss, in f32 or
+      metrics: tree of arrays to report. Floating arrays are averaged like the loss, in f32 or
         wider, and integers are summed.
-      means: metrics with counts of their own, ``{name: (sum, count)}``: an accuracy per row, a load
-        per expert. Sums and counts, of any shapes that broadcast, are added up over micro-batches
-        and replicas, and divided once; 0 where nothing is counted. The result has the quotients,
-        with one for each term of a loss of terms.
+      means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
+        Sums and counts, of any shapes that broadcast, are added up over micro-batches and replicas,
+        and divided once; a count of 0 gives 0. The returned ``Aux`` has the quotients, also of each
+        term of a loss of terms.
 
     Example:
       >>> import boostax
@@ -97,7 +96,7 @@ def own_of(aux: PyTree) -> PyTree:
 
 
 def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
-    """Return both parts in the form of ``like``, which the loss returned."""
+    """Return both parts in the structure of ``like``, the aux that the loss returned."""
     both = Beside(told, own)
     return both if isinstance(like, Beside) else told if isinstance(like, Aux) else own
 
@@ -126,7 +125,7 @@ def pairs(who: str, argument: str, tree: Any) -> dict[str, tuple[jax.Array, jax.
 
 
 def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
-    """Return ``aux`` with quotients of the summed pairs, and the counts of the terms as weight."""
+    """Return ``aux`` with quotients of the summed pairs, and the terms' counts as its weight."""
     told = as_aux(aux)
     counts = {name: told.means[name][1] / replicas for name in terms}
     means = {name: drop_empty(divide(x, n), n) for name, (x, n) in told.means.items()}
@@ -134,9 +133,9 @@ def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
 
 
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Multiply floating leaves by ``weight``, in f32 or wider; leave integers, which are counts.
+    """Multiply floating leaves by ``weight``, in f32 or wider; integers are counts and stay.
 
-    Weights are token counts: in f16 they overflow at 65504, and round from 2048 on.
+    Token counts in f16 would overflow at 65504, and be rounded from 2048 on.
     """
     tree = _map_floating(trees.at_least_float32, tree)
     return drop_empty(_map_floating(lambda x: x * weight.astype(x.real.dtype), tree), weight)
@@ -162,7 +161,7 @@ def divide(tree: PyTree, weight: jax.Array) -> PyTree:
 
 
 def total(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return the sum of the replicas' local weights, equal on all of them."""
+    """Return the sum of the replicas' local weights, which is equal on all replicas."""
     return lax.psum(axes.to_varying(weight, names), names) if names else weight
 
 
@@ -170,8 +169,8 @@ def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
     r"""Return whether a window's weights are a usable divisor, and the factor that divides by them.
 
     Each replica multiplies its local sum by :math:`n / \sum_r w_r`. The caller multiplies by this
-    factor, because XLA:CPU writes a copy of the sums for a division. If there is a weight for each
-    term, one must be usable, and the factor of a term without a count is 0.
+    factor, because XLA:CPU writes a copy of the sums for a division. With a weight for each term,
+    at least one weight must be usable; the factor of a term with count 0 is 0.
     """
     summed, replicas = total(weight, names), axes.size(names) if names else 1
     usable = summed >= LEAST
@@ -179,19 +178,19 @@ def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
 
 
 def any_items(weight: PyTree) -> jax.Array:
-    """Return whether a call has items: a positive weight, or one of its terms."""
+    """Return whether a call has items: its weight, or one count of a term, is positive."""
     return jnp.stack([jnp.asarray(x) > 0 for x in jax.tree.leaves(weight)]).any()
 
 
 class UncountedError(Exception):
-    """Ends the first trace of a loss of terms; other losses are traced once."""
+    """Signal that ends the first of two traces of a loss of terms."""
 
 
 def of_slice(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
-    """Return the loss of a slice, whose mean over slices is the whole loss; its terms; the aux.
+    """Return the loss of a slice (the mean over slices is the full loss), its terms, and the aux.
 
-    ``apart`` are the terms of the window in the state; ``None`` without a window. A window divides
-    later, so its terms ``[terms]`` are divided by ``least`` where nothing is counted yet.
+    ``apart`` names the terms of the window in the state; ``None`` without a window. A window
+    divides at its end, so here its terms ``[terms]`` with count 0 are divided by ``least``.
     """
     loss, aux = result
     terms, told, by_term = loss if isinstance(loss, dict) else {}, as_aux(aux), loss
@@ -212,7 +211,7 @@ def of_slice(result: Any, counts: Any, apart: Any = None, least: float = 1.0) ->
 
 
 def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
-    """Return the loss, a scalar in f32 or wider or a dict of terms, and the aux; refuse others."""
+    """Return the loss (a scalar in f32 or wider, or a dict of terms) and the aux; refuse others."""
     pair = isinstance(result, tuple) and len(result) == 2
     loss: Any = result[0] if has_aux and pair else result
     aux = result[1] if has_aux and pair else Aux()
@@ -232,12 +231,12 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
 def over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Average loss and ``Aux`` by the replicas' weights; weight the gradients, which stay local."""
+    """Average loss and ``Aux`` by the replicas' weights; weight gradients, but keep them local."""
     told, replicas = as_aux(aux), axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
     summed = jnp.float32(replicas) if told.weight is None else total(local, names)
-    # This weight is the mean over the replicas, so it is equal on all, and a window's weights add
-    # up to all tokens.
+    # The mean weight over the replicas is equal on all replicas, and a window's weights add up to
+    # the number of all tokens.
     weight = None if told.weight is None else summed / replicas
     if weight is not None:
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
@@ -248,7 +247,7 @@ def over_replicas(
 
 
 def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Average statistics; type counters as equal on all replicas; leave keys unchanged."""
+    """Average statistics over the replicas; cast counters to equal; leave keys unchanged."""
 
     def mean(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

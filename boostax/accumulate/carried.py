@@ -3,7 +3,7 @@
 
 A ``custom_vjp`` can return anything as the cotangent of an argument. Flax's fp8 layers return new
 amax histories and scales (collection ``_overwrite_with_gradient``), and routers return new biases.
-An optimizer would take these values for gradients and destroy them.
+An optimizer would treat these values as gradients.
 
 References:
   Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433, 2022.
@@ -23,7 +23,7 @@ from boostax._core import axes, bound_axis, checks, gate, trees
 from boostax._core.describe import PyTree, describe, elsewhere
 
 Rule = Literal["max", "sum", "last"]
-# The rule of each carried leaf, by the words of its path.
+# The rule of each carried leaf, by components of its path.
 Rules = Mapping[str, Rule]
 Carried = dict[str, jax.Array]
 
@@ -36,8 +36,8 @@ class CarryState(NamedTuple):
     """State of ``carry``.
 
     Attributes:
-      open: bool, whether a window is open, so that ``window`` holds its values.
-      window: for each rule, a tree like the params with the new values that are not yet set, and
+      open: bool, whether a window is open.
+      window: for each rule, a tree like the params with the values of the open window, and
         ``optax.MaskedNode`` for leaves without this rule.
       inner_state: state of the inner transformation, which has no carried leaves.
     """
@@ -61,26 +61,26 @@ def carry(
 
     .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
 
-    and the leaf is set when ``inner`` updates the params. It stays unchanged when a gate in
-    ``inner`` skips the step. A carried leaf is neither scaled, clipped, decayed, averaged nor
+    and the leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step,
+    the leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines micro-batches by the same rules.
 
-    Parts of ``inner`` that read the combined values (``boostax.model.qk_clip``) get them by path as
-    the extra argument ``carried``.
+    The combined values are passed to ``inner`` by path as the extra argument ``carried``, which
+    ``boostax.model.qk_clip`` reads.
 
-    Put it outermost; only ``scheduled_freeze`` may stand around it. It needs
+    Put ``carry`` outermost; only ``scheduled_freeze`` may stand around it. It needs
     ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
     rounded.
 
     Args:
       inner: the optimizer, its gates included.
-      rules: ``"max"``, ``"sum"`` or ``"last"`` by path. ``"router/bias"`` is the rule of every leaf
-        whose path contains these words in a row. The first rule that matches counts. The default is
-        Flax's collection of fp8 metadata.
+      rules: ``"max"``, ``"sum"`` or ``"last"`` by path. ``"router/bias"`` sets the rule of every
+        leaf whose path contains these components in a row. The first matching rule applies. The
+        default is ``"max"`` for Flax's fp8 metadata.
       axis_name: replica axis (or axes) over which values are combined; ``"last"`` takes the value
-        of the last replica. ``None`` is no axis, and in a step the step's axis where something
-        inside reduces.
+        of the last replica. With ``None``, a train step supplies its own axis if a part inside
+        reduces; elsewhere there is no axis.
 
     Returns:
       A gate with a ``CarryState``. A value that is not finite is never set, and counts as an
@@ -89,8 +89,8 @@ def carry(
 
     Raises:
       ValueError, TypeError: an argument out of range, or an axis that is not bound; at ``init``, a
-        rule that matches no leaf; at trace time, a gate around it that multiplies the values, or
-        the pure ``update``.
+        rule that matches no leaf; at trace time, a gate around ``carry`` that multiplies the
+        values, or a call of the pure ``update``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -116,7 +116,7 @@ class _Carry(NamedTuple):
     names: tuple[str, ...]
 
     def init(self, params: PyTree) -> CarryState:
-        """Return the first state: no window is open."""
+        """Return the first state, without an open window."""
         found, every = resolve(self.rules, params), trees.names(params)
         idle = [words for words in self.rules if not resolve({words: "last"}, params)]
         # scheduled_freeze calls init with only some of the params; the others are masked.
@@ -133,7 +133,7 @@ class _Carry(NamedTuple):
     def step(
         self, grads: gate.Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
-        """Run the inner step on all other leaves, then set the carried leaves."""
+        """Run the inner step on the leaves that are not carried, then set the carried leaves."""
         hint = "Write carry(dynamic_loss_scale(...)), and boostax.apply_gradients for tx.update."
         allowed = "set by boostax.apply_gradients with carry outermost"
         got = "a wrapper that multiplies gradients or adds updates"
@@ -172,7 +172,7 @@ class _Carry(NamedTuple):
         return params, CarryState(have & gate.held_open(inner), window, inner)
 
     def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
-        """Close the windows that are open inside, and set the leaves that waited for them."""
+        """Close the open windows inside, and set their carried leaves."""
         others = without(params, resolve(self.rules, params))
         extra |= _handed(state.inner_state, _named(state.window))
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
@@ -193,7 +193,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     """Return the rules of the ``CarryState`` in a state, keyed by whole paths.
 
     Raises:
-      ValueError: the optimizer would take leaves of Flax's collection for gradients.
+      ValueError: the optimizer would treat leaves of Flax's collection as gradients.
     """
     found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
     windows = [window for state in found for window in state.window.items()]
@@ -207,7 +207,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """Return the rule of each carried leaf."""
-    # The first rule that fits a leaf counts, so it is written last.
+    # The first matching rule applies, so the rules are written in reverse order.
     names, last_first = trees.names(tree), reversed([*rules.items()])
     return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
 
@@ -229,7 +229,7 @@ def put(tree: PyTree, carried: Carried) -> PyTree:
 
 
 def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the value after two micro-batches, the later one second."""
+    """Combine the values of two micro-batches, the later one second."""
     return jnp.maximum(old, new) if rule == "max" else old + new if rule == "sum" else new
 
 
@@ -239,7 +239,7 @@ def nothing(rule: Rule, like: jax.Array) -> jax.Array:
 
 
 def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
-    """Return the new values; neutral values for a batch of zero weight, whose loss is 0/0."""
+    """Return the new values, or neutral values for a batch of zero weight, whose loss is 0/0."""
     found = resolve(rules, grads)
     new = values(grads, found)
     none = {name: nothing(found[name], x) for name, x in new.items()}
@@ -257,7 +257,7 @@ def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
 
 
 def _require_agreed(new: Carried, old: Carried) -> None:
-    """Refuse values that differ over replicas, as far as types show it."""
+    """Refuse values that differ over replicas, if types show the difference."""
     for name, x in new.items():
         apart = sorted(axes.varying(x) - axes.varying(old[name]))
         if apart:
@@ -272,12 +272,12 @@ def _named(window: dict[Rule, PyTree]) -> Carried:
 
 
 def _handed(inner_state: PyTree, carried: Carried) -> dict[str, Carried]:
-    """Return the extra argument for parts that read carried values; others may refuse it."""
+    """Return the extra argument ``carried``, if a part reads it; other parts may refuse it."""
     return {"carried": carried} if trees.telling(inner_state, "reads_carried") else {}
 
 
 def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:
-    """Return the ``trained`` params, with the carried values of a window that has closed."""
+    """Return the ``trained`` params with the carried values of a closed window."""
     new = _named(window)
     old = values(params, new)
     chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}

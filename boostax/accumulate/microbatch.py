@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation inside one step: a scan over slices of the batch.
 
-The result is that of the whole batch, in the memory of one slice. Gradients are summed locally in
-f32. A reduction over replicas then happens once, after the scan, because gradients are local.
+The result equals that of the whole batch, with the activations of one slice in memory. Gradients
+are summed locally in f32, so a reduction over replicas runs once, after the scan.
 """
 
 import functools
@@ -22,7 +22,7 @@ _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
-# Keyword arguments that a micro-batch gets from the one before.
+# Keyword arguments that a micro-batch gets from the previous micro-batch.
 _PASSED_ON = ("model_state", "threaded")
 PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
 SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
@@ -38,7 +38,7 @@ class _Sums(NamedTuple):
     means: PyTree
 
 
-# The sums over one or more micro-batches, carried values, what is passed on, and other aux.
+# The sums over micro-batches, the carried values, the threaded values, and other aux.
 _Terms = tuple[_Sums, carried.Carried, dict[str, PyTree], PyTree]
 
 
@@ -55,10 +55,10 @@ def microbatch(
 
     .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
 
-    with :math:`w_i` the ``Aux.weight`` of micro-batch :math:`i`, or 1 without one. So a mean over
-    tokens stays a mean over tokens if micro-batches hold different numbers of them. Unless the
-    batch is stacked, micro-batch ``i`` of ``k`` takes the rows ``i, i + k, ...``. A batch that is
-    sharded along its first dimension is then split without moving data between devices.
+    where :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So a
+    mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the batch
+    is stacked, micro-batch ``i`` of ``k`` takes the rows ``i, i + k, ...``. So splitting a batch
+    that is sharded along its first dimension moves no data between devices.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
@@ -66,23 +66,23 @@ def microbatch(
       microbatches: number of slices; must divide the leading dimension of every batch leaf. With 1
         the function is returned unchanged. ``"stacked"`` for a batch that is already split, as for
         ``lax.scan``: ``[k, rows, ...]``.
-      has_aux: as in ``jax.value_and_grad``. A ``boostax.Aux`` is combined, as its docstring
-        describes. Any other aux is stacked: its leaves get a leading dimension ``[microbatches]``.
-        If a leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])``
-        restores the order of the batch.
+      has_aux: as in ``jax.value_and_grad``. A ``boostax.Aux`` is combined as its docstring says.
+        Any other aux is stacked, so its leaves get a leading dimension ``[microbatches]``. If a
+        leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores
+        the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
-      accumulator_dtype: dtype of the gradient sum; sums of f64 and complex gradients keep their
-        kind. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the
+      accumulator_dtype: dtype of the gradient sum; sums of f64 and complex gradients stay f64 and
+        complex. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the
         division.
-      rules: rules of ``boostax.carry``, for leaves whose gradient is their new value: they are
-        combined by their rule and not averaged.
+      rules: rules of ``boostax.carry`` for leaves whose gradient is their new value; such leaves
+        are combined by their rule instead of averaged.
 
     Returns:
-      A function of the same signature and results, gradients in the accumulator dtype, loss and
-      floating metrics in f32 or wider. A keyword argument ``key`` is folded with the micro-batch's
-      index. A keyword argument ``model_state`` is passed from one micro-batch to the next through
-      ``Aux.model_state``, and ``threaded`` through a third result. Cost: one copy of the gradients;
-      activations of one micro-batch; no collective.
+      A function with the same signature and results; gradients are in the accumulator dtype, loss
+      and floating metrics in f32 or wider. A keyword argument ``key`` is folded with the
+      micro-batch's index. A keyword argument ``model_state`` is passed from one micro-batch to the
+      next through ``Aux.model_state``, and ``threaded`` through a third result. Cost: one copy of
+      the gradients; activations of one micro-batch; no collective.
 
     Raises:
       ValueError: the batch is not divisible, or an argument is out of range.
@@ -147,7 +147,8 @@ def _scan(
     replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), first)
     state = axes.unify(first, after)
     if axes.types(state) != axes.types(first):
-        # The new model state varies over replicas, so the first one must have a varying type too.
+        # The new model state varies over replicas, so the initial state must have a varying type,
+        # too.
         replay, (like, new, *_) = trees.trace_once(evaluate, jnp.int32(0), state)
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
@@ -175,9 +176,10 @@ def require_count(who: str, microbatches: Count) -> Count:
 
 
 def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
-    """Return the split leaves, the number of micro-batches, and the dimension that counts them.
+    """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
 
-    Leaves ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the rows.
+    Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the
+    rows.
     """
 
     if count == "stacked":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
-The sum is never reset: the first micro-step of a window overwrites it, and the others add to it. So
-no branch resets the buffer, and the compilers for CPU, TPU v5e and H100 add in place. A NaN cannot
-outlive its window, as it would if the sum were multiplied by zero. The inner transformation with
-its collectives is compiled into a branch that only the last micro-step takes.
+The first micro-step of a window overwrites the sum, and later micro-steps add to it, so no branch
+resets the buffer, and the compilers for CPU, TPU v5e and H100 add in place. A NaN cannot outlive
+its window, as it would if the sum were reset by a multiplication with zero. The inner
+transformation with its collectives is compiled into a branch that only the last micro-step takes.
 """
 
 import functools
@@ -27,7 +27,7 @@ from boostax.accumulate.carried import CarryState, require_outside
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
 
-# A tuple or list holds the names of the terms of a loss.
+# A tuple or list has the names of the terms of a loss.
 Kind = Literal["mean", "sum", "weight"]
 Normalize = Kind | tuple[str, ...] | list[str]
 Rounding = Literal["nearest", "stochastic"]
@@ -38,12 +38,12 @@ _WHO = "accumulate"
 
 
 class Window(NamedTuple):
-    """The sums of a window. While ``micro_step`` is 0 they are stale, and are overwritten next.
+    """The sums of a window; stale while ``micro_step`` is 0, because the next call overwrites them.
 
     Attributes:
       grads: tree like the params, in the accumulator dtype; with terms each leaf is
         ``[terms, ...]``.
-      weight: f32 scalar with ``normalize="weight"``, one for each term with terms, else ``None``.
+      weight: f32 scalar with ``normalize="weight"``, f32 ``[terms]`` with terms, else ``None``.
     """
 
     grads: PyTree
@@ -59,7 +59,7 @@ class AccumulateState(NamedTuple):
       dropped_windows: i32, number of windows that closed without being applied, because their
         weights or sums were not usable or ``inner`` skipped them.
       applied: bool, whether the last call closed a window and applied its result.
-      window: a ``Window``; a ``PerReplica`` of one if sums are local to replicas; ``None`` for
+      window: a ``Window``, inside a ``PerReplica`` if sums are local to replicas; ``None`` for
         ``every=1``.
       inner_state: state of the inner transformation.
     """
@@ -79,11 +79,11 @@ class AccumulateState(NamedTuple):
         return jnp.logical_or(self.micro_step > 0, gate.outermost_passed(self.inner_state))
 
     def held(self) -> jax.Array:
-        """Return whether a window is open, so that gradients wait in it."""
+        """Return whether a window is open."""
         return self.micro_step > 0
 
     def shares(self) -> list[PerReplica]:
-        """Return the window if ``reshard_state`` must keep the sum of its sums, not their mean."""
+        """Return the window if ``reshard_state`` must keep the sum over replicas, not the mean."""
         if not isinstance(self.window, PerReplica):
             return []
         weighted = self.window.local.weight is not None
@@ -119,53 +119,55 @@ def accumulate(
     summed, so that a following *mean* over ``axis_name`` is the mean over all tokens. In calls that
     close no window, the updates are zero and ``inner`` does not run.
 
-    The names of the terms of a loss (see ``boostax.value_and_grad``) sum each term's gradient apart
-    and divide it by the term's count in the whole window, which no call knows before. Then
-    ``value_and_grad`` returns gradients ``[terms, ...]`` and ``Aux.weight`` the counts. Terms of
-    one count can be one term, which is cheaper.
+    If ``normalize`` names the terms of a loss (see ``boostax.value_and_grad``), each term's
+    gradient is summed separately and divided by the term's count in the whole window. Then
+    ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and the counts in
+    ``Aux.weight``. Terms with the same count are cheaper as one term.
 
-    A window is dropped as a whole, and counted in ``dropped_windows``, if a weight is not in
-    [0, 2**64), if all weights sum to less than 2**-64, or if a sum overflowed in an
-    ``accumulator_dtype`` with the range of f16 (if ``inner`` has a gate, that gate decides).
+    A window is dropped, and counted in ``dropped_windows``, if a weight is not in [0, 2**64), if
+    all weights sum to less than 2**-64, or if a sum overflowed in an ``accumulator_dtype`` with the
+    range of f16 (if ``inner`` has a gate, that gate decides).
 
-    Both nestings with a loss scaler are right (see ``docs/cards/accumulate.md``).
-    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only a bad micro-batch, and the window takes
+    A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
+    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the bad micro-batch, and the window takes
     one more call. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window and is cheaper.
 
     Args:
-      inner: the optimizer, collectives included; it receives f32 (or wider) gradients.
-      every: micro-steps per window, or a function from ``optimizer_steps`` to their number.
-      normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of terms, ``("ce", "z")``.
-      accumulator_dtype: dtype of the sums; sums of f64 and complex gradients keep their kind. A
-        gradient is added in f32 or wider, and the sum is rounded once. The sum of :math:`w_i g_i`
-        must be in range: in f16 it overflows at 65504, even if the mean does not, and the window is
-        then dropped.
-      rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that their
-        expected value is exact however many gradients are added. With ``"nearest"`` a gradient of
-        less than a 512th of the sum does not change it.
-      sums: over replicas, ``"local"`` keeps a whole sum on each (``PerReplica``) and reduces once
-        per window. ``"sharded"`` averages the gradients of each call before it adds them: the sum
-        is an array like the params, and sharded like them (FSDP, tensor parallel) or like the
-        optimizer's state (``shard_optimizer``). Inside, ``all_reduce()`` then sends nothing, other
-        reductions are refused, and norms are those of the mean gradient. In a ``shard_map`` or
-        ``pmap`` of your own the sum stays whole, so ``"local"`` is better there.
-      axis_name: replica axis (or axes). Gradients must then be local: see
-        ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's axis where
-        something inside reduces.
+      inner: the optimizer with its collectives; it receives gradients in f32 or wider.
+      every: number of micro-steps per window, or a function from ``optimizer_steps`` to this
+        number.
+      normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of terms, such as ``("ce",
+        "z")``.
+      accumulator_dtype: dtype of the sums; sums of f64 and complex gradients stay f64 and complex.
+        A gradient is added in f32 or wider, and the sum is rounded once. In f16 the sum of
+        :math:`w_i g_i` overflows at 65504, even if the mean does not, and the window is then
+        dropped.
+      rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that the
+        expected value of the sum is exact for any number of gradients. With ``"nearest"`` a
+        gradient of less than a 512th of the sum does not change it.
+      sums: ``"local"`` keeps each replica's own sum (``PerReplica``) and reduces once per window.
+        ``"sharded"`` averages the gradients of each call over the replicas before it adds them, and
+        shards the sum like the params (FSDP, tensor parallel) or like the optimizer's state
+        (``shard_optimizer``). Then ``all_reduce()`` inside sends nothing, other reductions are
+        refused, and norms are of the mean gradient. In your own ``shard_map`` or ``pmap`` use
+        ``"local"``, because the sum is not sharded there.
+      axis_name: replica axis (or axes). Gradients must then be local; see
+        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if a part
+        inside reduces; elsewhere there is no axis.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
-      ``accumulator_dtype`` (none for ``every=1``), on each device, or with ``sums="sharded"`` in
-      all; the collectives of ``inner``, once per window, or a mean in each call instead; for
-      ``"weight"`` and for f16 sums a collective of 4 bytes per window, and one more read of f16
-      sums; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e and H100, through
-      the pure ``update`` one of the params. With K terms K copies and K backward passes per call;
-      on CPU a temporary copy where ``inner`` is a gate, else none.
+      ``accumulator_dtype`` per device, or per all devices with ``sums="sharded"`` (none for
+      ``every=1``). The collectives of ``inner`` run once per window; with ``sums="sharded"`` a mean
+      runs in each call instead. ``"weight"`` and f16 sums need a collective of 4 bytes per window,
+      and f16 sums one more read. ``boostax.apply_gradients`` makes no temporary copy on CPU, TPU
+      v5e and H100; the pure ``update`` makes a copy of the params. K terms take K copies and K
+      backward passes per call, and on CPU a temporary copy if ``inner`` is a gate.
 
     Raises:
-      ValueError, TypeError: an argument out of range; in ``init``, weights around
-        ``all_reduce(noise=...)``, sharded sums around a reduction other than ``all_reduce()``; at
-        trace time, a missing or unused ``weight``, already reduced gradients, an unbound axis,
+      ValueError, TypeError: an argument is out of range; in ``init``, weights around
+        ``all_reduce(noise=...)``, or sharded sums around a reduction other than ``all_reduce()``;
+        at trace time, a missing or unused ``weight``, already reduced gradients, an unbound axis,
         integer gradients, a line search inside a window of several calls.
 
     Example:
@@ -203,7 +205,7 @@ def accumulate(
     return gate.gated(how.init, described(how.step), how.flush)
 
 
-# The inner state after a window was closed, and whether its result was applied.
+# The inner state after a window is closed, and whether the window's result was applied.
 _Closed = tuple[Any, jax.Array]
 
 
@@ -230,9 +232,9 @@ class _Windows(NamedTuple):
         fits = not (weighted and noise_scale.found(inner_state))
         checks.require(_WHO, "normalize", self.normalize, allowed, fits, hint)
         window = None
-        # Only a Python 1 needs no buffer, because a schedule or a traced value may be larger later.
+        # Only a Python 1 needs no buffer; a schedule or a traced value may become larger.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
-            # Around optax.lookahead gradients are those of the fast params alone.
+            # Around optax.lookahead, gradients are of the fast params only.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             weight: PyTree = jnp.zeros((), jnp.float32) if weighted else None
             if self.terms:
@@ -248,7 +250,8 @@ class _Windows(NamedTuple):
         """Add a gradient, and close the window if this was its last micro-step."""
         axes.require_local(grads.raw, self.names + self.averaged, _WHO)
         if self.averaged and self.normalize != "weight":
-            # Before its factors are multiplied in, because a product that is sent is written first.
+            # The raw gradient is sent, because the product with its factors would first be written
+            # to memory.
             grads = grads._replace(raw=self._over_replicas(trees.at_least_float32(grads.raw)))
         new = self._added(trees.addends(grads.value(), self.narrow), extra.pop("weight", None))
         if self.averaged and self.normalize == "weight":
@@ -266,7 +269,8 @@ class _Windows(NamedTuple):
         sums = jax.tree_util.tree_map_with_path(add, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        # A replay looks at the rows of one call; a line search would need those of all.
+        # A replay computes the loss of one call's rows; a line search would need the rows of all
+        # calls.
         kept = {name: extra[name] for name in ("replayed",) if name in extra}
         rest = params, apply, elsewhere(extra, _refused) | kept
         value, closed = self._close_if(ends, sums, count, state, *rest)
@@ -274,17 +278,17 @@ class _Windows(NamedTuple):
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
     def _over_replicas(self, tree: PyTree) -> PyTree:
-        """Return the mean over the replicas; of what is weighted, with its weights, the sum."""
-        # A sum of weights stays right for another number of replicas, a mean would not.
+        """Return the mean over the replicas, or the sum of weighted gradients and weights."""
+        # A sum of weights stays correct if the number of replicas changes; a mean would not.
         divide = "never" if self.normalize == "weight" else "after"
         return jax.tree.map(lambda x: reduced(x, self.averaged, divide), tree)
 
     def flush(self, state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
-        """Close an open window, and the windows that are open inside."""
+        """Close an open window, and the open windows inside ``inner``."""
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside has already checked the scale of these gradients when they arrived.
+        # A scaler inside checked the mark of these gradients when they were added.
         sums = handshake.assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
         params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
@@ -307,7 +311,7 @@ class _Windows(NamedTuple):
 
         def checked(x: Any) -> jax.Array:
             x = axes.to_varying(jnp.asarray(x, jnp.float32), self.names + self.averaged)
-            # A bad weight becomes NaN: it spoils the sum of the weights, but not the sum of the
+            # A bad weight becomes NaN, in the sum of the weights but not in the sum of the
             # gradients.
             return jnp.where((x >= 0) & (x < MOST), x, jnp.nan)
 
@@ -315,11 +319,11 @@ class _Windows(NamedTuple):
         if not self.terms:
             return Window(weigh(grads, weight), weight)
         counts = self._divisor(weight)
-        # A sum over what is not counted need not be zero; its gradient comes undivided.
+        # A term with count 0 may have a nonzero sum, whose gradient was not divided.
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _divisor(self, weight: PyTree) -> jax.Array:
-        """Return the weight, or those of the terms ``[terms]`` in the order of the gradients."""
+        """Return the weight, or the weights ``[terms]`` in the order of the gradients' terms."""
         return jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, *rest: Any) -> Stepped:
@@ -333,9 +337,8 @@ class _Windows(NamedTuple):
     ) -> tuple[PyTree, _Closed]:
         """Normalise the sums, and run ``inner`` on them if they are usable."""
         (params, apply, extra), names, inner_state = rest, self.names, state.inner_state
-        # In an accumulator with the range of f16, a sum of gradients that a scaler has passed can
-        # overflow. A gate inside must decide about such a sum itself: a scaler needs overflows to
-        # lower the scale.
+        # With the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
+        # must get such a sum, because a scaler needs overflows to lower the scale.
         judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.gates_in(inner_state)
         ok = all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
@@ -350,7 +353,8 @@ class _Windows(NamedTuple):
         def run_on() -> Stepped:
             grads = Pending(window.grads, factors)
             if self.terms:
-                # Term by term XLA fuses the sum with the optimizer; a reduction is written.
+                # XLA fuses a sum term by term with the optimizer, but writes the result of a
+                # reduction to memory.
                 of = lambda i, x: Pending(jax.tree.map(lambda g: g[i], window.grads), (x,)).value()  # noqa: E731
                 shares = [of(*pair) for x in factors for pair in enumerate(x)]
                 grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
@@ -373,9 +377,10 @@ def _refused(params: PyTree) -> PyTree:
 
 
 def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
-    """Return the terms that the windows in a state keep apart; ``None`` if there is no window.
+    """Return the terms that the windows in a state sum separately; ``None`` without a window.
 
-    A window that some leaves bypass can keep none: they would have the dimension of the terms.
+    A window that some leaves bypass cannot have terms, because the gradients of those leaves would
+    have the dimension of terms.
     """
     masks = optax.MaskedState, optax.ConditionallyTransformState, CarryState
     apart = [trees.nodes(x) for x in trees.find(opt_state, lambda x: isinstance(x, masks))]
@@ -411,18 +416,18 @@ def _summed(
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
-    """Return whether the last call changed the params: a window closed, and no scaler skipped it.
+    """Return whether the last call changed the params: a window closed and was not skipped.
 
     Schedules, EMAs and logging outside the transformation should count these calls, not all calls.
 
     Args:
-      opt_state: any state that holds a state of ``accumulate``.
+      opt_state: any state that contains a state of ``accumulate``.
 
     Returns:
       Bool scalar; False before the first call.
 
     Raises:
-      ValueError: the state holds no ``AccumulateState``.
+      ValueError: the state has no ``AccumulateState``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -440,14 +445,14 @@ def has_updated(opt_state: PyTree) -> jax.Array:
 def flush(
     tx: optax.GradientTransformation, opt_state: PyTree, params: Params, **extra_args: Any
 ) -> tuple[Params, PyTree]:
-    """Apply the last, partial window, normalised by the micro-steps that it holds.
+    """Apply the last, partial window, normalised by its number of micro-steps.
 
-    Call it where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel step), or
-    use ``TrainStep.flush``. If no window is open, nothing happens.
+    Call ``flush`` where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel
+    step), or use ``TrainStep.flush``. If no window is open, nothing happens.
 
     Args:
       tx: the transformation that made the state; a window must not be inside an Optax wrapper.
-      opt_state: its state, or that of an ``nnx.Optimizer``.
+      opt_state: the state of ``tx``, or an ``nnx.Optimizer``.
       params: the params.
       **extra_args: passed to the inner transformation.
 

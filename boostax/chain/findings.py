@@ -20,9 +20,9 @@ class Finding(NamedTuple):
 
     Attributes:
       what: the part and its position.
-      why: what goes wrong there.
+      why: what goes wrong.
       mend: what to write instead.
-      certain: whether every run is wrong: replicas diverge or hang, gradients stay multiplied by
+      certain: whether every run goes wrong: replicas diverge or hang, gradients stay multiplied by
         the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses
         such a chain, and warns of other findings.
     """
@@ -61,7 +61,7 @@ def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
 
 @functools.cache
 def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
-    """Return the words for a part ``"after"`` or ``"inside"`` another, by the roles of both."""
+    """Return the texts for a part ``"after"`` or ``"inside"`` another, by both parts' roles."""
     found: dict[tuple[str, str], tuple[str, str, bool]] = {}
     for group in _WORDS[where]:
         for first, then, why in group["pairs"]:
@@ -77,7 +77,7 @@ def _roles(names: str) -> Iterator[str]:
 
 
 def orders(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield wrong orders of parts after one another, then of parts inside one another."""
+    """Yield parts in a wrong sequence, then parts in a wrong nesting."""
     pairs = itertools.combinations(found, 2)
     yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a)))
     yield from _broken("inside", ((a, b) for b in found for a in b.holders))
@@ -95,7 +95,7 @@ def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
 
 
 def finding(setting: str, **names: str) -> Finding:
-    """Return the finding for a setting in the words of ``orders.toml``."""
+    """Return the finding for a setting, with the text of ``orders.toml``."""
     said = _WORDS["settings"][setting]
     texts = {field: said[field].format(**names) for field in ("what", "why", "mend")}
     return Finding(**texts, certain=said.get("certain", False))
@@ -104,35 +104,35 @@ def finding(setting: str, **names: str) -> Finding:
 def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """Yield wrong settings of single parts.
 
-    A step binds its axis for a gate that names none (``bound``).
+    ``bound`` is the axis that a step binds for gates without an ``axis_name``.
     """
     for row in found:
         name, description = row.part.name, row.part.description
-        # Freezing that saves nothing.
+        # Freezing saves nothing.
         if row.role == "freeze" and (row.holders or row.routes):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
             yield finding("zero_in_partition", name=name)
-        # A gate that decides on each replica alone although a reduction is inside. The axes of a
-        # clip are axes of shards, which a gate learns from the types of the gradients.
+        # Each replica decides alone although a reduction is inside the gate. The axes of a clip are
+        # axes of shards, which the types of the gradients show to a gate.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
             yield finding("without_axis", name=name, axes=axes)
-        # A gate that sees only some of the params.
+        # The gate gets only some of the params.
         if row.masks and row.role in ("scaler", "window", "peer window", "hold"):
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
         if name == "qk_clip":
             yield from _unbounded(found, row)
-        # A compressed reduction that discards what it does not send.
+        # The compressed reduction discards values that it does not send.
         if description is not None and description.lossy:
             yield finding("lossy", name=name)
 
 
 def _unbounded(found: Sequence[Row], clip: Row) -> Iterator[Finding]:
-    """Yield parts that change the params which ``qk_clip`` has set, or keep copies of their own."""
+    """Yield parts that change the params that ``qk_clip`` has set, or that keep copies of them."""
     changing = {*_roles("rates | clips | memories | decay | noise | sign")}
     for row in found[found.index(clip) + 1 :]:
         if row.inside(clip) and row.role in ("average", "outer optimizer"):
@@ -142,7 +142,7 @@ def _unbounded(found: Sequence[Row], clip: Row) -> Iterator[Finding]:
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield parts on the wrong side of the learning rate's sign, and chains with a wrong sign."""
+    """Yield parts on the wrong side of the learning rate's minus sign, and chains of wrong sign."""
     if any(row.sides for row in found):
         return
     # The optimizer outside of a subspace flips the sign itself.
@@ -162,9 +162,9 @@ def directions(found: Sequence[Row]) -> Iterator[Finding]:
 
 
 def scales(tx: optax.GradientTransformation) -> bool:
-    """Return whether a chain scales the loss, by a scale that is not always 1.
+    """Return whether a chain has a loss scale other than a constant 1.
 
-    With carried leaves, which may follow the scaled cotangents, nothing can be said of a loss.
+    With carried leaves the result is False, because they may depend on the scaled cotangents.
     """
     found = rows(read(tx))
     scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in found)
@@ -172,7 +172,7 @@ def scales(tx: optax.GradientTransformation) -> bool:
 
 
 def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
-    """Yield findings for settings that a step needs and its chain lacks."""
+    """Yield findings for parts that a step needs and its chain lacks."""
     scales = any(row.role == "scaler" for row in found)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield finding("half_without_scaler")

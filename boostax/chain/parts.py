@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parts of a transformation, in the order in which a gradient passes them, by role.
+"""Read the parts of a transformation and their roles, in the order that a gradient passes them.
 
 A described transformation (``boostax.describe``) names its own parts. Optax's combinators are read
 from the closures of their functions, by the name of the factory that made them. The parts inside
 any other transformation are unknown.
 
-The role of a part is its effect on a gradient, which decides its position in a chain.
-Roles are those of ``_core/describe.py``, and these of transformations in Optax:
+The role of a part is its effect on a gradient, which decides its position in a chain. The roles are
+listed in ``_core/describe.py``; Optax's transformations have these further roles:
 
 ==================== ==========================================================================
 ``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``
@@ -34,10 +34,10 @@ import optax
 from boostax._core.describe import Description, PyTree, closure, first_line
 from boostax._core.replicas import PerReplica
 
-# The path from the state of a wrapper to that of a part in it: indices, keys and names of fields.
+# The path from a wrapper's state to the state of a part inside: indices, keys and field names.
 Route = tuple[Any, ...]
 
-# Optax's wrappers of one transformation, with the path to its state in theirs.
+# Optax's wrappers of one transformation, with the path from the wrapper's state to the inner state.
 _INNER = "masked apply_if_finite conditionally_transform conditionally_mask inject_hyperparams"
 _WRAPPERS: dict[str, Route] = {
     **dict.fromkeys(_INNER.split(), ("inner_state",)),
@@ -48,7 +48,7 @@ _WRAPPERS: dict[str, Route] = {
     "flatten": (),
 }
 UNKNOWN = "unknown"
-# A part that only combines others and does nothing itself.
+# The role of a part that only combines other parts.
 COMBINATOR = "combinator"
 
 # Optax's factories, which have no descriptions, by role.
@@ -57,8 +57,8 @@ _OPTAX: Mapping[str, str] = {
     "peer window": "MultiSteps",
     "adder": "apply_every",
     "hold": "apply_if_finite",
-    # Both depend on the step number; in the other steps the first passes gradients on, the second
-    # returns zeros.
+    # Both roles depend on the step number. In other steps a condition passes gradients on, and a
+    # mask returns zeros.
     "condition": "conditionally_transform",
     "mask": "conditionally_mask",
     # Wrappers of an optimizer that work in every call.
@@ -83,9 +83,9 @@ _OPTAX: Mapping[str, str] = {
 }
 _ROLES = {name: role for role, names in _OPTAX.items() for name in names.split()}
 
-# Optax's combinators that hand only some of the params on.
+# Optax's combinators that pass only some of the params on.
 _MASKS = ("masked", "partition")
-# Names for several roles at once.
+# Names for sets of roles.
 REDUCTIONS = ("mean", "adasum", "compressed")
 CLIPS = ("norm clip", "clip")
 MEMORIES = ("momentum", "moments")
@@ -97,13 +97,12 @@ class Part:
 
     Attributes:
       name: the name of the factory that made it.
-      package: the package of the factory, if the transformation is not described.
+      package: the package of the factory, if the transformation has no description.
       what: the first line of the factory's docstring.
       description: its own description, if there is one.
       settings: the values in the closure of its ``update``.
-      inner: the parts inside, each with the route to its state, or ``None`` if that is unknown.
-      apart: whether the parts inside work side by side, and not each on the result of the one
-        before.
+      inner: the parts inside, each with the path to its state, or ``None`` if the path is unknown.
+      apart: whether the parts inside work in parallel, not in sequence.
     """
 
     name: str
@@ -115,7 +114,7 @@ class Part:
     apart: bool = False
 
 
-# Optax has changed this combinator's closure: there is a part inside, but it is unknown.
+# This stands for an unknown part of a combinator whose closure Optax has changed.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
 
 
@@ -125,7 +124,7 @@ def read(tx: optax.GradientTransformation) -> Part:
 
 
 def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """Return the transformations in an ``optax.chain`` and in chains inside it; or only ``tx``."""
+    """Return the transformations in an ``optax.chain`` and its inner chains; else only ``tx``."""
     inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if inits is None or updates is None:
         return [tx]
@@ -150,8 +149,7 @@ def _part(update: Callable[..., Any]) -> Part:
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
-    # functools.wraps copies the name and module of another function, but the globals stay the
-    # function's own.
+    # functools.wraps copies the name and module of the wrapped function, but not its globals.
     module = space.get("__name__", getattr(update, "__module__", ""))
     package = str(module).partition(".")[0]
     made = space.get(name) if owner is None else kind
@@ -162,7 +160,7 @@ def _part(update: Callable[..., Any]) -> Part:
 
 
 def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Part], ...]:
-    """Return the parts inside one of Optax's, each with the route to its state."""
+    """Return the parts inside one of Optax's combinators, each with the path to its state."""
     try:
         if name == "chain":
             return tuple(((i,), _part(fn)) for i, fn in enumerate(values["update_fns"]))
@@ -185,7 +183,7 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
 def _injected(values: Mapping[str, Any]) -> Any:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
-    Optax takes the numbers from the state; here each is its default, or 1.
+    Optax takes the numbers from the state; here each number is its default, or 1.
     """
     given = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
@@ -199,7 +197,7 @@ def _injected(values: Mapping[str, Any]) -> Any:
 
 
 def follow(state: PyTree, route: Route | None) -> PyTree:
-    """Return the state of a part within that of its wrapper; ``None`` if it is not found."""
+    """Return a part's state within its wrapper's state; ``None`` if it is not found."""
     if route is None:
         return None
     for step in route:
@@ -208,7 +206,7 @@ def follow(state: PyTree, route: Route | None) -> PyTree:
         try:
             state = getattr(state, step) if hasattr(state, "_fields") else state[step]
         except (AttributeError, KeyError, IndexError, TypeError):
-            # A plain tuple is the state of a chain, but may also be that of another package.
+            # A plain tuple is the state of a chain, or of a transformation of another package.
             return None
     return state
 
@@ -220,7 +218,7 @@ def _factory(update: Callable[..., Any]) -> str:
 
 
 def role(part: Part) -> str:
-    """Return the role in the description of a part, or the known role of one of Optax."""
+    """Return a part's role, from its description or from the table of Optax's factories."""
     if part.description is not None:
         return part.description.role
     if part.package != "optax":
@@ -248,7 +246,7 @@ def sign(part: Part) -> float:
 
 
 def number(value: Any) -> float:
-    """Return a setting as a number; NaN if it is not one, such as a schedule."""
+    """Return a setting as a number; NaN for other settings, such as a schedule."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -261,11 +259,11 @@ class Row:
 
     Attributes:
       part: the part.
-      role: its effect on a gradient, see above.
-      holders: the rows around it, outermost first, without those that only combine.
-      routes: the path to its state from that of the whole chain, wrapper by wrapper.
-      sides: for each partition around it, the partition and the side on which the part stands.
-      masks: the names of the wrappers that pass it only some of the params, outermost first.
+      role: its effect on a gradient; see the top of this file.
+      holders: the rows around the part, outermost first, without parts that only combine.
+      routes: the path from the chain's state to the part's state, wrapper by wrapper.
+      sides: for each partition around the part, the partition and the label of the part.
+      masks: the names of the wrappers that pass only some of the params, outermost first.
     """
 
     part: Part
@@ -277,15 +275,15 @@ class Row:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which it reduces or agrees."""
+        """The mesh axes over which the part reduces or agrees."""
         return () if self.part.description is None else self.part.description.axes
 
     def inside(self, other: "Row") -> bool:
-        """Return whether it is inside the other."""
+        """Return whether the part is inside ``other``."""
         return other in self.holders
 
     def meets(self, other: "Row") -> bool:
-        """Return whether both get the same params."""
+        """Return whether both parts get the same params."""
         mine, others = dict(self.sides), dict(other.sides)
         return all(others.get(which, side) == side for which, side in mine.items())
 
@@ -296,7 +294,7 @@ def rows(part: Part) -> list[Row]:
 
     def visit(row: Row) -> None:
         part, holders, masks = row.part, row.holders, row.masks
-        # A combinator whose parts are hidden gets a row in their place.
+        # A combinator whose parts are unknown gets a row itself.
         if row.role != COMBINATOR or not part.inner:
             found.append(row)
             holders = (*holders, row)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drop-in forms of Optax's ``MultiSteps`` and ``apply_if_finite``.
 
-Names, arguments and fields are Optax's. Windows are kept by ``accumulate``, and a ``gate`` skips.
+They have Optax's names, arguments and fields, and are built on ``accumulate`` and ``gate``.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from boostax._core.replicas import PerReplica
 from boostax._core.rule import GateState, gate
 from boostax.accumulate.window import AccumulateState, accumulate
 
-# It takes updates, the number of optimizer steps and the params, and returns whether to skip and
-# the new ``skip_state``.
+# The function takes updates, the number of optimizer steps and the params. It returns whether to
+# skip, and the new ``skip_state``.
 ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
 class MultiStepsState(NamedTuple):
-    """State of ``MultiSteps``, read by the names of Optax's fields.
+    """State of ``MultiSteps``, with Optax's field names as properties.
 
     Attributes:
-      kept: state of ``accumulate``; with ``should_skip_update_fn`` that of the gate around it.
+      kept: state of ``accumulate``, or with ``should_skip_update_fn`` of the gate around it.
     """
 
     kept: AccumulateState | GateState
@@ -40,7 +40,7 @@ class MultiStepsState(NamedTuple):
 
     @property
     def skip_state(self) -> PyTree:
-        """The last state that ``should_skip_update_fn`` returned; ``()`` without it."""
+        """The last state that ``should_skip_update_fn`` returned; ``()`` without that function."""
         return self.kept.own if isinstance(self.kept, GateState) else ()
 
     @property
@@ -54,7 +54,7 @@ class MultiStepsState(NamedTuple):
 
 
 class MultiStepsSumState(MultiStepsState):
-    """State of ``MultiSteps`` with ``use_grad_mean=False``, another class for ``acc_grads`` alone.
+    """State of ``MultiSteps`` with ``use_grad_mean=False``; only ``acc_grads`` differs.
 
     Attributes:
       kept: see ``MultiStepsState``.
@@ -67,7 +67,7 @@ class MultiStepsSumState(MultiStepsState):
 
 
 def _opened(state: AccumulateState, share: float | jax.Array) -> PyTree:
-    """Multiply the sum of an open window; return zeros for a closed one, which is stale."""
+    """Multiply the sum of an open window by ``share``; return zeros for a closed window."""
     window = state.window
     window = window.local if isinstance(window, PerReplica) else window
     if window is None:
@@ -81,37 +81,38 @@ class MultiSteps:
     """``optax.MultiSteps`` on ``accumulate``: the optimizer runs once per window, in a branch.
 
     With ``boostax.all_reduce`` in ``opt`` and local gradients (``axis_name``) replicas reduce once
-    per window. No buffer is reset: a NaN in one window reaches no later one. With
-    ``boostax.apply_gradients`` a micro-step writes no params.
+    per window. A NaN in one window does not reach the next. With ``boostax.apply_gradients`` a
+    micro-step writes no params.
 
     Differs from Optax: ``opt`` computes in f32 or wider, and updates are in the dtypes of the
-    params; ``gradient_step`` and ``has_updated`` leave out windows that a gate in ``opt`` skipped,
-    ``has_updated`` also a call that ``should_skip_update_fn`` skipped; ``acc_grads`` is ``None``
-    for windows of one; a line search, and windows below one, are refused.
+    params; ``gradient_step`` and ``has_updated`` do not count windows that a gate in ``opt``
+    skipped, and ``has_updated`` does not count calls that ``should_skip_update_fn`` skipped;
+    ``acc_grads`` is ``None`` for windows of one micro-step; a line search, and windows of less than
+    one micro-step, are refused.
 
     Args:
       opt: the optimizer.
       every_k_schedule: micro-steps per window, or a function of the windows applied so far.
-      use_grad_mean: whether ``opt`` gets the mean of a window, or its sum.
+      use_grad_mean: whether ``opt`` gets the mean of a window or the sum.
       should_skip_update_fn: ``fn(updates, gradient_step, params) -> (skip, skip_state)``, such as
         ``optax.skip_not_finite``; a skipped micro-step changes nothing but ``skip_state``. With
         ``axis_name`` all replicas skip if one does, and keep the largest ``skip_state``.
       accumulator_dtype: dtype of the sum.
       axis_name: replica axis (or axes); gradients are then local, see
-        ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's axis where
-        something inside reduces.
+        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if a part
+        inside reduces; elsewhere there is no axis.
 
     Attributes:
       inner_opt: the optimizer.
       init: makes a ``MultiStepsState``.
       update: as in Optax. Pass ``gradient_transformation()`` to ``boostax.apply_gradients``,
         ``make_train_step`` and ``flush``. Cost: as ``accumulate``; with ``should_skip_update_fn``
-        also its reads, and with ``axis_name`` 4 bytes on the wire per call and for each number in
-        ``skip_state``.
+        also the reads of that function, and with ``axis_name`` 4 bytes on the wire per call and per
+        number in ``skip_state``.
 
     Raises:
-      ValueError, TypeError: windows below one; as ``accumulate``; at trace time, a skip that is not
-        a bool scalar.
+      ValueError, TypeError: a window of less than one micro-step, or an error of ``accumulate``; at
+        trace time, a skip that is not a bool scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -151,7 +152,8 @@ class MultiSteps:
 
         kind = MultiStepsState if use_grad_mean else MultiStepsSumState
 
-        # The rule of the gate also gets the count of steps, which the window keeps already.
+        # The gate keeps (gradient_step, skip_state). The renamed state keeps only skip_state,
+        # because the window's state has the count.
         def wrap(kept: Any) -> MultiStepsState:
             return kind(kept if skips is None else kept._replace(own=kept.own[1]))
 
@@ -219,7 +221,7 @@ def _renamed(
 class ApplyIfFiniteState(NamedTuple):
     """State of ``apply_if_finite``, read by the names of Optax's fields.
 
-    A step is bad if its gradients are not finite.
+    A bad step is a step whose gradients are not finite.
 
     Attributes:
       kept: state of the gate: its inner state, and the counts of the rule in ``own``.
@@ -242,11 +244,11 @@ def apply_if_finite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradients are not finite, until there are too many of them in a row.
 
-    ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients`` a skipped step writes no
-    params; with ``axis_name`` replicas agree. After ``max_consecutive_errors`` bad gradients are
-    applied, as Optax documents; ``skip_bad_steps(inner)`` never applies them. Differs from
-    Optax: ``inner`` computes in f32 or wider, updates are in the dtypes of the params, and
-    gradients of integers are refused.
+    This is ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients`` a skipped step
+    writes no params; with ``axis_name`` the replicas agree. After ``max_consecutive_errors``
+    skipped steps bad gradients are applied, as Optax documents; ``skip_bad_steps(inner)`` never
+    applies them. Differs from Optax: ``inner`` computes in f32 or wider, updates are in the dtypes
+    of the params, and gradients of integers are refused.
 
     Args:
       inner: the optimizer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations as data, the chains built from them, and states carried to another chain."""
+"""Build chains from configurations as data, and migrate optimizer states to another chain."""
 
 from boostax._core.late import late as _late
 from boostax.config.auto import Boost as Boost

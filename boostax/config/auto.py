@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a configuration, and build the chain and the train step that it asks for."""
+"""Read a configuration, and build its chain and train step."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ Tx: TypeAlias = optax.GradientTransformation
 Axes: TypeAlias = axes.AxisName | None
 Level: TypeAlias = dictionary.Level | None
 Report: TypeAlias = LessBNReport | None
-# A user's factories by name, each with the key that it replaces or stands behind.
+# A user's factories by name, each with the key of the part that it replaces or follows.
 Own: TypeAlias = Mapping[str, tuple[keys.Factory, str]]
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
@@ -32,13 +32,14 @@ class Boost:
     """A configuration, ready to build; made by ``auto``.
 
     Attributes:
-      config: plain data, the given arguments of each key; ``boostax.auto(config)`` reads it.
-      notes: the settings of a foreign dictionary that have no effect, and what may train other
-        weights; without notes a dictionary of MindSpore's trains its weights.
-      own: the user's factories by name, each with the key that it replaces or stands behind.
-      strict: whether the chain and the step must contain every part that is on. A dictionary of
-        MindSpore's leaves out a reduction without replicas, and LessBN if there is nothing to
-        change, unless its reading is strict.
+      config: the given arguments of each key as plain data, which ``boostax.auto`` reads.
+      notes: the settings of a foreign dictionary that have no effect, and differences that may
+        change the trained weights. Without notes a MindSpore dictionary trains the same weights as
+        in MindSpore.
+      own: the user's factories by name, each with the key of the part that it replaces or follows.
+      strict: whether the chain and the step must contain every part that is on. If False, as for a
+        MindSpore dictionary, a reduction is left out without replicas, and LessBN is left out if it
+        would change nothing.
     """
 
     config: dict[str, Any]
@@ -65,33 +66,33 @@ class Boost:
     def optimizer(
         self, inner: Tx, params: Any = None, *, axis_name: Axes = None, less_bn: Report = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Build the whole chain around an optimizer, in the one order.
+        """Build the whole chain around an optimizer, with its parts in the recommended order.
 
-        Outermost first: freezing, carried leaves, the check of replicas, loss scaling, the window
-        (or the window, then scaling), the check for spikes, the average of the params, storage in
-        fewer bytes, the recorder of snapshots, the reduction, centralization, clipping, the check
-        of updates, the bound on attention logits, the count of lost updates, ``inner``. A reduction
-        that stands around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``,
-        ``"local"``) is around centralization and clipping too.
+        The order, outermost first: freezing, carried leaves, the check of replicas, loss scaling,
+        the window (or the window, then scaling), the check for spikes, the average of the params,
+        storage in fewer bytes, the recorder of snapshots, the reduction, centralization, clipping,
+        the check of updates, the bound on attention logits, the count of lost updates, ``inner``. A
+        reduction around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``,
+        ``"local"``) also stands around centralization and clipping.
 
-        A ``dim_reduce`` from files is the whole chain, inside the loss scaler; ``inner`` then
-        trains the part outside of the span, unless ``residual_rate`` selects an SGD for it.
+        A ``dim_reduce`` from files replaces the chain inside the loss scaler; ``inner`` then trains
+        the part outside of the span, unless ``residual_rate`` selects SGD.
 
         Args:
           inner: any optimizer, without collectives.
-          params: the params or their shapes; needed if groups of layers are given by a number, or
-            if files are read.
+          params: the params or their shapes; needed for groups of layers given by a number, and to
+            read files.
           axis_name: replica axis (or axes); without one there is one replica.
-          less_bn: if LessBN is on, the report that came with the ``model``.
+          less_bn: if LessBN is on, the report that ``model`` returned.
 
         Returns:
-          A transformation. Cost: that of its parts. The policy, micro-batches and LessBN
-          (``model``) are not part of the chain.
+          A transformation. Cost: that of the parts. The policy, micro-batches and LessBN
+          (``model``) are not in the chain.
 
         Raises:
           ValueError, TypeError: no params although groups are a number or files are read; fewer
             layers than groups; a reduction other than the mean without an axis; parts that a
-            ``dim_reduce`` from files leaves no place for.
+            ``dim_reduce`` from files excludes.
         """
         finish = self.config.get("dim_reduce", {})
         checks.transformation("Boost.optimizer", "inner", inner)
@@ -114,7 +115,7 @@ class Boost:
         return self._stacked(order, inner, place)
 
     def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
-        """Change the model to fewer BatchNorms and a normalised head, if they are on.
+        """Remove BatchNorms from the model and normalise its head, if the configuration says so.
 
         Args:
           module: a Flax module.
@@ -122,12 +123,12 @@ class Boost:
           **kwargs: like ``args``.
 
         Returns:
-          The model, and a report of the changes; the module itself and ``None`` if nothing is on.
+          The model, and a report of the changes; the given module and ``None`` if both are off.
           Cost: one trace.
 
         Raises:
-          ValueError, TypeError, ImportError: as ``boostax.less_bn``. In MindSpore's own reading a
-            model with nothing to change is left unchanged.
+          ValueError, TypeError, ImportError: as ``boostax.less_bn``. For a MindSpore dictionary, a
+            model without BatchNorms to remove is returned unchanged.
         """
         if "less_bn" not in self.config:
             return module, None
@@ -143,16 +144,16 @@ class Boost:
           loss_fn: see ``boostax.make_train_step``.
           inner: see ``optimizer``.
           params: see ``optimizer``; ``step.init`` needs them again.
-          less_bn: if LessBN is on, the report that came with the ``model`` of the loss.
-          **options: ``axis_name``, which the chain gets too, ``mesh`` and other options of
-            ``boostax.make_train_step``.
+          less_bn: if LessBN is on, the report that ``model`` returned.
+          **options: options of ``boostax.make_train_step``, such as ``mesh``. The chain gets
+            ``axis_name``, too.
 
         Returns:
           A ``TrainStep``. Cost: see ``boostax.make_train_step``.
 
         Raises:
           ValueError, TypeError: as ``boostax.make_train_step`` and ``optimizer``; no ``less_bn``
-            although it is on, or params of another model.
+            although LessBN is on, or params of another model.
         """
         self._require_less_bn(less_bn, params)
         options.setdefault("microbatches", self.config.get("microbatches", 1))
@@ -164,22 +165,22 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
 
-        It takes whole steps on unchanged gradients: no window, no freezing, no clipping. Pass it to
+        The transformation needs gradients without a window, freezing or clipping. Pass it to
         ``boostax.make_train_step``, with ``policy`` and larger batches.
 
         Args:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
           params: the current params; with a state they become the latest snapshot.
-          residual: an optimizer outside of the span, behind a mean over ``axis_name``; ``None`` for
-            the one of the configuration, if any.
+          residual: an optimizer for the part outside of the span, behind a mean over ``axis_name``;
+            ``None`` takes the configuration's optimizer, if any.
           axis_name: replica axis (or axes).
 
         Returns:
           A transformation. Cost: as ``boostax.dim_reduce``.
 
         Raises:
-          ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
-            nothing, or too little; as ``boostax.dim_reduce``.
+          ValueError, TypeError: no ``dim_reduce`` in the configuration; a state with too few
+            snapshots; errors of ``boostax.dim_reduce``.
         """
         require("dim_reduce" in self.config, "finish", None)
         place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
@@ -199,7 +200,7 @@ class Boost:
         require(not there, "unchanged", f"params of the model as it was at {', '.join(there)}")
 
     def _stacked(self, order: Sequence[str], inner: Tx, place: Any) -> Any:
-        """Put each part, in the one order, in front of the chain so far or around it."""
+        """Put each part, in the recommended order, in front of the chain so far or around it."""
         parts, replicas = [inner], axes.canonical("Boost.optimizer", place["axis_name"])
         for key in order:
             for _, factory, given in self._parts(key) if replicas or key != "reduce" else ():
@@ -207,10 +208,10 @@ class Boost:
         return optax.with_extra_args_support(keys.chained(parts))
 
     def _parts(self, key: str) -> list[tuple[str, keys.Factory, Any]]:
-        """Return the kind, factory and arguments of each part of a key, the user's parts last."""
+        """Return kind, factory and arguments of each part of a key, the user's parts last."""
         own = [(x, f, self.config[x]) for x, (f, where) in self.own.items() if where == key]
         given = self.config.get(key, _MEAN if key == "reduce" else None)
-        # A user's reduction replaces the one of boostax; other parts of a user stand behind it.
+        # A user's reduction replaces boostax's reduction; other user parts follow boostax's part.
         if given is None or (own and key == "reduce"):
             return own
         # A key with a single factory has the kind "".
@@ -224,17 +225,17 @@ def auto(
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 
-    Each public factory of a chain is a key with its own arguments, types and defaults:
-    ``{"top_k_reduce": {"density": 0.01}}``. Shorter keys are ``"reduce"`` and ``"loss_scale"``,
-    whose ``"kind"`` chooses a factory, and ``"clip"``, ``"centralize"``, ``"freeze"``; others are
+    Each public factory is a key, and its arguments, types and defaults are the factory's:
+    ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"`` choose a
+    factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
     ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
     kind, or the first argument; ``True`` takes the defaults, and ``False`` or ``None`` turns a part
-    off. ``groups`` replaces a tree of labels, and the arguments of ``freeze_schedule`` replace a
-    schedule.
+    off. Groups are given by ``groups`` instead of a tree of labels, and a schedule by the arguments
+    of ``freeze_schedule``.
 
-    A dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``,
-    ``"loss_scale_manager"`` ...), and a level, is read as MindSpore reads it. ``notes`` list what
-    has no effect there, and what may train other weights here:
+    A dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``, ``"loss_scale_manager"``
+    ...), and a level, is read as MindSpore reads it. ``notes`` lists settings that have no effect
+    in MindSpore, and differences that may change the trained weights. The levels are
 
     ===== ====================================================================================
     level switches on
@@ -244,29 +245,30 @@ def auto(
     O2    the same, and AdaSum, which MindSpore never reaches beside freezing
     ===== ====================================================================================
 
-    These are levels of ``mindspore.boost``, not of precision. ``{"singa": {"dist_option":
-    "sparseTopK"}}`` names a mode of Apache SINGA. Keys of boostax, ``level`` and ``strict`` may
-    stand beside both, so that one file describes a whole job. Beside a part of MindSpore's
-    dictionary they add settings that it has no word for:
-    ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``. ``"sens"`` multiplies the gradients.
+    The levels are those of ``mindspore.boost``, not of its ``amp_level``. ``{"singa":
+    {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Both kinds of dictionary may also
+    have keys of boostax, ``level`` and ``strict``, so that one file describes a whole job. Keys of
+    boostax add settings that MindSpore lacks: ``{"grad_freeze": {...}, "freeze": {"order":
+    [...]}}``. ``"sens"`` multiplies the gradients.
 
     Args:
-      spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary of boostax, such as ``Boost.config``, or of
-        MindSpore, or one with ``"singa"``; or the path of a JSON file with such a dictionary.
-      level: the level that a dictionary or a file starts from; ``None`` is ``"O0"``.
+      spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary for boostax, such as ``Boost.config``, for
+        MindSpore, or with the key ``"singa"``; or the path of a JSON file with such a dictionary.
+      level: the level to which a dictionary or a file is applied; ``None`` is ``"O0"``.
       strict: whether settings that MindSpore ignores are errors, and every part that is on must be
-        in the chain and the step; ``None`` is True for dictionaries of boostax's keys alone.
-      factories: functions of your own that make transformations, whose names become keys. Describe
-        them (``boostax.describe``): the role says where each stands. Your own reduction replaces
-        the mean.
+        in the chain and the step. ``None`` means True for dictionaries with only boostax's keys,
+        else False.
+      factories: your own functions that make transformations; their names become keys.
+        ``boostax.describe`` gives each a role, which decides its position. Your own reduction
+        replaces the mean.
 
     Returns:
       A ``Boost``. Cost: none. Nothing is global, and nothing in the file is executed.
 
     Raises:
-      ValueError, TypeError: unknown keys, words, arguments and levels, missing arguments, and parts
-        that exclude one another; values out of range of MindSpore's and SINGA's settings. Other
-        values are checked by their factories when the chain is built. OSError: no such file.
+      ValueError, TypeError: unknown keys, words, arguments or levels; missing arguments; parts that
+        exclude one another; values out of range in MindSpore's and SINGA's settings. Other values
+        are checked by the factories when the chain is built. OSError: no such file.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -280,7 +282,7 @@ def auto(
       True
 
     References:
-      MindSpore 2.10, ``mindspore.boost.AutoBoost``, a single object of a whole process.
+      MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one global object per process.
     """
     is_file = isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
     given: Any = _loaded(spec) if is_file else spec
@@ -295,10 +297,10 @@ def auto(
 
 
 def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, own: Own) -> Boost:
-    """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
+    """Read the keys of MindSpore and SINGA in a dictionary; boostax's keys override them."""
     foreign = dictionary.is_mindspore(data)
     asked, strict = strict, not foreign if strict is None else strict
-    # Where all keys are MindSpore's, it ignores those that are unknown.
+    # MindSpore ignores unknown keys, so they are refused only beside keys of boostax.
     both = data.keys() - {*dictionary.KEYS} & {*keys.KEYS, *own, "singa"}
     taken = {x: data.pop(x) for x in [*data] if foreign and (x in dictionary.KEYS or not both)}
     config, notes = dictionary.from_mindspore(taken, level, strict=strict)
@@ -309,13 +311,13 @@ def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, ow
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
         whose, before = said.get(key, ""), config.get(key)
-        # Beside MindSpore's dictionary stand settings that it has no word for, such as an order.
+        # Keys of boostax add settings that MindSpore's dictionary lacks, such as an order.
         more = name == key and isinstance(value, Mapping) and not value.keys() & {*(before or ())}
         fits = not whose or (more and whose[0] == "M")
         require(fits, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
         said[key] = f"another {key}"
         if name == "microbatches":
-            config[key] = checks.positive_int(_WHO, name, value, "1 takes each batch whole.")
+            config[key] = checks.positive_int(_WHO, name, value, "1 does not split the batch.")
         elif value is None or value is False:
             config.pop(key, None)
         else:
@@ -350,7 +352,7 @@ def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
 def _loaded(path: str | pathlib.Path) -> object:
     try:
         return json.loads(pathlib.Path(path).read_text())
-    # A file may be no text at all, or nest brackets without end.
+    # A file may not be text, or may nest brackets too deeply.
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         text = checks.message(_WHO, "spec", "a file of JSON", str(path), f"{error}.")
         raise ValueError(text) from error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the dictionary of ``mindspore.boost``, and the options of Apache SINGA's ``DistOpt``.
 
-MindSpore's levels, modes, switches, settings and managers are read as MindSpore 2.10 reads them:
-what it ignores has no effect. A ledger notes each setting without effect, and each rule by which
-boostax may train other weights. Each mode of SINGA's is a reduction here;
-``docs/coming_from/singa.md`` says how they differ. Nothing is global.
+MindSpore's levels, modes, switches, settings and managers are read as MindSpore 2.10 reads them, so
+settings that MindSpore ignores have no effect. A ledger notes each setting without effect, and each
+difference that may change the trained weights. Each mode of SINGA becomes a reduction;
+``docs/coming_from/singa.md`` lists the differences.
 """
 
 import re
@@ -23,12 +23,12 @@ SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
 LEVELS: dict[Level, list[str]] = _DATA["levels"]
 GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
 KEYS = ("boost", *GROUPS, "loss_scale_manager")
-# The setting that each argument comes from.
+# The MindSpore setting behind each argument.
 _NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
 
 
 def is_mindspore(data: Mapping[str, Any]) -> bool:
-    """Return whether a dictionary is MindSpore's: it has a key that boostax does not have."""
+    """Return whether a dictionary is MindSpore's, because it has a key that boostax lacks."""
     theirs = {name: GROUPS[name].keys() - {*shared} for name, shared in _DATA["shared"].items()}
     inside = (theirs[x] & data[x].keys() for x in theirs if isinstance(data.get(x), Mapping))
     return bool(data.keys() & ({*KEYS, *SWITCHES} - {*keys.KEYS})) or any(inside)
@@ -39,15 +39,16 @@ def from_mindspore(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
-    The modes are those of MindSpore: ``"auto"`` takes the techniques of the level, ``"manual"`` the
-    same with changes by the switches, ``"enable_all"`` all and ``"disable_all"`` none. An unknown
-    level is ``"O0"``; unknown keys, switches that the mode does not look at, and settings of a
-    technique that is off have no effect. A technique that is on can replace others: ``dim_reduce``
-    replaces all and the optimizer, ``grad_freeze`` AdaSum and accumulation. Freezing goes by
-    buckets of three params with moments for each depth, centralization stands behind weight decay
-    and skips dimensions that 16 does not divide, and LessBN leaves a model without norms or head
-    unchanged. ``loss_scale_manager`` is what ``DynamicLossScaleManager``, ``FixedLossScaleManager``
-    or ``GroupLossScaleManager`` returns; the switch ``loss_scale_group`` belongs to the last.
+    The modes are MindSpore's: ``"auto"`` takes the techniques of the level, ``"manual"`` changes
+    them by the switches, ``"enable_all"`` takes all techniques and ``"disable_all"`` none. An
+    unknown level is ``"O0"``. Unknown keys, switches that the mode ignores, and settings of a
+    technique that is off have no effect. Some techniques replace others: ``dim_reduce`` replaces
+    the optimizer and all other techniques, and ``grad_freeze`` replaces AdaSum and accumulation.
+    Freezing uses buckets of three params and moments for each depth, centralization comes after
+    weight decay and skips dimensions that are not multiples of 16, and LessBN leaves a model
+    without norms or head unchanged. ``loss_scale_manager`` is the result of
+    ``DynamicLossScaleManager``, ``FixedLossScaleManager`` or ``GroupLossScaleManager``; the switch
+    ``loss_scale_group`` belongs to ``GroupLossScaleManager``.
 
     Args:
       data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``; ``{}`` for nothing.
@@ -55,12 +56,12 @@ def from_mindspore(
       strict: whether settings that MindSpore ignores are errors.
 
     Returns:
-      The configuration as plain data, and notes: which settings have no effect, and what may train
-      other weights than MindSpore's. Without a note the weights are MindSpore's. Cost: none.
+      The configuration as plain data, and notes on settings without effect and on differences that
+      may change the trained weights. Without a note the weights are MindSpore's. Cost: none.
 
     Raises:
-      ValueError, TypeError: what MindSpore raises: an unknown mode, a value out of range, a manager
-        that does not fit the switch. With ``strict``, a setting without effect.
+      ValueError, TypeError: an unknown mode, a value out of range, or a manager that does not fit
+        the switch, as in MindSpore; with ``strict``, a setting without effect.
 
     Example:
       >>> from boostax.config.dictionary import from_mindspore
@@ -81,11 +82,11 @@ def from_mindspore(
     given = ledger.known("boost_config_dict", data, KEYS)
     asked = given.get("loss_scale_manager")
     manager: dict[str, Any] = keys.part("loss_scale", asked, build=True) if asked else {}
-    # Only where the manager looks for overflows MindSpore makes a loss-scale cell.
+    # MindSpore makes a loss-scale cell only if the manager checks for overflows.
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
     on = _switches(ledger, given.get("boost", {}), level, cell)
     settings = {x: _settings(ledger, x, given.get(x, {}), on.get(x, True)) for x in GROUPS}
-    # Nobody divides by a fixed scale, but the optimizer by a loss_scale of its own.
+    # Only the optimizer divides, by its own loss_scale, if the scale is fixed.
     fixed = bool(manager) and not cell
     sens = manager["scale"] if fixed else 1.0
     settings |= {"loss_scale": manager, "sens": {"step_size": sens}}
@@ -93,7 +94,7 @@ def from_mindspore(
         settings["dim_reduce"]["residual_rate"] *= sens
     on |= {
         "O0": level == "O0" and any(on.values()),
-        # Each depth would keep a scaler, which without overflows to skip only protects f16.
+        # Each depth would keep its own scaler.
         "loss_scale": bool(manager) and not (fixed and on["grad_freeze"]),
         "sens": sens != 1 and not on["dim_reduce"],
         "gc_flag": settings["less_bn"].pop("centralize", False),
@@ -125,12 +126,12 @@ class _Ledger(NamedTuple):
     notes: list[str]
 
     def ignore(self, name: str, value: object, why: str, said: bool = True) -> None:
-        """Note that a setting has no effect; refuse it if it was said and the reading is strict."""
+        """Note that a setting has no effect; refuse a given setting if ``strict``."""
         require(not (said and self.strict), "strict", value, name=name, why=why)
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
     def known(self, group: str, data: Any, allowed: Iterable[str]) -> dict[str, Any]:
-        """Return the part of a dictionary that MindSpore looks at."""
+        """Return the keys of a dictionary that MindSpore reads."""
         keys.known(data, data, f"keys of {group}", _WHO)
         for key in (key for key in data if key not in allowed):
             self.ignore(f"{group}.{key}", data[key], checks.nearest(key, allowed))
@@ -138,7 +139,7 @@ class _Ledger(NamedTuple):
 
 
 def _switches(ledger: _Ledger, boost: Any, level: Level, cell: str) -> dict[str, bool]:
-    """Return the switches that take effect, by mode, level and kind of the loss-scale cell."""
+    """Return the effective switches, by mode, level and kind of the loss-scale cell."""
     asked = ledger.known("boost", boost, ("mode", *SWITCHES))
     mode, modes = asked.pop("mode", "auto"), tuple(_DATA["modes"])
     checks.choice(_WHO, "boost.mode", mode, modes, checks.nearest(mode, modes))
@@ -183,14 +184,14 @@ def from_singa(options: Any) -> dict[str, Any]:
 
     Args:
       options: ``dist_option`` is ``"plain"``, ``"half"``, ``"partialUpdate"``, ``"sparseTopK"`` or
-        ``"sparseThreshold"``; the others have SINGA's names and defaults: ``threshold`` (in
+        ``"sparseThreshold"``; the other options have SINGA's names and defaults: ``threshold`` (in
         elements), ``spars``, ``corr``, ``topK``, ``clipping``, ``clip_Value``. boostax adds
         ``partitions``, which replaces ``threshold``, and ``capacity``.
 
     Returns:
-      The ``"reduce"`` of a configuration. The sparse modes choose elements from buckets, as SINGA
-      does, and ``"sparseThreshold"`` sends everything that reaches ``spars``. Modes that sum all
-      elements leave fusion to XLA unless ``threshold`` is given.
+      The ``"reduce"`` of a configuration. The sparse modes choose elements per bucket, as SINGA
+      does, and ``"sparseThreshold"`` sends every element of magnitude ``spars`` or more. Dense
+      modes leave fusion to XLA unless ``threshold`` is given.
 
     Raises:
       ValueError, TypeError: an option that the mode does not use, or a value out of range.
@@ -215,7 +216,7 @@ def from_singa(options: Any) -> dict[str, Any]:
     if "threshold" in given:
         elements = checks.natural(who, "threshold", given["threshold"], WORDS["elements"][-1])
         require(elements < 2**29, "elements", elements)
-        # In bytes of f32; with buckets of one byte every leaf is alone.
+        # The size is in bytes of f32; with buckets of one byte every leaf is its own bucket.
         given["threshold"] = max(4 * elements, 1)
     named = {used.get(name, name): value for name, value in given.items()}
     asked = {"kind": modes[mode]["kind"]} | {x: y for x, y in named.items() if x}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factories that a configuration names, in their one order, and their arguments as data.
+"""The factories that a configuration names, in the recommended order, and their arguments as data.
 
 A configuration can give a factory the arguments in its signature, except those that the chain
-supplies: the optimizer inside, the replica axes and the params. Some arguments are not data (a
-schedule, a tree of labels); here functions make them from data that a configuration can hold.
+supplies: the optimizer inside, the replica axes and the params. Arguments that are not data (a
+schedule, a tree of labels) are made from data by functions of this module.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ PARTS: dict[str, dict[str, Factory]] = {
     key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
     for key, kinds in (DATA["order"] | DATA["beside"]).items()
 }
-# The key that a user's part of this role replaces, or stands behind.
+# The key of the part that a user's part of this role replaces or follows.
 PLACES: dict[str, str] = {role: key for key, roles in DATA["places"].items() for role in roles}
-# The key and the kind of each factory, whose own name is a key too.
+# The key and the kind of each factory; the factory's name is also a key.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# With one of these arguments dim_reduce begins at once.
+# With one of these arguments dim_reduce starts at the first step.
 FILES = ("weight_load_dir", "pca_mat_path")
-# Replaces the params while a configuration is checked.
+# Stands for the params while a configuration is checked.
 _LATER = object()
 
 
@@ -76,7 +76,7 @@ def _groups(options: types.SimpleNamespace) -> Any:
 
 
 def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
-    """Make a schedule from its name or a function; a sequence of depths is one already."""
+    """Make a schedule from its name or a function; return a sequence of depths unchanged."""
     _, *names = inspect.signature(boostax.freeze.freeze_schedule).parameters
     kind, steps = options.kind, {name: getattr(options, name) for name in names}
     groups = _groups(options)
@@ -84,7 +84,7 @@ def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
         for name, value in steps.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # The other two freeze for good and need an end; 65536 is the default of MindSpore.
+    # The other two kinds freeze for good and need an end; MindSpore's default is 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         steps["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **steps)
@@ -92,7 +92,7 @@ def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def _finish(options: types.SimpleNamespace) -> dict[str, Any]:
-    """Find a rule by its name, and train outside of the span by SGD if no optimizer is given."""
+    """Look up a rule by name, and use SGD outside of the span if no optimizer is given."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
@@ -109,7 +109,7 @@ def _finish(options: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def _basis(options: types.SimpleNamespace) -> Any:
-    """Read a basis from a source; without a source return the recorder of snapshots, if any."""
+    """Read a basis from a source; without a source, return the recorder of snapshots, if any."""
     source, count, tree = options.source, options.n_components, options.tree
     folder, matrix = options.weight_load_dir, options.pca_mat_path
     checks.positive_int("", "n_components", count, "It counts directions.")
@@ -129,7 +129,7 @@ def _basis(options: types.SimpleNamespace) -> Any:
     return subspace.pca_basis(subspace.checkpoint_snapshots(options.weight_load_dir, tree), count)
 
 
-# The function that makes the arguments of each factory that are not data.
+# For each factory, the function that makes its arguments that are not data.
 _MADE: dict[str, Factory] = {
     "accumulate": lambda _: {},
     "centralize_gradients": _axes,
@@ -141,7 +141,7 @@ _MADE: dict[str, Factory] = {
 
 @functools.cache
 def takes(factory: Factory) -> Data:
-    """Return the arguments of a factory that data can express, with their defaults."""
+    """Return the arguments of a factory that plain data can express, with their defaults."""
     about = DATA["made"].get(factory.__name__, {"make": (), "data": ()})
     instead = {name: next(iter(default), None) for name, *default in about["data"]}
     parameters = inspect.signature(factory).parameters.items()
@@ -157,12 +157,12 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: 
       given: its arguments as data.
       parts: the chain so far.
       **place: the replica axes (``axis_name``), the params or their shapes (``tree``) and the
-        changes that LessBN made to the model (``less_bn``); for a finish also the ``source`` of its
-        basis and an optimizer outside of the span (``residual``).
+        changes that LessBN made to the model (``less_bn``); for ``Boost.finish`` also the
+        ``source`` of the basis and an optimizer outside of the span (``residual``).
     """
     who, options = factory.__name__, place | {x: sequences(y, tuple) for x, y in given.items()}
     if options.get("dense") == "vectors":
-        # Sending norms and biases sparsely costs more than it saves.
+        # A sparse message of norms and biases costs more than it saves.
         options["dense"] = lambda _, leaf: leaf.ndim < 2
     if isinstance(within := options.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
@@ -183,14 +183,14 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: 
 
 
 def chained(parts: list[Tx]) -> Tx:
-    """Return one transformation."""
+    """Return a chain of the parts as one transformation."""
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 
 def _after_decay(centralize: Tx, inner: Tx) -> Tx:
-    """Put centralization behind the weight decay that the moments include, as MindSpore does."""
+    """Put centralization after coupled weight decay, as MindSpore does."""
     parts = opened(inner)
-    # A mask, which has no row of its own, excludes norms from the decay.
+    # The decay may be inside a mask that excludes norms, which has no row.
     kinds = ({row.role for row in rows(read(tx))} for tx in parts)
     before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]
     position = max((i + 1 for i, kind in enumerate(before) if "decay" in kind), default=0)
@@ -202,9 +202,9 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
 
     Args:
       name: a key, or the name of a factory.
-      value: a dictionary of arguments, ``True`` for none, or the first argument alone.
+      value: a dictionary of arguments, ``True`` for no arguments, or the first argument alone.
       before: arguments that apply unless ``value`` sets them, if the kind is the same.
-      user: the factory, if it is a user's.
+      user: the factory, if a user wrote it.
       build: whether to call the factory, so that it refuses values out of range.
 
     Returns:
@@ -251,7 +251,7 @@ def flag(who: str, name: str, value: object) -> None:
 
 @contextlib.contextmanager
 def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
-    """Put ``who`` and the names of a configuration into the text of an error inside."""
+    """Put ``who`` and the configuration's key into the text of an error raised in this context."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry a saved optimizer state over to a chain that has changed since.
+"""Migrate a saved optimizer state to a changed chain.
 
 An optimizer state is a tree of NamedTuples, each the state of a part, and every array belongs to
-the innermost one around it. States are matched by class, arrays by their paths within the state.
-Arrays that belong together (an open window, the moments of a param) are carried together or not at
-all.
+the innermost NamedTuple around it. States are matched by class, arrays by their paths within the
+state. Arrays that belong together (an open window, the moments of a param) are kept together or
+dropped together.
 
-A scaler divides gradients for what is inside it. A state around it, or before it in a chain, sees
-gradients times its scale. The sums of such a state have this scale as their unit.
+A scaler divides the gradients that it passes inwards. A state around the scaler, or before it in a
+chain, gets gradients times the scale, so the sums in such a state are in units of the scale.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ from boostax.reduce.by_shape import ByShapeState
 from boostax.train.state import TrainState
 
 Tx: TypeAlias = optax.GradientTransformation
-# Scales by the path of their scaler; "" for the product of those that apply to every gradient.
+# Scales by the path of the scaler; "" for the product of the scales that apply to all gradients.
 Unit: TypeAlias = dict[str, Any]
 Notes: TypeAlias = list[str]
 Path: TypeAlias = tuple[Any, ...]
 _WHO = "migrate_state"
-# What is known of the states of Optax and of other libraries, and the words of the notes.
+# The meaning of Optax's and other libraries' states, and the texts of the notes.
 _DATA = checks.table("boostax.config", "migrate")
 _HOLDS = {pkgutil.resolve_name(cls): Holds(**fields) for cls, fields in _DATA["holds"].items()}
 _BECOMES = {name: pkgutil.resolve_name(row["is"]) for name, row in _DATA["becomes"].items()}
@@ -51,10 +51,10 @@ class MigrationReport:
     """A report on each part of a migrated state. ``print`` gives it in words.
 
     Attributes:
-      kept: the states that were carried over: each state, its fields, and the old and the new path.
+      kept: the states that were kept: each state, its fields, and the old and the new path.
       anew: the states that stay as ``new_tx.init`` made them.
-      dropped: the parts of the old state that have no counterpart in the new one.
-      notes: choices that were made, and saved values that replace new arguments.
+      dropped: the parts of the old state that have no counterpart in the new state.
+      notes: choices of the migration, and saved values that override new arguments.
     """
 
     kept: tuple[str, ...]
@@ -72,50 +72,50 @@ class MigrationReport:
 def migrate_state(
     old_state: PyTree, new_tx: Tx, params: PyTree, *, replicas: int | None = None
 ) -> tuple[PyTree, MigrationReport]:
-    """Carry an optimizer state over to a chain in which something was added, removed or moved.
+    """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
-    ``new_tx.init(params)`` gives the structure. Its states take the arrays of old states of the
-    same class, which may be inside a scaler, a window, ``optax.masked``, ``partition`` or
-    ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
-    equal fits, the k-th old state goes to the k-th new one, counted from outside. An array of a
-    state is kept if path, shape and dtype agree, so newly masked or newly trained leaves do not
-    affect the others. The moments of a leaf are kept together or not at all, counts only with
-    moments, and a trajectory and a basis only as a whole.
+    The result has the structure of ``new_tx.init(params)``. A new state takes the arrays of an old
+    state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
+    or ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
+    equal fits, the k-th old state goes to the k-th new state, counted from outside. An array is
+    kept if path, shape and dtype agree, so newly masked or newly trained leaves do not affect other
+    leaves. The moments of a leaf are kept all or none, counts only with moments, and a trajectory
+    or a basis only as a whole.
 
-    A state around a loss scaler, or before it, sums up gradients times the scale. If the scaler
-    moves, or is added or removed, open windows, residuals and momentum are multiplied by the new
-    scale over the old one, and a note says so. An open window continues in any precision. It is
-    refused if ``new_tx`` has no place for it, and dropped with a note if the old scaler would have
-    skipped it (not finite, or beyond 2**48).
+    A state around a loss scaler, or before it, sums up gradients times the scale. If the scaler is
+    moved, added or removed, open windows, residuals and momentum are multiplied by the ratio of the
+    new to the old scale, and a note says so. An open window continues in any precision. The
+    migration raises if ``new_tx`` has no window, and drops a window with a note if the old scaler
+    would have skipped it (not finite, or beyond 2**48).
 
     Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
     ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
     ``DynamicLossScale`` and ``StaticLossScale``:
     ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
-    A saved value wins over a new argument if the state holds it: loss scales,
-    ``inject_hyperparams`` and bases. The report notes the differences.
+    A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides a new argument,
+    and the report notes the difference.
 
     Args:
-      old_state: the saved state, that of an NNX optimizer included, with a dimension of replicas
-        if it comes from a ``TrainState``. It is not changed. If a serialiser has made dicts and
-        lists of it, its classes are found by the names of their fields.
-      new_tx: the transformation that continues the run, that of ``boostax.on_mesh`` included.
-      params: the params that it trains; ``TrainState.params`` unchanged.
+      old_state: the saved state, also of an NNX optimizer, with a dimension of replicas if it comes
+        from a ``TrainState``. If a serialiser converted the state to dicts and lists, its classes
+        are recognised by their fields' names.
+      new_tx: the transformation that continues the run; it may come from ``boostax.on_mesh``.
+      params: the trained params; pass ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
-        none. If the replicas add up an open window, each of them gets a part of it.
+        none. An open window whose sum over the replicas counts is divided among the replicas.
 
     Returns:
-      The new state, which shares no buffer with ``old_state`` or ``params``, with the dtypes and
-      the placement of ``new_tx.init(params)``; and a ``MigrationReport``. With a ``TrainStep``,
-      place it by ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy
-      of the state; call it on the host.
+      The new state, with the dtypes and the placement of ``new_tx.init(params)`` and in new
+      buffers, and a ``MigrationReport``. With a ``TrainStep``, place the state by
+      ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy of the state,
+      outside ``jit``.
 
     Raises:
-      ValueError: params of other shapes than those of ``old_state`` (it names the leaf); numbers of
-        replicas that differ; an open window that does not fit; moments of scaled gradients, or
+      ValueError: params of other shapes than in ``old_state`` (the error names the leaf); different
+        numbers of replicas; an open window without a counterpart; moments of scaled gradients, or
         scales by group, that the new position of a scaler makes wrong.
-      TypeError: ``new_tx`` is no transformation, or ``old_state`` is a whole ``TrainState``.
+      TypeError: ``new_tx`` is not a transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -142,7 +142,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         params = jax.tree.map(lambda x: x[0], params.local)
     with axes.binding(axes.UNNAMED):
         first, notes = new_tx.init(params), list[str]()
-    # Moments are carried over in f32, whatever dtype stores them.
+    # Moments are migrated in f32, in any storage dtype.
     saved, old_state = old_state, _classed(old_state, first)
     if jax.tree.structure(saved) != jax.tree.structure(old_state):
         notes.append(_DATA["notes"]["classes"])
@@ -150,7 +150,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     news = _read(fresh, params)
     wanted = dict.fromkeys(type(y.state) for y in news)
     olds = _read(_translated(old_state, {*wanted}, notes), params)
-    # The state of on_mesh leads with the replicas already.
+    # The state of on_mesh already has the dimension of replicas.
     news, stacked = _stacked(news, None)
     olds, count = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news)
@@ -168,9 +168,10 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
 
 
 def _classed(tree: PyTree, like: PyTree) -> PyTree:
-    """Return a state that a serialiser has made dicts of in its classes.
+    """Restore the classes of a state that a serialiser converted to dicts.
 
-    A dict whose keys are the fields of a class in ``like``, of boostax or of Optax becomes one.
+    A dict whose keys are the fields of a class in ``like``, in boostax or in Optax becomes an
+    instance of the class.
     """
     known = [*map(type, trees.nodes(like)), *vars(states).values(), *vars(optax).values()]
     fields = {frozenset(x._fields): x for x in reversed(known) if getattr(x, "_fields", ())}
@@ -188,7 +189,7 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def holds(cls: type) -> Holds:
-    """Return the meaning of a state class's fields: its ``holds``, or a known one for Optax's."""
+    """Return the meaning of a state class's fields: its ``holds``, or a known one of Optax."""
     return getattr(cls, "holds", _HOLDS.get(cls, Holds()))
 
 
@@ -197,14 +198,14 @@ class Leaf(NamedTuple):
 
     Attributes:
       path: its path in the tree.
-      rel: its path in its state.
+      rel: its path within its state.
       value: the array.
       at: the path of its state.
       state: the innermost state around it; ``None`` if it is in no NamedTuple.
-      field: the field of the state that contains it.
+      field: the field of the state that contains the array.
       holds: the meaning of that state's fields.
-      bound: whether it has a meaning only together with other arrays of its state.
-      owner: the path of the param that it belongs to, if any.
+      bound: whether the array has a meaning only together with other arrays of its state.
+      owner: the path of the param that the array belongs to, if any.
       like: the shape of that param.
       replicas: ``None`` if the array is the same on all replicas; else the size of its leading
         dimension of replicas, 0 if it has none.
@@ -229,12 +230,11 @@ class Leaf(NamedTuple):
 
     @property
     def micro_steps(self) -> int:
-        """The micro-steps in the window of its state; 0 if it is closed, or has none."""
+        """The micro-steps in the open window of the array's state; 0 without an open window."""
         return int(getattr(self.state, self.holds.opened, 0))
 
 
-# The arrays of a state by their paths in it, or old arrays by the paths of the new ones that they
-# become.
+# The arrays of a state by path, or old arrays by the paths of the new arrays that they become.
 Leaves: TypeAlias = dict[Path, Leaf]
 
 
@@ -272,7 +272,7 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
 
 
 def _is_state(x: object) -> bool:
-    """Return whether ``x`` is a state, and not one of the nodes that make up a state."""
+    """Return whether ``x`` is a state, not a NamedTuple within a state such as a ``Window``."""
     name, ours = type(x).__name__, type(x).__module__.startswith("boostax.")
     node = not name.endswith("State") if ours else name in ("MaskedNode", "WrappedScheduleState")
     return hasattr(x, "_fields") and not node
@@ -293,16 +293,16 @@ def _named(leaf: Leaf) -> str:
 
 
 def _spot(path: Path) -> str:
-    """Return a path in a state as people write it."""
+    """Return the text of a path in a state."""
     return trees.path_name(path) or "the root"
 
 
 def _window(x: Any) -> dict[str, Any]:
-    """Return the window of the other class: MultiSteps keeps a mean, accumulate a sum."""
+    """Convert a window between MultiSteps (keeps a mean) and accumulate (keeps a sum)."""
     if hasattr(x, "acc_grads"):
         sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
         return {"window": Window(sums, None), "applied": (x.gradient_step > 0) & (x.mini_step == 0)}
-    # A window with weights, or of each replica, has no place.
+    # MultiSteps cannot keep a window with weights, or a window per replica.
     fits = isinstance(x.window, Window) and x.window.weight is None
     sums = trees.at_least_float32(x.window.grads if fits else None)
     return {"acc_grads": jax.tree.map(lambda g: g / jnp.maximum(x.micro_step, 1), sums)}
@@ -335,14 +335,14 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
     kept = {(x.owner, x.shape) for x in olds}
     for leaf in news:
         old = before.get((type(leaf.state), leaf.rel), leaf)
-        # An optimizer keeps an array of one element in the place of a state that it does not need.
+        # Optimizers keep an array of one element instead of a state that they do not need.
         same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in kept
         got, fits = trees.path_name(leaf.owner or ()) or "a leaf", same or leaf.shape != leaf.like
         require(fits, "shapes", f"{got} of {leaf.shape}", shape=old.shape, path=_spot(old.path))
 
 
 def _require_same_order(old: PyTree, new: PyTree) -> None:
-    """Refuse moments that are dealt by the order of params of other names."""
+    """Refuse moments that are dealt by the order of params whose names have changed."""
     orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (old, new)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
@@ -350,7 +350,7 @@ def _require_same_order(old: PyTree, new: PyTree) -> None:
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their dimension of replicas, and that size, 0 for none."""
+    """Record the size of the arrays' dimension of replicas; return the arrays and the size or 0."""
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if got == like else got[0] for got, like in shapes if like in (got, got[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -366,7 +366,7 @@ def _of_class(leaves: list[Leaf], cls: type) -> dict[Path, Leaves]:
 
 
 def _fits(old: Leaf, new: Leaf) -> bool:
-    """Return whether an old array can replace a new one; in a window, in another precision too."""
+    """Return whether an old array can replace a new array; a window may change its precision."""
     x, y = old.value, new.value
     sums = all(map(trees.is_inexact, (x.dtype, y.dtype))) and new.holds.opened != ""
     alike = x.dtype == y.dtype or (sums and jnp.iscomplexobj(x) == jnp.iscomplexobj(y))
@@ -375,10 +375,10 @@ def _fits(old: Leaf, new: Leaf) -> bool:
 
 
 def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -> Leaves:
-    """Find the sources of the states of a class: the best fit first, then in order.
+    """Match the old states of a class to the new states: the best fit first, then in order.
 
-    One old state may become several, and several one if each holds the moments of other params.
-    Translated ones too: the scale then comes from one, skipped steps from another.
+    An old state may become several new states. Several old states may become one if each has the
+    moments of different params, or if they are translated and each has different fields.
     """
     found, primary, pairs = Leaves(), dict[Path, Path](), list(itertools.product(olds, news))
     fitting: dict[tuple[Path, Path], Leaves] = {}
@@ -387,7 +387,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
         fitting[old, new] = {y.path: x for x, y in both if _fits(x, y)}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, int, int]:
-        """Count what fits, what has no place, and the names by which ``partition`` tells parts."""
+        """Count arrays that fit, arrays without a counterpart, and equal ``partition`` labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         return good, good - len(olds[pair[0]]), len(labels[0] & labels[1])
@@ -421,7 +421,7 @@ def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
         bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         return [new[rel].path for rel in bound if bound != before or lacks & bound]
     owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
-    # An old first moment divided by the root of a new, zero second moment would make a huge step.
+    # An old first moment over the root of a new second moment, which is zero, would be a huge step.
     broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
     wrong = {rel for rel, owner in owned.items() if owner in broken}
     # Counts without their moments would make the bias correction wrong.
@@ -430,15 +430,15 @@ def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
 
 
 def _units(leaves: list[Leaf], found: Leaves) -> dict[Path, Unit]:
-    """Return the scales that multiply the gradients of each state, read from ``found`` if there.
+    """Return the scales that multiply the gradients of each state, from ``found`` if present.
 
     ``""`` is the product of the scales that apply to all gradients of a state, if there are any.
-    Scales of groups, and of scalers in one part of a ``partition`` or ``named_chain``, stand under
-    their paths: they can only be compared, not multiplied.
+    Scales of groups, and of scalers in one branch of a ``partition`` or ``named_chain``, are listed
+    by path, because they can only be compared, not multiplied.
     """
     seen: dict[Path, Unit] = {x.at: {} for x in leaves}
     scalers = [x for x in leaves if x.holds.scale == x.field != ""]
-    # A scaler that was kept beside the optimizer does not divide these gradients.
+    # A scaler beside the optimizer does not divide the gradients of the optimizer's state.
     scalers = [x for x in scalers if getattr(x.state, "inner_state", ()) is not None]
     for (at, unit), x in itertools.product(seen.items(), scalers):
         scale = np.asarray(found.get(x.path, x).value, np.float64)
@@ -452,7 +452,7 @@ def _units(leaves: list[Leaf], found: Leaves) -> dict[Path, Unit]:
 
 
 def _path_to_scaler(at: Path, scaler: Path) -> str | None:
-    """Return the path of a scaler that gradients reach: ``""`` if all do, ``None`` if none does."""
+    """Return a scaler's path: ``""`` if all gradients reach it, ``None`` if no gradient does."""
     shared = max(i for i in range(len(at) + 1) if at[:i] == scaler[:i])
     here: Any = next(iter(at[shared:]), None)
     there = scaler[shared:]
@@ -469,15 +469,16 @@ def _words(unit: Unit) -> str:
 
 
 def _measured(leaf: Leaf) -> str | None:
-    """Return how an array depends on the scale of the gradients that its state sees.
+    """Return how an array depends on the scale of the gradients that its state gets.
 
-    It is a ``"sum"`` if it is proportional to the scale, a ``"moment"`` if it goes by another power
-    of it, ``"unknown"`` in states that nothing is known about, and ``None`` if it does not depend.
+    The result is ``"sum"`` if the array is proportional to the scale, ``"moment"`` if it is
+    proportional to another power of the scale, ``"unknown"`` in unknown states, and ``None`` if it
+    does not depend on the scale.
     """
     known, cls = leaf.holds, type(leaf.state)
     if known.sums:
         return "sum" if trees.path_name(leaf.rel).startswith(tuple(known.sums)) else None
-    # If the only param is a scalar, every scalar of a state seems to belong to it.
+    # If the only param is a scalar, every scalar of a state looks like an array of this param.
     apart = known.params or leaf.owner is None or leaf.owner == leaf.shape == ()
     if apart or not trees.is_inexact(leaf.value.dtype):
         return None
@@ -488,7 +489,7 @@ def _measured(leaf: Leaf) -> str | None:
 def _settle_windows(
     olds: list[Leaf], found: Leaves, before: dict[Path, Unit], scaled: set[Path], notes: Notes
 ) -> None:
-    """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
+    """Drop open windows that the old chain would have skipped; refuse to drop others."""
     opened = [x for x in olds if x.bound and x.micro_steps]
     for at in dict.fromkeys(x.at for x in opened):
         sums = [x for x in opened if x.at == at]
@@ -529,7 +530,8 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
     if leaf.replicas is None:
         return _copy(x[0] if leads else x, leaf.value)
     if leads is not None or (leaf.replicas and old is None):
-        # Without a mesh the new state's array is not placed yet; only the old one is.
+        # Without a mesh the new state's array is not placed yet, so the old array's placement is
+        # used.
         return _copy(x, leaf.value if leaf.replicas else x)
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
     require(replicas or not (summed and old and old.micro_steps), "shared_out", None)
@@ -546,7 +548,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
-    """Set the next depth to the new schedule's depth after the steps taken so far."""
+    """Set the next depth from the new schedule and the number of applied steps."""
     variants = variants_of(tx)
     new = state if variants is None else variants.resumed(params, state)
     if new is state or int(new.coming()) == int(state.coming()):
@@ -556,7 +558,7 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
 
 
 def _report(olds: list[Leaf], news: list[Leaf], found: Leaves, notes: Notes) -> MigrationReport:
-    """Report for each state whether it was kept, made anew or dropped."""
+    """Report whether each state was kept, newly made or dropped."""
     used = {old.path for old in found.values()}
     rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]
     rows += [("dropped", x.at, x) for x in olds if x.path not in used]
@@ -581,7 +583,7 @@ def _fields(some: list[Leaf], leaves: list[Leaf]) -> Iterable[str]:
 
 
 def _saved_wins(leaf: Leaf, saved: jax.Array) -> Iterator[str]:
-    """Yield a note on a saved number that differs from the one that the new chain was given."""
+    """Yield a note on each saved number that differs from the new chain's argument."""
     given = leaf.field != "" and leaf.field in (leaf.holds.scale, leaf.holds.basis)
     if leaf.field == "hyperparams":
         given = leaf.rel[1].key not in getattr(leaf.state, "hyperparams_states", {})

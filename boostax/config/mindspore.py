@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore's loss-scale managers and optimizers, with its arguments by position.
 
-A manager stands in a dictionary that ``boostax.auto`` reads. An optimizer is a chain of Optax that
-trains as that of ``mindspore.nn``.
+A manager is a value in a dictionary for ``boostax.auto``. An optimizer is a chain of Optax that
+computes the same updates as the optimizer of this name in ``mindspore.nn``.
 
-Unless params are given to MindSpore in groups, its weight decay spares those whose names have
-``beta`` or ``gamma``, the vectors of norms. Here these are all params of a layer with a norm's name
-(``boostax.precision.policy.NORMS``), and those that have one of the two words in their path.
+Unless params are given to MindSpore in groups, its weight decay leaves out params whose names
+contain ``beta`` or ``gamma``, the vectors of norms. Here weight decay leaves out all params of a
+layer with a norm's name (``boostax.precision.policy.NORMS``), and params with one of the two words
+in their path.
 
 References:
   MindSpore 2.10, ``mindspore/nn/optim``, ``mindspore/train/loss_scale_manager.py``.
@@ -34,11 +35,12 @@ _SPARED = "|".join((*NORMS, "beta", "gamma"))
 def DynamicLossScaleManager(
     init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
 ) -> Data:
-    """Return the ``loss_scale_manager`` of a dictionary: a scale that adapts.
+    """Return a ``loss_scale_manager`` for a dictionary, with a dynamic scale.
 
     Args:
       init_loss_scale: the first scale.
-      scale_factor: by which an overflow divides the scale, down to 1, and a window multiplies it.
+      scale_factor: the factor by which an overflow divides the scale, down to 1, and by which the
+        scale grows.
       scale_window: clean steps before the scale grows.
 
     Returns:
@@ -57,12 +59,12 @@ def DynamicLossScaleManager(
 
 
 def FixedLossScaleManager(loss_scale: float = 128.0, drop_overflow_update: bool = True) -> Data:
-    """Return the ``loss_scale_manager`` of a dictionary: a constant scale.
+    """Return a ``loss_scale_manager`` for a dictionary, with a constant scale.
 
     Args:
       loss_scale: the scale.
-      drop_overflow_update: whether an overflow skips the step. Without, MindSpore leaves it to the
-        optimizer's ``loss_scale`` to divide.
+      drop_overflow_update: whether an overflow skips the step. If False, only the optimizer's
+        argument ``loss_scale`` divides the gradients, as in MindSpore.
 
     Returns:
       The arguments of ``boostax.static_loss_scale`` as data. Cost: none.
@@ -71,16 +73,16 @@ def FixedLossScaleManager(loss_scale: float = 128.0, drop_overflow_update: bool 
 
 
 def GroupLossScaleManager(init_loss_scale: Any, loss_scale_groups: Sequence[Any]) -> Data:
-    """Return the ``loss_scale_manager`` of a dictionary: a scale for each group of params.
+    """Return a ``loss_scale_manager`` for a dictionary, with a scale for each group of params.
 
     Args:
-      init_loss_scale: the first scale, or one for each group.
-      loss_scale_groups: patterns, or a list of names, for each group, from the first in the forward
-        pass on; ``boostax.freeze.param_groups`` makes them of lists of params.
+      init_loss_scale: the first scale, or a list with the first scale of each group.
+      loss_scale_groups: patterns, or a list of names, for each group, in the order of the forward
+        pass; ``boostax.freeze.param_groups`` makes such lists from params.
 
     Returns:
-      The arguments of ``boostax.precision.group_loss_scale`` as data. The loss needs its
-      ``scale_boundary`` on each edge between groups. Cost: none.
+      The arguments of ``boostax.precision.group_loss_scale`` as data. The loss needs a
+      ``boostax.precision.scale_boundary`` on each edge between groups. Cost: none.
     """
     limits = {"overflow": "each", "min_scale": 2.0**-60, "max_scale": 2.0**60}
     return {"kind": "group", "groups": loss_scale_groups, "init_scale": init_loss_scale} | limits
@@ -95,17 +97,17 @@ def momentum(
     .. math::
       v \leftarrow u v + g / c + \lambda w, \qquad w \leftarrow w - \eta v
 
-    With ``use_nesterov`` the step is :math:`\eta (g / c + \lambda w + u v)`; MindSpore's operator
-    for the CPU ignores it.
+    With ``use_nesterov`` the step is :math:`\eta (g / c + \lambda w + u v)`; MindSpore's CPU
+    operator ignores ``use_nesterov``.
 
     Args:
       learning_rate: a number, a function of the step, or a list with the rate of each step, whose
-        last one stays.
+        last rate is kept.
       momentum: :math:`u`, at least 0.
       weight_decay: :math:`\lambda`, coupled.
-      loss_scale: :math:`c`, which divides the gradients, for a loss that is multiplied by it.
+      loss_scale: :math:`c`, which divides the gradients of a loss that is multiplied by :math:`c`.
       use_nesterov: see above.
-      grouped: whether decay takes the params of norms too, as in MindSpore for params in groups.
+      grouped: whether decay includes the params of norms, as in MindSpore for params in groups.
 
     Returns:
       A transformation. Cost: one copy of the params.
@@ -141,7 +143,7 @@ def sgd(
       momentum: :math:`u`, at least 0.
       dampening: :math:`d`, at least 0; without momentum it has no effect.
       weight_decay: :math:`\lambda`, coupled.
-      nesterov: see ``momentum``; it excludes dampening.
+      nesterov: see ``momentum``; not together with dampening.
       loss_scale: see ``momentum``.
       grouped: see ``momentum``.
 
@@ -176,9 +178,9 @@ def adam(
       beta1: in [0, 1), the decay of :math:`m`.
       beta2: in [0, 1), the decay of :math:`v`.
       eps: positive.
-      use_locking: has no meaning in JAX.
-      use_nesterov: takes :math:`\beta_1 m + (1 - \beta_1) g` for :math:`m`.
-      weight_decay: coupled: part of :math:`g`.
+      use_locking: accepted, without effect.
+      use_nesterov: whether to use :math:`\beta_1 m + (1 - \beta_1) g` in place of :math:`m`.
+      weight_decay: coupled, so the decay is part of :math:`g`.
       loss_scale: see ``momentum``.
       grouped: see ``momentum``.
 
@@ -196,7 +198,7 @@ def adam_weight_decay(
     learning_rate: Rate = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
     weight_decay: float = 0.0, *, grouped: bool = False,
 ) -> optax.GradientTransformation:  # fmt: skip
-    r"""Return ``nn.AdamWeightDecay``, which corrects no bias and decays apart from the moments.
+    r"""Return ``nn.AdamWeightDecay``, without bias correction and with decoupled weight decay.
 
     .. math::
       w \leftarrow w - \eta \left(\frac{m}{\sqrt{v} + \epsilon} + \lambda w\right)
@@ -224,25 +226,25 @@ def lars(
     use_clip: bool = False, learning_rate: float = 1.0, loss_scale: float = 1.0, *,
     lars_filter: Callable[[str], bool] = lambda name: re.search("LayerNorm|bias", name) is None,
 ) -> optax.GradientTransformation:  # fmt: skip
-    r"""Return the part of ``nn.LARS`` that stands in front of the optimizer that it wraps.
+    r"""Return the rescaling of gradients by ``nn.LARS``, which stands in front of its optimizer.
 
     .. math::
       g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
 
-    MindSpore takes weight decay and loss scale out of that optimizer, so they are given here:
+    MindSpore applies the optimizer's weight decay and loss scale in LARS, so pass them here:
     ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` is
-    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. Its operator exists on Ascend
-    alone; this is the formula of its documents.
+    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore has the operator
+    only on Ascend; this is the documented formula.
 
     Args:
-      weight_decay: :math:`\lambda`, none for the params of norms.
+      weight_decay: :math:`\lambda`; the params of norms have no decay.
       epsilon: :math:`\epsilon`.
       coefficient: :math:`\theta`.
-      use_clip: whether the factor is divided by the rate and then at most 1.
+      use_clip: whether the factor is divided by the rate and then limited to 1.
       learning_rate: the rate of the optimizer, for ``use_clip``.
       loss_scale: see ``momentum``.
-      lars_filter: a function of a param's path that selects those that get the factor; others keep
-        their gradient, without decay.
+      lars_filter: a function of a param's path that returns whether the param gets the factor;
+        other params keep their gradient, without decay.
 
     Returns:
       A transformation. Cost: one read of params and gradients.
@@ -294,7 +296,7 @@ def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: An
 
 
 def _decay(rate: float, grouped: bool) -> optax.GradientTransformation:
-    """Add weight decay, of the params of norms only if ``grouped``."""
+    """Add weight decay; the params of norms decay only if ``grouped``."""
 
     decays = lambda path, _: grouped or not re.search(_SPARED, trees.path_name(path))  # noqa: E731
     mask = lambda params: jax.tree_util.tree_map_with_path(decays, params)  # noqa: E731
@@ -302,7 +304,7 @@ def _decay(rate: float, grouped: bool) -> optax.GradientTransformation:
 
 
 def _rate(rate: Rate) -> optax.GradientTransformation:
-    """Multiply by the negative rate; a list has that of each step."""
+    """Multiply by the negative learning rate; a list has the rate of each step."""
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
     # An index beyond the end takes the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

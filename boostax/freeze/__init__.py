@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freeze by schedule: the transformation, its groups, its schedules."""
+"""Freezing by schedule: the transformation, groups and schedules."""
 
 from boostax._core.groups import mindspore_groups as mindspore_groups
 from boostax._core.groups import param_groups as param_groups

@@ -10,7 +10,7 @@ from boostax._core import trees
 from boostax._core.interpret import flow, of_data, require_readable
 
 PyTree = Any
-# The leaves of the params from which a value is computed, or None if it also depends on data.
+# The leaves of the params from which a value is computed, or None if the value depends on data.
 Origin = frozenset[int] | None
 
 
@@ -19,13 +19,13 @@ def forward_order(
 ) -> list[str]:
     """Return path names of the params in the order in which ``fn`` reads them.
 
-    A leaf counts as read where a product, a sum or a lookup first combines it with data, which are
-    values that depend on ``args`` or ``kwargs``. Arithmetic among params alone (a cast, a reshape,
-    a slice) does not count, so a precision policy that casts all params first changes nothing. The
-    bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and ``shard_map`` are
-    searched too.
+    A leaf counts as read where a product, a sum or a lookup first combines it with data, that is,
+    with a value that depends on ``args`` or ``kwargs``. Arithmetic among params alone (a cast, a
+    reshape, a slice) does not count, so a precision policy that first casts all params does not
+    change the order. The bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and
+    ``shard_map`` are searched too.
 
-    Pass the result to ``prefix_groups`` if the names of the layers do not tell their order.
+    Pass the result to ``prefix_groups`` if the layers' names are not in forward order.
 
     Args:
       fn: the loss or the forward pass: any function that JAX can trace.
@@ -40,8 +40,8 @@ def forward_order(
       are raveled into one vector count as read together. Cost: one trace; nothing is compiled.
 
     Raises:
-      ValueError: ``args`` and ``kwargs`` hold no array; data that ``fn`` closes over cannot be
-        distinguished from params.
+      ValueError: ``args`` and ``kwargs`` have no array; data in the closure of ``fn`` would look
+        like constants.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -58,7 +58,7 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """Return the origin of a value computed from these; record params that meet data."""
+        """Return the origin of a value from its operands' origins; record params that meet data."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezing by schedule: frozen leaves leave the optimizer, the reductions and the backward pass."""
+"""Freeze by schedule: frozen leaves take no part in optimizer, reductions and backward pass."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedul
 from boostax.freeze.stages import Choice
 
 Moments = Literal["shared", "per_group"]
-# Params (or updates) and the state, and a function that changes them at a depth.
+# The params (or updates) and the state, and a function that changes them at a depth.
 Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
 Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
 _WHO = "scheduled_freeze"
@@ -28,7 +28,7 @@ class ScheduledFreezeState(NamedTuple):
     """State of ``scheduled_freeze``.
 
     Attributes:
-      steps: i32, number of applied steps, which the schedule counts.
+      steps: i32, number of applied steps, the argument of the schedule.
       depth: i32, number of groups frozen in the last call.
       next_depth: i32, number of groups frozen in the next call.
       trained_steps: i32 ``[groups]``, number of applied steps that trained each group.
@@ -77,7 +77,7 @@ class Freezing:
         return self.plan(params).active(depth)
 
     def cut(self, params: PyTree, depth: int) -> trees.Pruning:
-        """Return the positions of the inner state of a depth in the whole inner state."""
+        """Return the positions of a depth's inner state within the whole inner state."""
         plan = self.plan(params)
         wide = jax.eval_shape(functools.partial(gate.params_for, self.tx), params)
         fewer = trees.masked(wide, plan.active(depth))
@@ -91,7 +91,7 @@ class Freezing:
         return trees.Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
 
     def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
-        """Return the active leaves at the next depth, which the program chooses."""
+        """Return the active leaves for each depth; the program chooses by the next depth."""
         plan = self.plan(params)
         return Choice(plan.index(state.next_depth), tuple(map(plan.active, plan.drawn)))
 
@@ -150,7 +150,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     for depth in plan.drawn if shared else ():
         freezing.cut(params, depth)
     first, trained = plan.known(0), jnp.zeros(plan.groups, jnp.int32)
-    # Each field has an array of its own: donation refuses a buffer that two fields share.
+    # Each field has its own array, because donation refuses a buffer that two fields share.
     steps, depth, coming = (jnp.full((), number, jnp.int32) for number in (0, first, first))
     return ScheduledFreezeState(steps, depth, coming, trained, states[0] if shared else states)
 
@@ -158,7 +158,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
 def _following(
     plan: Plan, state: ScheduledFreezeState, depth: int, ok: jax.Array, inner_state: PyTree
 ) -> ScheduledFreezeState:
-    """Return the state after a step; a step that was skipped is repeated at the same depth."""
+    """Return the state after a step; a skipped step is repeated at the same depth."""
     steps, now = gate.counted(state.steps, ok), jnp.full_like(state.depth, depth)
     coming = jnp.where(ok, plan.at(steps), now)
     trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
@@ -179,7 +179,8 @@ def _changed(
     depths = plan.drawn if depth is None else (_require_drawn(depth, plan.drawn),)
     for place, at in enumerate(depths):
         (value, state), cut = whole, freezing.cut(params, at)
-        # A train step may have taken out this depth's part already; then it also puts it back.
+        # A train step may have taken out this depth's part already; then the train step puts it
+        # back.
         apart = jax.tree.structure(state.inner_state) == cut.part
         inner = state.inner_state if apart else cut.take(state.inner_state)
         old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
@@ -196,7 +197,7 @@ def _changed(
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of schedules in the state of one depth to the number of steps of the run."""
-    # These are states of optax.scale_by_schedule, optax.add_decayed_weights and
+    # These are the states of optax.scale_by_schedule, optax.add_decayed_weights and
     # optax.inject_hyperparams.
     counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
     schedule = lambda node: type(node).__name__ in counts  # noqa: E731
@@ -205,7 +206,7 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 
 
 def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) -> None:
-    """Refuse inner states that would change while leaves are frozen."""
+    """Refuse inner states that would go wrong while leaves are frozen."""
     changes = len(drawn) > 1
     windows = trees.find(states, lambda node: isinstance(node, optax.MultiStepsState))
     refusals = {
@@ -259,57 +260,61 @@ def scheduled_freeze(
     moments: Moments = "shared",
     repeat: bool = False,
 ) -> ScheduledFreeze:
-    r"""Train only the groups from the scheduled depth on; leave the others unchanged.
+    r"""Train only the groups from the scheduled depth on; freeze the groups before it.
 
     At a step of depth :math:`d` the leaves of groups :math:`0 \dots d-1` are frozen. Their params,
     moments, accumulated gradients and residuals keep their bits. ``inner`` receives an
-    ``optax.MaskedNode`` for each of them, so they take no part in clipping, weight decay, checks of
-    finiteness and reductions. Later steps of smaller depth continue from the kept values.
+    ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
+    decay, checks of finiteness and reductions. Later steps of smaller depth continue from the kept
+    values.
 
-    Put it outermost, around scalers and windows. ``make_train_step`` then compiles one step for
-    each depth that is drawn. It differentiates only the active leaves, so the backward pass ends at
-    the first of them. In a loop of your own, pass the depth, a Python integer, to both::
+    Put ``scheduled_freeze`` outermost, around scalers and windows. ``make_train_step`` then
+    compiles one step for each depth that the schedule draws. Each step differentiates only the
+    active leaves, so the backward pass ends at the first active layer. In your own loop, pass the
+    depth, a Python integer, to both functions::
 
       active = tx.active(params, depth)
       loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
       params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
 
-    Without ``depth`` the program itself looks up the depth, and gradients must hold every leaf.
-    With ``active=tx.choice(params, opt_state)`` the program also ends the backward pass there. This
-    is the form for ``jax.lax.scan`` over steps.
+    Without ``depth`` the compiled program looks up the depth, and gradients must have every leaf.
+    With ``active=tx.choice(params, opt_state)`` that program also ends the backward pass at the
+    depth. Use this form for ``jax.lax.scan`` over steps.
 
     The schedule counts applied steps, so it waits for an accumulation window to close, and a step
     that a loss scaler skips is repeated at the same depth.
 
     Args:
-      inner: the optimizer, gates and reductions included; its state must be kept leaf by leaf.
+      inner: the optimizer with its gates and reductions; its state must have a separate array per
+        leaf.
       groups: the result of ``prefix_groups``, ``param_groups`` or ``mindspore_groups``; any tree of
-        integers 0, 1, ... like the params, or a prefix of one; a function
-        ``(path, leaf) -> group``; or a list of patterns of paths, with one entry (or list of them)
-        for each group, where all other leaves form the last group.
+        integers 0, 1, ... like the params, or a prefix of one; a function ``(path, leaf) ->
+        group``; or a list with a pattern of paths, or a list of patterns, for each group; leaves
+        without a match form one more group.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
-        depth, which is called for 65536 steps (for more, ``freeze_schedule(f, total_steps=)``); a
+        depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` takes more); a
         sequence of depths; or one depth, which freezes its groups for good and keeps no moments for
         them.
-      moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does. Its
-        counters and moments change only in steps of that depth, but schedules of the optimizer
-        count all steps of the run, as MindSpore's lists of rates do. Do not use it with optimizers
-        that keep a copy of the params (schedule-free ones): the copy would be outdated.
+      moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does. The
+        counters and moments of a depth change only in steps of that depth, but the optimizer's
+        schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
+        ``"per_group"`` with optimizers that keep a copy of the params (schedule-free), because the
+        copy would be stale.
       repeat: whether the schedule starts anew at its end.
 
     Returns:
       A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes and no
-      time; the state of ``inner`` for the leaves that are ever trained (``"per_group"``: for each
-      depth, the leaves trained at it). Without ``depth`` the program holds the optimizer once per
-      depth, and a step runs one of them: 1.5, 2.5 and 5.5 times its operations at 2, 4 and 10
-      depths.
+      time; the state of ``inner`` for the leaves that are ever trained (with ``"per_group"``, for
+      each depth the leaves trained at that depth). Without ``depth`` the program has a copy of the
+      optimizer's code per depth, of which a step runs one: 1.5, 2.5 and 5.5 times the operations at
+      2, 4 and 10 depths.
 
     Raises:
       ValueError, TypeError: an argument out of range; from ``init``, groups that do not fit the
         params, and, for a schedule that changes, an ``inner`` that flattens leaves into one array,
         is an ``optax.MultiSteps`` or keeps per-replica params; at trace time, a ``depth`` that is
-        never drawn. If a schedule is shorter than the run, ``make_train_step`` raises at its end;
-        inside a program its last depth stays.
+        never drawn. If a schedule is shorter than the run, ``make_train_step`` raises at the
+        schedule's end; a program without ``depth`` keeps the last depth.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -327,7 +332,7 @@ def scheduled_freeze(
       ``GradientFreeze`` and ``FreezeOpt``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "'shared' keeps one state, in which frozen leaves rest."
+    hint = "'shared' keeps one state, in which frozen leaves stay."
     checks.choice(_WHO, "moments", moments, Moments, hint)
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
@@ -369,7 +374,7 @@ def scheduled_freeze(
         def close(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
             before = gate.held_open(state.inner_state)
             found, new = gate.flush_inner(tx, state.inner_state, value, extra)
-            # If a window was open and is now closed, it was applied, unless a scaler inside skipped
+            # A window that was open and is now closed was applied, unless a scaler inside skipped
             # it.
             ok = before & gate.passed(new)
             return found, _following(freezing.plan(params), state, depth, ok, new)
@@ -384,13 +389,13 @@ def active_groups(opt_state: PyTree) -> jax.Array:
     """Return bools that are True for the groups that the next call trains.
 
     Args:
-      opt_state: any state that holds one of ``scheduled_freeze``.
+      opt_state: any state that contains a ``ScheduledFreezeState``.
 
     Returns:
       Bools ``[groups]``.
 
     Raises:
-      ValueError: nothing in the state freezes.
+      ValueError: the state has no ``ScheduledFreezeState``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax

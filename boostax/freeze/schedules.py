@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules: how many of the first groups are frozen at each step.
 
-A schedule is a table, known before the first step and equal on every host. So a program can be
-compiled for each depth that occurs, and replicas agree on the next depth without communicating.
+A schedule is a table that is known before the first step and equal on every host. So a program can
+be compiled for each depth in the table, and replicas agree on the next depth without communication.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class FreezeSchedule:
     Attributes:
       kind: ``"interval"``, ``"continuous"``, ``"progressive"``, ``"ramp"`` or a callable.
       total_steps: number of optimizer steps.
-      frozen_fraction: share of the steps on which a group is frozen; ``None`` for a callable, and
+      frozen_fraction: share of the steps on which any group is frozen; ``None`` for a callable, and
         with ``freeze_p``.
       seed: seed of the draws of ``"interval"``; ``None`` for other kinds.
       freeze_p: MindSpore's share of the steps that train all groups; ``None`` if not given.
@@ -66,8 +66,8 @@ class FreezeSchedule:
           steps take about 10 ms.
 
         Raises:
-          ValueError, TypeError: ``groups`` is no positive integer, or too small for the fraction of
-            ``"continuous"``, whose ``freeze_p`` is below 1; a callable returned no valid depth.
+          ValueError, TypeError: ``groups`` is not a positive integer, or too small for the fraction
+            of ``"continuous"`` (its ``freeze_p`` is below 1); a callable returned an invalid depth.
 
         Example:
           >>> import boostax
@@ -116,12 +116,12 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
-    """Freeze on each step before which the share of frozen steps is below ``1 - freeze_p``."""
+    """Freeze on each step at which the share of frozen steps so far is below ``1 - freeze_p``."""
     frozen, count = [False], 0
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
         count += frozen[-1]
-    # This is what RandomState.choice does for each draw, so the depths are the same.
+    # RandomState.choice draws by the same computation, so the depths are equal.
     cdf = (np.arange(1, groups) / (groups * (groups - 1) // 2)).cumsum()
     cdf /= cdf[-1]
     draws = np.random.RandomState(seed).random_sample(count)
@@ -138,7 +138,7 @@ def _continuous(groups: int, whole: int, length: int) -> Depths:
 
 
 def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths:
-    """Freeze one group more, for good, at steps whose ``power``-th roots are evenly spaced."""
+    """Freeze one more group for good at steps whose ``power``-th roots are evenly spaced."""
     times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
     begins = np.maximum(np.floor(length * times + 0.5), 1)
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
@@ -166,13 +166,13 @@ def freeze_schedule(
     the groups ``0..d-1`` and trains ``d..G-1``; the last group always trains. The named kinds train
     all groups on the first step:
 
-    - ``"interval"``: frozen steps are spread evenly, each at a random depth,
-      :math:`P(d) = (G - d) \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. Every
-      group keeps learning until the end. The share of frozen steps is ``f`` within ``1/T``.
+    - ``"interval"``: frozen steps are spread evenly, each at a random depth, :math:`P(d) = (G - d)
+      \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. So every group is trained at
+      some steps until the end. The share of frozen steps is ``f`` within ``1/T``.
     - ``"continuous"``: cycles of ``z`` steps that train all groups and one step at each depth
-      ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over whole cycles the share of
-      frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A run of fewer than ``z`` steps
-      freezes nothing.
+      ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over complete cycles the share of
+      frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A training run of fewer than ``z``
+      steps freezes nothing.
     - ``"progressive"`` and ``"ramp"``: group ``i - 1`` freezes for good at step
 
       .. math::
@@ -186,24 +186,24 @@ def freeze_schedule(
       ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the
       learning rate of each layer until it freezes; here the optimizer's schedule is not changed.
 
-    The first two are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 - f``, cut off at ``T``.
-    With one group, or with ``f = 0``, nothing is ever frozen. If ``freeze_p`` is given instead of
-    ``f``, the schedule is MindSpore's sequence, number by number: ``int(1.01 T)`` steps, extended
-    to the end of a cycle for ``"continuous"``, whose cycle may have no step that trains all groups
-    (``freeze_p < 1 / G``).
+    ``"interval"`` and ``"continuous"`` are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 -
+    f``, cut off at ``T``. With one group, or with ``f = 0``, no group is ever frozen. If
+    ``freeze_p`` is given instead of ``f``, the schedule is exactly MindSpore's sequence of
+    ``int(1.01 T)`` steps, for ``"continuous"`` extended to the end of a cycle. With ``freeze_p < 1
+    / G`` a cycle has no step that trains all groups.
 
     Args:
-      kind: one of these, or a callable from the step, a Python int, to the depth, an integer in
-        ``[0, G)``; it is called once per step and per number of groups.
+      kind: one of these four, or a callable from the step, a Python int, to the depth, an integer
+        in ``[0, G)``; the callable is called once per step and per number of groups.
       total_steps: number of applied optimizer steps, not of micro-steps.
-      frozen_fraction: share of the steps on which a group is frozen, in ``[0, 1)``; ``None`` means
-        0.3. Not for a callable.
-      seed: seed of the draws of ``"interval"``, in ``[0, 2**32)``; ``None`` means 0. The other
-        kinds draw nothing and ignore it. Not for a callable. The draws are those of MindSpore after
-        ``np.random.seed(seed)``, but NumPy's global generator is not used.
+      frozen_fraction: share of the steps on which any group is frozen, in ``[0, 1)``; ``None``
+        means 0.3. Not with a callable.
+      seed: seed of the draws of ``"interval"``, in ``[0, 2**32)``; ``None`` means 0. Other kinds
+        ignore it. Not with a callable. The draws equal MindSpore's after ``np.random.seed(seed)``,
+        but NumPy's global generator is not used.
       freeze_p: share of the steps that train *all* groups, in ``[0, 1]``; MindSpore's default is
-        0.7. Only for ``"interval"`` and ``"continuous"``. With 0 only the first step of
-        ``"interval"`` trains all groups; ``"continuous"`` refuses 1, where MindSpore divides by
+        0.7. Only for ``"interval"`` and ``"continuous"``. With 0, only the first step of
+        ``"interval"`` trains all groups. ``"continuous"`` refuses 1, for which MindSpore divides by
         zero.
 
     Returns:
@@ -253,7 +253,7 @@ def freeze_schedule(
 
 
 class Plan:
-    """A schedule for the groups of given params: the depth of every step, the group of every leaf.
+    """A schedule applied to the groups of some params: the depth of every step, and leaf groups.
 
     Args:
       labels: a tree of ints like the params: the group of each leaf.
@@ -279,19 +279,19 @@ class Plan:
         return jax.tree.map(lambda group: group >= depth, self._labels)
 
     def index(self, depth: jax.Array) -> jax.Array:
-        """Return the position of a depth in ``drawn``, in the program."""
+        """Return the traced position of a depth in ``drawn``."""
         return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
 
     def at(self, steps: jax.Array) -> jax.Array:
-        """Return the depth after ``steps`` applied steps, in the program; the last past the end."""
+        """Return the traced depth after ``steps`` applied steps; after the end, the last depth."""
         length = len(self.depths)
         index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
-        # As a constant in the program it takes one byte per step.
+        # The table is a constant of the program, one byte per step.
         compact = self.depths.astype(np.min_scalar_type(self.drawn[-1]))
         return jnp.asarray(compact)[index].astype(jnp.int32)
 
     def known(self, steps: int) -> int:
-        """Return the depth after ``steps`` applied steps, on the host; raise after the end."""
+        """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
         got, allowed = f"{length} steps and one more to take", "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
@@ -305,12 +305,12 @@ class Plan:
 
 
 class HostDepth:
-    """The depth of each call of one run, found on the host with few reads of the device.
+    """The depth of each call of a run, computed on the host with few reads from the device.
 
     A call applies at most one step. So if the depth changes in ``n`` steps, it does not change
     during the next ``n`` calls, and the counter on the device need not be read. Without a gate
-    every call applies a step, and the counter is read only once. If a state was not returned by the
-    last call, its counter is read again.
+    every call applies a step, and the counter is read only once. If the state of a call was not
+    returned by the previous call, its counter is read again.
 
     Args:
       plan: the schedule.
@@ -332,7 +332,7 @@ class HostDepth:
             if unknown or gate.gates_in(state.inner_state):
                 self._most = int(state.steps)
             self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
-            # From now on this state is followed, and the earlier one is forgotten.
+            # From here on this state is followed instead of the earlier state.
             self._last = state.steps
         return self._depth
 
@@ -343,7 +343,7 @@ class HostDepth:
 
 
 def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
-    """Return a user's schedule, given in any form, and whether it starts anew at its end."""
+    """Return a user's schedule, given in any form, and whether it repeats at its end."""
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):

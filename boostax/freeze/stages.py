@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """End a backward pass at a depth that the program chooses, and compile each operation once.
 
-The operations that compute the gradients of later groups are among those that compute the gradients
-of earlier groups. So the operations of the backward pass fall into stages: a stage is needed at all
-depths up to its own. Each stage is a branch, so an operation is compiled once; a switch over whole
+The gradients of earlier groups need all operations that compute the gradients of later groups, and
+more. So the operations of the backward pass fall into stages: a stage is needed at all depths up to
+the stage's own. Each stage is a branch, so an operation is compiled once; a switch over complete
 backward passes would compile it once per depth.
 """
 
@@ -24,11 +24,12 @@ _Stage: TypeAlias = tuple[list[Any], list[Any], list[Any]]
 
 
 class Choice(NamedTuple):
-    """Sets of active leaves, of which the program chooses one.
+    """Sets of active leaves; the program chooses one set.
 
     Attributes:
       at: i32 scalar, the index of the chosen option.
-      options: trees of bools like the params; a leaf that is False in one is False in all later.
+      options: trees of bools like the params; a leaf that is False in one option is False in all
+        later options.
     """
 
     at: jax.Array
@@ -36,7 +37,7 @@ class Choice(NamedTuple):
 
     @property
     def widest(self) -> PyTree:
-        """Return the leaves that are active in some option: those of the first."""
+        """Return the active leaves of the first option, which include all options' leaves."""
         return self.options[0]
 
     def levels(self) -> list[int]:
@@ -46,7 +47,7 @@ class Choice(NamedTuple):
 
 
 def staged(fn: Callable[[], Any], levels: Sequence[int], index: jax.Array) -> list[jax.Array]:
-    """Return the results of ``fn()`` that are wanted at ``index``, and run only what they need.
+    """Return the results of ``fn()`` that are wanted at ``index``; run only needed operations.
 
     Args:
       fn: a function that computes all results.
@@ -88,8 +89,8 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
 
     def needed(eqn: Any, level: int) -> int:
         # Operations with effects always run. Operations on PRNG keys run too, because keys have no
-        # zero. JAX counts the axis name of a collective as an effect, but it is not one that a user
-        # could see.
+        # zero. JAX counts the axis name of a collective as an effect, but this effect is not
+        # visible to users.
         visible = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
         if visible or (special and level > NEVER):
@@ -107,7 +108,8 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
         used = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
         taken = list(dict.fromkeys(x for x in used if x not in made))
-        # Its inputs are outputs of stages with larger indices, which come later in this loop.
+        # The inputs of a stage are outputs of stages with larger indices, which come later in this
+        # loop.
         stages.insert(0, (level, (taken, [x for x in made if x in wanted], eqns)))
         wanted.update(taken)
     return stages

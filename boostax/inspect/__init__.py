@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step, audit any compiled program."""
+"""Explain a chain or a train step, and audit any compiled program."""
 
 from boostax._core.late import late as _late
 from boostax.chain.findings import Finding as Finding

@@ -30,7 +30,7 @@ class Buffer:
     """An argument and its size.
 
     Attributes:
-      path: its position among the arguments: ``[0].opt_state.mu['w']``.
+      path: its path in the arguments: ``[0].opt_state.mu['w']``.
       bytes: its bytes on one device.
     """
 
@@ -40,48 +40,53 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The counts of a compiled program. ``print`` says them in words.
+    """The counts of a compiled program; ``print`` shows them as tables.
 
-    Counts are per call and device. If branches differ, a count is ``(least, most, held)``: with the
-    cheapest branch of every conditional (a call that is skipped), with the dearest (a call that
-    applies), and with the cheapest of windows alone (a call that waits for the last of its window).
-    A loop whose turns are not known adds nothing to the least and makes the others infinite.
+    Counts are per call and device. If branches differ, a count is ``(least, most, held)``.
+    ``least`` takes the cheapest branch of every conditional (a skipped call), ``most`` the most
+    expensive branch (a call that applies), and ``held`` the cheapest branch only of windows (a call
+    that leaves its window open). A loop with an unknown trip count adds nothing to ``least``, and
+    makes ``most`` and ``held`` infinite.
 
     Attributes:
-      target: the machine that it was compiled for.
-      devices: the number of devices that run it together.
-      params: elements of the params on all devices together; 0 if not known.
+      target: the machine that the program was compiled for.
+      devices: the number of devices that run the program.
+      params: number of elements of the params over all devices; 0 if unknown.
       params_bytes: bytes of the params on one device.
-      calls: calls per optimizer step, one of which takes the dearest path.
-      donated_in_vain: donated arguments whose buffers no result takes over.
+      calls: calls per optimizer step; one of the calls takes the most expensive branches.
+      donated_in_vain: donated arguments whose buffers no result reuses.
       not_donated: arguments that are returned with the same type and are not donated.
       collectives: the collectives in the order of the schedule.
-      reduced: elements that all-reduces and reduce-scatters take in.
-      gradients: of these, gradients, and all whose use cannot be told: see ``uses`` of
-        ``CompiledCollective``.
-      gathered: elements that all-gathers return.
+      reduced: input elements of all-reduces and reduce-scatters.
+      gradients: the part of ``reduced`` that is gradients or of unknown use; see
+        ``CompiledCollective.uses``.
+      gathered: output elements of all-gathers.
       wire_bytes: bytes that a device sends, by the formula of a ring.
-      wire_dtypes: these bytes by dtype.
-      crossing_bytes: the ``wire_bytes`` sent to another slice; on a single slice, to another host.
-      messages: messages that follow one another in collectives; between hosts if there are several.
-      network_bytes: ``wire_bytes`` of these with what TCP adds; ``None`` without a network.
-      network_seconds: the time that they take, without any overlap; likewise.
+      wire_dtypes: ``wire_bytes`` by dtype.
+      crossing_bytes: the part of ``wire_bytes`` sent to another slice, or to another host on a
+        single slice.
+      messages: number of sequential messages of the collectives, between hosts if there are several
+        hosts.
+      network_bytes: bytes of these messages with TCP's overhead; ``None`` without a network.
+      network_seconds: the time of these messages without overlap; ``None`` without a network.
       traffic: bytes that operations read and write in memory (HBM).
-      cycles: the estimate of a TPU's compiler, without the network; ``None`` for other machines.
+      cycles: the cycles that a TPU's compiler estimates, without communication; ``None`` for other
+        machines.
       temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers in XLA's
         plan.
-      host_bytes: the sizes of arguments and temporaries in the host's memory, beside these; or
-        ``None``.
-      overlap: the share of ``wire_bytes`` with work between the start and the end of a collective;
+      host_bytes: further bytes of arguments and temporaries in host memory, or ``None``.
+      overlap: the share of ``wire_bytes`` in collectives with computation between start and end;
         ``None`` without collectives.
-      flops: floating-point operations by XLA's count, the body of a loop once; NaN without a count.
-      unknown_loops: loops whose number of turns is unknown.
+      flops: floating-point operations by XLA's count, which counts a loop body once; NaN if XLA
+        gives none.
+      unknown_loops: loops with an unknown trip count.
       compile_seconds: the time of compilation; NaN if the program was compiled before.
       findings: waste, each with a fix.
-      window: the path of a window's state among the arguments if ``calls`` is 1, because counts are
-        then per call and not per optimizer step; else empty.
-      advice: what reached a loss first on such a network, on record; empty without a network.
-      text: the program.
+      window: the path of a window's state in the arguments if ``calls`` is 1, as a warning that
+        counts are per call and not per optimizer step; else empty.
+      advice: the technique that reached a loss first on such a network in boostax's records; empty
+        without a network.
+      text: the HLO text of the program.
     """
 
     target: str
@@ -119,14 +124,14 @@ class Audit:
     advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Return the sum over an optimizer step: ``calls - 1`` held calls and one that applies."""
+        """Return the sum over an optimizer step: ``calls - 1`` held calls and one applied call."""
         return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
     def reductions(self) -> float:
-        """Gradients reduced per optimizer step, as a multiple of the params: 1 is once.
+        """Gradient elements reduced per optimizer step, as a multiple of the params.
 
-        What cannot be told from gradients is counted.
+        1 means that each gradient is reduced once. Reductions of unknown use are counted.
         """
         return self.per_step(self.gradients) / self.params if self.params else math.nan
 
@@ -141,7 +146,7 @@ class Audit:
         return self.temporary_bytes / self.params_bytes if self.params_bytes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, without the text; ``None`` for what is not known."""
+        """Return plain data for JSON, without the text; ``None`` for unknown values."""
         measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
         plain = {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
         return jax.tree.map(lambda x: x if isinstance(x, str) or math.isfinite(x) else None, plain)
@@ -161,35 +166,36 @@ def audit(
     network: str | None = None,
     **given: PyTree,
 ) -> Audit:
-    """Compile a program and count what it sends, keeps and copies.
+    """Compile a program; count the bytes that it sends, the memory that it needs, and its waste.
 
-    The program is a function or ``jax.jit`` of one with its arguments, a ``TrainStep`` with state
-    and batch, or the result of ``lower()`` or ``compile()``. Nothing runs, and arguments may be
-    ``jax.ShapeDtypeStruct``. With a target it is compiled for devices that need not be present:
-    counts of one compiler often do not hold for another.
+    The program is a function (jitted or not) with its arguments, a ``TrainStep`` with state and
+    batch, or the result of ``lower()`` or ``compile()``. It is not run, and arguments may be
+    ``jax.ShapeDtypeStruct``. With ``target`` it is compiled for devices that need not be present,
+    because the counts of different compilers differ.
 
     Args:
       program: see above.
-      *args: its arguments; none if it is lowered or compiled.
+      *args: the program's arguments; none if it is lowered or compiled.
       target: see ``boostax.inspect.target_devices``; ``None`` for the devices of the arguments,
-        which may be those of a target. A program over a present mesh moves to a target with as many
-        devices.
+        which may be target devices. A program over a present mesh can be moved to a target with as
+        many devices.
       params: the tree whose size is the unit of counts; by default ``.params`` of the first
-        argument if it has them, else the first argument. ``jax.pmap`` stacks its params: pass those
-        of one replica.
+        argument, or the first argument itself. For ``jax.pmap``, whose params are stacked, pass one
+        replica's params.
       calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
-        that of the next call.
-      turns: turns of loops whose number the program does not say, as of a ``while_loop`` whose
-        bound is an argument. Without it, what is inside counts as infinite.
+        the depth of the next call.
+      turns: the trip count of loops for which the program does not show it, such as a
+        ``while_loop`` with an argument as its bound. Without ``turns``, counts inside such loops
+        are infinite.
       network: the rate of each device's link in each direction, and the latency of a message:
-        ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then says the seconds that a call waits for
-        its collectives, without any overlap, and what reached a loss first at this rate.
-      **given: keywords of the loss of a ``TrainStep``, as for a call of it.
+        ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then has the seconds of a call's collectives
+        without overlap, and the technique that reached a loss first at this rate.
+      **given: keyword arguments of a ``TrainStep`` call, which it passes to the loss.
 
     Returns:
       An ``Audit``. Cost: a trace and a compilation; for a billion params on 256 devices about a
-      minute, several minutes if layers are not scanned.
+      minute with scanned layers, several minutes without.
 
     Raises:
       ValueError, TypeError: an unknown target or program, or a program that cannot be moved.
@@ -248,7 +254,7 @@ def audit(
 
 
 def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dict[str, Any]:
-    """Return the fields of an audit that are sums over collectives."""
+    """Return the audit's fields that are sums over collectives."""
 
     def total(of: Callable[[CompiledCollective], float]) -> Ways:
         return program.total((c.branches, hlo.repeated(of(c), c.executions)) for c in listed)
@@ -272,7 +278,7 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
 def _waited(
     program: hlo.Program, listed: Sequence[Any], links: networks.Network | None, *, apart: bool
 ) -> dict[str, Any]:
-    """Return the fields of an audit that say how long the network takes."""
+    """Return the audit's fields about the time on the network."""
     # Devices of one host do not wait for the network.
     far = [c for c in listed if c.crosses] or listed
     counts = [(c, networks.messages(c, apart)) for c in far]
@@ -286,7 +292,7 @@ def _waited(
 
 
 def _batch_axes(arguments: Sequence[Any], shapes: Sequence[Any]) -> frozenset[str] | None:
-    """Return the mesh axes that shard arguments other than params and what has their shapes."""
+    """Return the mesh axes that shard arguments of other shapes than the params'."""
     used = [x for x in arguments if x.sharding is not None and x.info.shape not in ((), *shapes)]
     specs: list[Any] = [getattr(x.sharding, "spec", None) for x in used]
     return None if None in specs or not specs else frozenset(jax.tree.leaves([*map(tuple, specs)]))
@@ -305,7 +311,7 @@ def _window(args: tuple[Any, ...]) -> str:
 
 
 def _buffers(program: hlo.Program, arguments: Sequence[targets.Argument]) -> dict[str, Any]:
-    """Find arguments that are donated in vain, and those that could be donated and are not."""
+    """Find arguments whose donation has no effect, and arguments that could be donated."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}

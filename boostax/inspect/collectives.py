@@ -22,13 +22,13 @@ RING: Mapping[str, Callable[[int], float]] = {
     **dict.fromkeys(("reduce-scatter", "all-to-all", "ragged-all-to-all"), lambda n: (n - 1) / n),
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
-# The collective that permutes do together in a computation, or a scope, of this name.
+# The collective that several permutes form in a computation or scope of this name.
 _WINDOWED = {
     "ring_reduce_scatter": "reduce-scatter",
     "windowed_dot_general_body_ag": "all-gather",
     "windowed_dot_general_body_rs": "reduce-scatter",
 }
-# Operations that pass an array on.
+# Operations that move an array without computing.
 _MOVES = frozenset("bitcast bitcast-convert copy convert get-tuple-element reshape".split())
 # Operations that compute, and can hide a transfer.
 _WORK = "fusion custom-call reduce dot convolution sort while conditional call copy".split()
@@ -39,29 +39,29 @@ class CompiledCollective:
     """One collective of a compiled program.
 
     Attributes:
-      kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce that is scattered in the
-        same fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
-      does: the kind, except for the permutes of a windowed matrix product, by which a TPU's
-        compiler gathers weights and scatters their gradients: the collective that they do together.
-      dtypes: dtypes of the elements in the compiled program; for elements packed in u32, their own
-        dtype.
-      elements: elements of one execution on one device: its operands, or the result of an
+      kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce and a slice in one
+        fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
+      does: the kind, except for the permutes by which a TPU's compiler gathers weights or scatters
+        gradients in a windowed matrix product; these have the kind of the collective they form.
+      dtypes: dtypes of the elements in the compiled program; elements packed in u32 have their
+        unpacked dtype.
+      elements: elements per execution and device: of the operands, or of the result of an
         all-gather.
       operands: the elements of each array.
-      bytes: bytes of the operands of one execution on one device.
-      by_dtype: these bytes by dtype.
-      uses: elements of one execution by use: ``"gradients"``, ``"activations"`` of a model that is
-        sharded, products of the ``"optimizer"``, or ``"unknown"``.
-      executions: executions per call, multiplied by the trip counts of loops; infinite if one is
-        not known.
+      bytes: bytes of the operands per execution and device.
+      by_dtype: ``bytes`` by dtype.
+      uses: elements per execution by use: ``"gradients"``, ``"activations"`` of a sharded model,
+        products of the ``"optimizer"``, or ``"unknown"``.
+      executions: executions per call, the product of the trip counts of the loops around it;
+        infinite if a trip count is unknown.
       devices: devices in a group.
-      axes: the mesh axes that it runs over; empty if the mesh is unknown or no axes fit.
-      crosses: ``"slice"`` or ``"host"`` if a group spans several, else ``""``.
-      branches: the branches around it, outermost first; empty if every call runs it.
+      axes: the mesh axes that the collective runs over; empty if unknown.
+      crosses: ``"slice"`` or ``"host"`` if a group spans several slices or hosts, else ``""``.
+      branches: the branches around the collective, outermost first; empty if every call runs it.
       loops: the loops around it.
-      widened: whether the compiler widened the dtype that the program asks for.
-      overlapped: whether something is computed between its start and its end.
-      source: ``file:line``, if the compiler kept it.
+      widened: whether the compiler widened the dtype of the JAX program.
+      overlapped: whether computation is scheduled between its start and its end.
+      source: ``file:line``, if the compiler kept the source location.
       name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
     """
 
@@ -98,8 +98,9 @@ def compiled_collectives(
     Args:
       program: the compiled program.
       mesh: its mesh.
-      sizes: the possible sizes of a gradient that is whole over mesh axes, by ``gradient_sizes``.
-      batch: the set of mesh axes over which the batch is sharded; ``None`` if not known.
+      sizes: the possible sizes of a gradient that is not sharded over given axes, from
+        ``gradient_sizes``.
+      batch: the set of mesh axes over which the batch is sharded; ``None`` if unknown.
     """
     found: dict[Any, CompiledCollective] = {}
     for site in program.sites:
@@ -107,7 +108,8 @@ def compiled_collectives(
         kind = i.op.removesuffix("-start")
         if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
-        # On a TPU every fusion that continues a transfer contains it again, also in inner loops.
+        # On a TPU every fusion that continues a transfer repeats its instruction, also in inner
+        # loops.
         carried = "async_collective_fusion_config" in i.attributes
         channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
         transfer = (channel, chain, site.branches) if carried else len(found)
@@ -118,7 +120,7 @@ def compiled_collectives(
 
 
 def _widened(program: Program, site: Site) -> bool:
-    """Return whether what is sent is converted to more bits by the compiler: without JAX's name."""
+    """Return whether the compiler widened the operand: its conversion has no name of JAX."""
     body = program.computations[site.computation]
     i: Any = body[site.instruction.operands[0]]
     if i.op == "fusion":
@@ -138,7 +140,7 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
     named = next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in said)), "")
     windows = _WINDOWED.items() if kind == "collective-permute" else ()
     does = next((whole for x, whole in windows if x in f"{site.computation} {named}"), kind)
-    # The results of a start begin with its operands.
+    # The results of a start instruction begin with its operands.
     arrived = i.result[len(given) * i.op.endswith("-start") :]
     reducer = i.attribute(r"to_apply=%([\w.\-]+)")
     packed = _packed(program, reducer, given)
@@ -174,15 +176,16 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
 
 
 def _used(program: Program, site: Site, c: Any, sizes: Any, batch: Any) -> CompiledCollective:
-    """Say what a reduction reduces, and give it the source of its gradients if it has none.
+    """Determine what a reduction reduces; take its source from its gradients if it has none.
 
-    Names of operations tell the forward pass, the backward pass and the optimizer apart. What is of
-    a pass are activations if two things say so: it is the forward pass, no batch is sharded over
-    the reduction's axes, it has the size of no gradient that is whole over them.
+    Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
+    of a pass counts as activations if two of these hold: it belongs to the forward pass; the batch
+    is not sharded over the reduction's axes; its size is not the size of a gradient that is
+    unsharded over those axes.
     """
     uses, most = collections.Counter[str](), (0, "")
     apart = bool(c.axes) and batch is not None and batch.isdisjoint(c.axes)
-    # A name of several operands is that of the first alone, or of none.
+    # The name of a collective with several operands is that of the first operand, or of none.
     own = {_stage(program, site.instruction, True)} if len(c.operands) == 1 else set()
     for name, elements in zip(site.instruction.operands, c.operands, strict=False):
         for maker, count in _makers(program, site.computation, name, site.caller, elements):
@@ -198,9 +201,9 @@ def _used(program: Program, site: Site, c: Any, sizes: Any, batch: Any) -> Compi
 
 
 def _stage(program: Program, i: Instruction, own: bool) -> str:
-    """Return whether an operation is of the forward or backward pass or of an optimizer's products.
+    """Return whether an operation belongs to the forward pass, backward pass or optimizer.
 
-    A maker that is named after the forward pass may have made a gradient, unless it is a product.
+    An operation named after the forward pass may compute a gradient, unless it is a product.
     """
     name = i.attribute(r'op_name="([^"]*)"')
     product = name.endswith(("/dot_general", "/conv_general_dilated"))
@@ -214,7 +217,7 @@ def _stage(program: Program, i: Instruction, own: bool) -> str:
 def _makers(
     program: Program, computation: str, name: str, caller: Any, size: int
 ) -> Iterator[tuple[Instruction, int]]:
-    """Yield the instructions that computed the parts of an array, with the elements of each."""
+    """Yield the instructions that computed the parts of an array, and each part's elements."""
     i = (body := program.computations[computation])[name]
     inside = program.root(i.called[0]) if i.op in ("fusion", "call") else None
     if i.op == "parameter" and caller is not None:
@@ -232,7 +235,7 @@ def _makers(
 
 
 def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
-    """Return the narrow dtype that a TPU packs by two or four into u32 and adds up."""
+    """Return the narrow dtype of which a TPU packs two or four elements into a u32."""
     if any(x.dtype != "u32" for x in given):
         return None
     inside = program.computations.get(reducer, {}).values()
@@ -241,7 +244,7 @@ def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | Non
 
 
 def _overlapped(program: Program, site: Site) -> bool:
-    """Return whether something is computed between a start and its end."""
+    """Return whether computation is scheduled between a start and its end."""
     if site.caller is not None and site.caller.instruction.op == "async-start":
         site = site.caller
     begun = site.instruction
@@ -259,7 +262,7 @@ _ALONG = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \
 
 
 def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
-    """Return the groups of communicating devices, by their numbers in the program."""
+    """Return the groups of communicating devices, by device numbers of the program."""
     if listed := instruction.attribute(_LISTED):
         return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", listed)]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=" + _IOTA, instruction.attributes):
@@ -286,7 +289,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
 def _rows(
     dims: list[int], order: list[int], shape: list[int], along: list[int]
 ) -> list[tuple[int, ...]]:
-    """Return groups along mesh axes: numbers in the shape ``dims``, transposed and reshaped."""
+    """Return groups along mesh axes: an iota of shape ``dims``, transposed and reshaped."""
     numbers = np.arange(math.prod(dims)).reshape(dims)
     box = (numbers.transpose(order) if order else numbers).reshape(shape)
     size = math.prod(shape[axis] for axis in along)
@@ -306,7 +309,8 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[
     spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
     at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
     varies = np.any([(place != place[0]).any(axis=0) for place in at], axis=0)
-    # A group over mesh axes holds every device along them, so no two groups share the other axes.
+    # A group over mesh axes has every device along those axes, so two groups differ in the other
+    # axes.
     apart = {tuple(place[0][~varies]) for place in at}
     whole = len(apart) == len(set(map(frozenset, groups)))
     axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()
@@ -314,7 +318,7 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[
 
 
 def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
-    """Return the mesh axes along which the slice of a device changes."""
+    """Return the mesh axes along which devices belong to different slices."""
     if mesh is None:
         return ()
     slices = np.vectorize(_slice)(mesh.devices)
@@ -327,14 +331,14 @@ def _slice(device: object) -> int:
 
 
 def gradient_sizes(shapes: Sequence[Any], mesh: Mesh | None, whole: Any = ()) -> frozenset[int]:
-    """Return the possible sizes of a gradient on a device: of a leaf, a layer or a shard.
+    """Return the possible sizes of a gradient on a device: a leaf, a layer or a shard.
 
-    No shard is one over the axes ``whole``.
+    Shards over the axes ``whole`` are left out.
     """
     sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in whole]
     shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
-    # XLA may also join leaves in one array: all of them, or the matrices of a layer.
+    # XLA may also join all leaves, or the matrices of a layer, in one array.
     counts = {shape[0] for shape in stacks}
     layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == count) for count in counts]
     layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``boostax audit module:function``: print what a program sends, keeps and wastes.
+"""Command ``boostax audit module:function``: print the audit of a compiled program.
 
-The function builds the program and returns it with its arguments, such as (step, state, batch);
-they may be jax.ShapeDtypeStruct. If the function has a parameter, it gets the devices to build the
-program for: those of the target, or those at hand.
+The function returns the program and its arguments, such as (step, state, batch); arguments may be
+jax.ShapeDtypeStruct. If the function has a parameter, it is called with the devices to build for:
+the target's devices, or the present devices.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from boostax.inspect import Forms, forms, waste
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
 
-# The counts that may be limited, and their units.
+# The counts that can be limited, and their units.
 _LIMITS = {
     "reductions": "per optimizer step, in multiples of the params",
     "gathers": "likewise",
@@ -68,9 +68,9 @@ def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Hold back the output of compilers to the stderr descriptor, and print it on a failure.
+    """Hold back what compilers write to the stderr descriptor; print it on a failure.
 
-    Writes of Python to ``sys.stderr``, such as warnings, are not held back.
+    Python's writes to ``sys.stderr``, such as warnings, are not held back.
     """
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "w", buffering=1) as shown:
         ours = shown if sys.stderr is sys.__stderr__ else sys.stderr
@@ -87,7 +87,7 @@ def held_back() -> Generator[None]:
 
 
 def _audited(given: argparse.Namespace) -> Audit | Forms:
-    # A plugin whose devices are absent fails to start, and then compiles nothing.
+    # A plugin without its devices fails to start, and then cannot compile.
     if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if given.cpu_devices:
@@ -109,7 +109,7 @@ def _audited(given: argparse.Namespace) -> Audit | Forms:
 
 
 def _step(name: str, arguments: Sequence[str]) -> str:
-    """Return the error for a step in the place of what builds one, with the lines to write."""
+    """Return the error for a step given instead of a function that builds it, with example code."""
     module, _, step = name.replace(".py:", ":").replace("/", ".").rpartition(":")
     made = "\n".join(f"    {x} = jax.ShapeDtypeStruct((64, 64), 'float32')" for x in arguments)
     listed = ", ".join(arguments)
@@ -119,7 +119,7 @@ def _step(name: str, arguments: Sequence[str]) -> str:
 def _function(name: str) -> Any:
     module, _, attribute = name.rpartition(":")
     path = pathlib.Path(module.removesuffix(".py").replace(".", "/") + ".py").absolute()
-    # A file belongs to the packages around it; what it imports may stand beside the outermost.
+    # A file belongs to the packages around it, and may import modules beside the outermost package.
     root = next(x for x in path.parents if not x.joinpath("__init__.py").exists())
     if module.endswith(".py"):
         module = ".".join(path.relative_to(root).with_suffix("").parts)

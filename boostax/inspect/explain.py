@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step: its parts, their bytes, and parts in a wrong order."""
+"""Explain a chain or a train step: its parts, their costs, and errors in their order."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class PartCost(NamedTuple):
       name: the name of its factory.
       depth: the number of parts around it.
       role: the kind of part; ``"unknown"`` if boostax does not know it.
-      what: the first line of its documentation.
-      state_bytes: bytes that it keeps, without those of the parts in it; ``None`` if its state
-        could not be separated from that of the part around it, which then counts both.
+      what: the first line of its docstring.
+      state_bytes: bytes of its state, without the parts inside; ``None`` if the state could not be
+        separated from the state of the part around it, which then includes it.
       copies: ``state_bytes`` in multiples of the bytes of the params.
       own_bytes: the ``state_bytes`` that differ from replica to replica.
-      collectives: how many it sends per step, by kind.
-      wire_bytes: bytes that it sends per step, by the formula of a ring; ``None`` if an earlier
-        part has the same name at the same position, which then counts both. If it acts once in
+      collectives: number of collectives per step, by kind.
+      wire_bytes: bytes that the part sends per step, by the formula of a ring; ``None`` if an
+        earlier part with the same name and position includes them. For a part that sends once in
         several calls (a window, local updates), the bytes of a call that sends; with
-        ``scheduled_freeze``, the bytes at the least depth.
+        ``scheduled_freeze``, the bytes at the smallest depth.
     """
 
     name: str
@@ -63,15 +63,15 @@ class PartCost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The parts of a chain and their costs. ``print`` gives a table.
+    """The parts of a chain and their costs; ``print`` shows a table.
 
     Attributes:
       parts: the parts, in the order in which a gradient passes them.
       findings: parts in a wrong order or with a wrong setting, with the reason and a fix.
       params_bytes: bytes of the params on each device.
-      problem: why the bytes that are sent could not be counted: no batch for a step over a mesh, no
-        sizes of the axes for a chain that reduces, sharded params, or a wrong order that cannot be
-        traced; else empty.
+      problem: the reason why sent bytes could not be counted, else empty: no batch for a step over
+        a mesh, no axis sizes for a chain with a reduction, sharded params, or a wrong order that
+        cannot be traced.
     """
 
     parts: tuple[PartCost, ...]
@@ -81,7 +81,7 @@ class Explanation:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes that the chain keeps on each device."""
+        """Bytes of the chain's state on each device."""
         return sum(part.state_bytes or 0.0 for part in self.parts)
 
     @property
@@ -119,36 +119,35 @@ def explain(
 ) -> Explanation:
     """List the parts of a chain or a train step, their costs, and errors in their order.
 
-    Parts are listed in the order in which a gradient passes them, each with the bytes that it keeps
-    and sends on one device, counted from types and from the traced program. Orders known to be
-    wrong (a clip outside the scaler, a mean before AdaSum, decay behind a gate, ...) are named with
-    the reason and a fix. A part of another package is called unknown, and its position is not
-    judged.
+    Parts are listed in the order in which a gradient passes them, each with the bytes of its state
+    and the bytes it sends per device, counted from types and from the traced program. Known errors
+    of order, such as a clip outside the scaler or a mean before AdaSum, are reported with the
+    reason and a fix. A part of another package is called unknown, and its position is not judged.
 
-    With a train step that scales the loss, and a batch, it also finds backward rules
-    (``jax.custom_vjp``) in the loss that are not linear in the cotangent, and the params whose
-    gradients, divided by the scale, differ between the scale in the state and one near 1. They are
-    not compared where something is computed in f16 (by a policy, in f32 in its place), with
-    keywords, or with ``boostax.carry``.
+    With a batch and a train step that scales the loss, ``explain`` also reports backward rules
+    (``jax.custom_vjp``) that are not linear in the cotangent, and params whose unscaled gradients
+    differ between the scale in the state and a scale near 1. A policy's f16 is replaced by f32 for
+    this comparison. Gradients are not compared if the loss itself computes in f16, with keywords,
+    or with ``boostax.carry``.
 
-    With a train step and a batch the bytes are those of the whole step, including the loss;
-    ``boostax.audit`` has the costs of its compiled program (FLOPs, memory, bytes, at each freeze
-    depth).
+    With a train step and a batch, sent bytes include those of the loss. ``boostax.audit`` counts
+    the compiled program instead: FLOPs, memory and bytes, at each freeze depth.
 
     Args:
       tx: a transformation, or the result of ``make_train_step``.
       params: arrays or ``jax.ShapeDtypeStruct``; with a step, its ``TrainState`` or params.
-      batch: arrays, as for a call of the step, or their types.
-      axis_sizes: the mesh axes that a transformation names, ``{"data": 8}``; not with a step. The
-        devices need not exist. Without sizes, no bytes are counted as sent.
-      **given: keywords of the loss of a step, as for a call of it.
+      batch: a batch of the step, as arrays or as ``jax.ShapeDtypeStruct``.
+      axis_sizes: sizes of the mesh axes that a transformation names, such as ``{"data": 8}``; not
+        with a step. The devices need not exist. Without sizes, sent bytes are not counted.
+      **given: keyword arguments of a step's call, which it passes to the loss.
 
     Returns:
-      An ``Explanation``. Cost: a trace; with arrays, where it compares, two gradients.
+      An ``Explanation``. Cost: a trace; with arrays as batch and a loss scale, two gradients.
 
     Raises:
-      ValueError, TypeError: neither a transformation nor a step; errors of ``init`` and ``update``.
-        If an order is wrong, that is reported instead, and the error is ``problem``.
+      ValueError, TypeError: ``tx`` is neither a transformation nor a step; errors of ``init`` and
+        ``update``. If a known error of order explains such an error, it is reported instead, and
+        ``problem`` has the error.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -166,7 +165,7 @@ def explain(
       'dynamic_loss_scale after clip'
     """
     if isinstance(tx, TrainStep):
-        allowed, hint = "left out with a train step", "Its mesh has them."
+        allowed, hint = "left out with a train step", "The step's mesh has sizes."
         checks.absent(_WHO, "axis_sizes", axis_sizes, allowed, hint)
         return _of_step(tx, params, batch, given)
     fits = isinstance(cast(Any, tx), optax.GradientTransformation)
@@ -205,7 +204,7 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Expla
     depth = None if variants is None else variants.plan(params).drawn[0]
 
     def of_loss() -> list[costs.Collective]:
-        # A copy of the step, because a step lists the depths that it was built for.
+        # The step is copied, because tracing adds to its list of built depths.
         program = dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth, **given)
         return [x for x in costs.collectives(program) if not x.scopes]
 
@@ -238,7 +237,7 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) ->
     values: Any = [x.aval for eqn, _ in interpret.equations(program) for x in eqn.outvars]
     limits = [jnp.finfo(x.dtype) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
-    # A power of two changes no bit, unless something vanishes or overflows, as it can in f16.
+    # Scaling by a power of two is exact unless a value underflows or overflows, as in f16.
     if given or shapes or any(x.tiny > 1e-30 for x in limits):
         return found
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
@@ -257,7 +256,7 @@ def _explained(
     step: TrainStep | None = None,
     more: Sequence[Finding] = (),
 ) -> Explanation:
-    """Explain a chain; count the bytes that it and its loss send, if that is possible."""
+    """Explain a chain; count the bytes that the chain and its loss send, if possible."""
     found, sent = rows(read(tx)), list[costs.Collective]()
     wrong, problem = (*findings(found, step), *more), missing
     try:
@@ -266,7 +265,7 @@ def _explained(
                 chain = costs.collectives(_traced(tx, params, place))
             sent = [*of_loss(), *chain]
     except (ValueError, TypeError) as error:
-        # A chain in a wrong order often cannot be traced; then the order is the error to report.
+        # A chain in a wrong order often cannot be traced; the wrong order is then reported.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
@@ -305,7 +304,8 @@ class _Place:
       sizes: the sizes of all axes of the mesh.
       param_specs: the specs of sharded params, or ``None``.
       shard_optimizer: see ``make_train_step``.
-      device: the kind of its devices, by which a codec may choose; ``None`` for the default.
+      device: the kind of its devices, on which a codec's defaults may depend; ``None`` for the
+        default.
     """
 
     names: tuple[str, ...] = ()
@@ -332,9 +332,9 @@ def _part_costs(
     found: Sequence[Row], kept: PyTree, params_bytes: float, sent: Sequence[costs.Collective]
 ) -> tuple[PartCost, ...]:
     """Return the costs of each row, and the costs of collectives that belong to no row."""
-    # The state of each row within that of the chain; ``None`` if it cannot be found.
+    # The state of each row within the chain's state; ``None`` if it cannot be found.
     states = [functools.reduce(follow, row.routes, kept) for row in found]
-    # If parts are nested, the array counts for the innermost one.
+    # In nested parts an array counts for the innermost part.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
     # Collectives by the innermost row around them.
@@ -370,7 +370,7 @@ def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:
 
 
 def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> jaxprs.ClosedJaxpr:
-    """Trace the update as a train step runs it: mapped over replicas that need not exist."""
+    """Trace the update as in a train step, mapped over replicas that need not exist."""
     extra_tx, names, count = optax.with_extra_args_support(tx), place.names, place.replicas
     auto, each = (AxisType.Auto,) * len(place.sizes), PartitionSpec(names)
     how: dict[str, Any] = {"axis_types": auto, "abstract_device": place.device}
@@ -384,7 +384,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.plan(params).drawn[0]
         state = replicas.enter_replica(state)
-        # A window's weights have the form of those that it is called with.
+        # The window is called with weights of the same structure as in its state.
         weights = [x.weight for x in trees.find(state, lambda x: isinstance(x, Window))]
         given |= {"weight": weights[0]} if weights and weights[0] is not None else {}
         extra_tx.update(handshake.assume_scaled(grads, state), state, params, **given)
@@ -399,7 +399,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 
 
 def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
-    """Return the shapes of the state on all replicas, and the specs by which a step shards it."""
+    """Return the shapes of the state on all replicas, and the specs with which a step shards it."""
     count, specs = place.replicas, None
     with axes.binding(place.names or axes.UNNAMED):
         state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of an optimizer step with K micro-batches, compiled and side by side.
+"""Compile the forms of an optimizer step with K micro-batches, and compare them.
 
-Each form has the user's own loss and optimizer; they differ in where the gradients are summed over
-the replicas. The forms of others get gradients that are reduced where the form reduces them, so
-that the ``all_reduce`` of the chain has nothing left to do.
+All forms have the user's own loss and optimizer, and differ in where gradients are summed over the
+replicas. The forms of other libraries reduce the gradients themselves, so the chain's
+``all_reduce`` then does nothing.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class Forms(NamedTuple):
     N is the number of params, P their bytes on a device.
 
     Attributes:
-      audits: an ``Audit`` of each form that the step can take.
-      refused: for each other form the reason.
+      audits: the ``Audit`` of each form that compiles.
+      refused: the reason why another form does not compile, by form.
     """
 
     audits: dict[str, Audit]
@@ -76,8 +76,8 @@ class Program(NamedTuple):
 
     Attributes:
       run: a ``TrainStep``, or a jitted ``(params, opt_state, batch) -> (params, opt_state)``.
-      args: types of its arguments, with shardings. The batch is that of the step,
-        ``[micro-batches, rows, ...]``, or one micro-batch.
+      args: types of its arguments, with shardings. The batch is the step's batch ``[micro-batches,
+        rows, ...]``, or one micro-batch.
       calls: calls per optimizer step.
     """
 
@@ -91,19 +91,20 @@ def forms(step: TrainStep, state: PyTree, batch: PyTree, *, target: str | None =
 
     The forms are plain ``jit`` with a ``lax.scan`` over micro-batches, ``optax.MultiSteps``,
     ``optax.microbatch``, JAX's ``reduced=`` (params are marked as reduced on an Explicit mesh, and
-    sums stay unreduced), a scan inside ``jax.shard_map``, and the step itself; if it has
-    ``layers=``, also each form of ``boostax.train.Layers``. Forms of others need a loss of params
-    and batch that returns a number, and a chain whose only reduction is a mean.
+    sums stay unreduced), a scan inside ``jax.shard_map``, and the step itself. A step with
+    ``layers=`` is also compiled in each form of ``boostax.train.Layers``. The forms of other
+    libraries need a loss of params and batch that returns a scalar, and a chain whose only
+    reduction is a mean.
 
     Args:
       step: a step on a mesh, or one with ``layers=``.
-      state: its state, or one of types.
-      batch: a batch, or types.
+      state: the step's state, or its types.
+      batch: a batch, or its types.
       target: see ``boostax.audit``.
 
     Returns:
-      A ``Forms``: for each form the reductions and bytes sent of an optimizer step, and what a
-      device holds, or why it fails. Cost: an audit of each form.
+      A ``Forms``, with an audit of each form or the reason why it failed. Cost: a compilation of
+      each form.
 
     Raises:
       ValueError, TypeError, RuntimeError: the step itself cannot be audited.
@@ -127,7 +128,7 @@ def forms(step: TrainStep, state: PyTree, batch: PyTree, *, target: str | None =
             program = build()
             found = audit(program.run, *program.args, target=target, calls=program.calls)
             audits[name] = dataclasses.replace(found, text="")
-        # JAX has no common class for what it refuses.
+        # JAX's errors here have no common class.
         except Exception as error:
             if name == "boostax":
                 raise
@@ -141,7 +142,7 @@ def reason(error: Exception) -> str:
 
 
 def programs(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Callable[[], Program]]:
-    """Return a builder of each form's program; it raises where the form fails."""
+    """Return a builder for each form's program; a builder raises if its form fails."""
     oracle = step.oracle
     plan: Any = getattr(oracle, "plan", None)
     bare = lambda: step if plan is None else remade().run  # noqa: E731
@@ -165,7 +166,7 @@ def programs(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Cal
 
 
 class _Case(NamedTuple):
-    """A step as the forms of others get it.
+    """A step as the forms of other libraries get it.
 
     Attributes:
       step: the step, without ``layers=``.
@@ -180,7 +181,7 @@ class _Case(NamedTuple):
     batch: PyTree
 
     def of(self, spec: PartitionSpec, whole: bool = True, **marks: Any) -> NamedSharding:
-        """Return the sharding of a param or its gradient, by default whole on each replica."""
+        """Return the sharding of a param or its gradient, by default equal on all replicas."""
         spec = without(spec, self.place.names) if whole else spec
         return NamedSharding(self.place.mesh, PartitionSpec(*spec, **marks))
 
@@ -194,7 +195,7 @@ class _Case(NamedTuple):
     def gradient(self, params: PyTree, rows: PyTree) -> PyTree:
         """Differentiate a micro-batch in plain ``jit``, with gathered params.
 
-        XLA may cut activations otherwise.
+        Without the gather XLA might shard the activations.
         """
 
         def whole(w: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -211,7 +212,7 @@ class _Case(NamedTuple):
           sums: ``(params, batch) -> gradients``, summed over the micro-batches of a call.
           *lead: micro-batches on a leading dimension of the batch.
           calls: calls per optimizer step.
-          tx: the optimizer; by default that of the step.
+          tx: the optimizer; by default the step's optimizer.
         """
         step, place, count = self.step, self.place, self.step.microbatches
         tx, averaged = tx or step.tx, functools.partial(bound_axis.averaged, place.names)
@@ -241,11 +242,11 @@ class _Case(NamedTuple):
 
 
 def _case(step: TrainStep, state: TrainState, batch: PyTree) -> _Case:
-    """Take a step apart; refuse one with more than the forms of others have."""
+    """Take a step apart; refuse features that other libraries' forms lack."""
     placing: Any = step.placing
     more = step.oracle.has_aux or any(x is not None for x in (state.model_state, state.key))
     fits = not (step.placing is None or more or is_per_replica(state.params))
-    got, hint = "an aux, a key, a model state or no mesh", "boostax alone combines them."
+    got, hint = "an aux, a key, a model state or no mesh", "Only boostax combines them."
     checks.require(
         "forms", "step", got, "on a mesh, with a loss of params and rows alone", fits, hint
     )
@@ -285,7 +286,7 @@ def _reduced(case: _Case) -> Program:
 
 
 def _shard_map(case: _Case) -> Program:
-    """Sum the gradients of a replica's rows; shards are gathered and scattered once."""
+    """Sum the gradients of a replica's rows; params are gathered, and gradients scattered, once."""
     mesh, names = case.place.mesh, case.place.names
     others = [x for x in mesh.axis_names if x not in names]
     specs = jax.tree.map(lambda spec: without(spec, others), case.specs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a compiled program: its instructions, their positions, how often each runs.
+"""Parse the HLO text of a compiled program: instructions, positions, and executions.
 
 ``Compiled.as_text()`` is the optimized, scheduled HLO of one device. ``boostax.audit`` reads all
-counts from it, so they hold for the compiler that wrote it.
+its counts from this text, so the counts hold for the compiler that wrote the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import jax
 from boostax._core import checks
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-# A table is a heading with numbered rows. A computation is a header and the lines up to "}".
+# In the text a table is a heading with numbered rows, and a computation is a header and lines up to
+# "}".
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
 _ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
@@ -29,9 +30,10 @@ _INSTRUCTION = re.compile(
     r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)"
 )
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-# Attributes that name the computations of an operation; sorted, they give branches in order.
+# Attributes that name the computations of an operation; sorting keeps branches in order.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
-# The transformation that a conditional is of; these hold calls by their number, others by values.
+# The scope of a conditional's transformation. These transformations hold calls by count, others by
+# values.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
 _WINDOWS = ("accumulate", "local_updates")
 
@@ -64,9 +66,9 @@ class Instruction:
       op: the operation: ``fusion``, ``all-reduce-start``, ...
       result: the arrays that it returns.
       operands: names of the instructions whose results it reads.
-      literal: the value of a constant, which HLO writes in the position of operands.
+      literal: the value of a constant, which HLO writes in place of operands.
       attributes: the rest of the line.
-      root: whether its computation returns its result.
+      root: whether it is the result of its computation.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs; those of a conditional are its branches, by index."""
+        """The computations that the instruction runs; for a conditional, its branches by index."""
         keys = "to_apply" if self.op == "call" else _BODIES
         found = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(name for _, names in sorted(found) for name in _REFERENCE.findall(names))
@@ -96,11 +98,11 @@ class Site(NamedTuple):
     Attributes:
       instruction: the instruction.
       computation: the name of its computation.
-      caller: the site that runs the computation; ``None`` in the entry.
-      executions: how often a call of the program runs it if it takes its branches; infinite in a
-        loop whose turns are not known.
-      branches: the branches around it, outermost first, as ``conditional:index``.
-      loops: the loops around it, outermost first.
+      caller: the site that runs the computation; ``None`` in the entry computation.
+      executions: how often a call that takes these branches runs the instruction; infinite in a
+        loop with an unknown trip count.
+      branches: the branches around the instruction, outermost first, as ``conditional:index``.
+      loops: the loops around the instruction, outermost first.
       fused: whether it is part of a fusion.
     """
 
@@ -117,12 +119,12 @@ class Ways(NamedTuple):
     """A sum along a program whose branches differ.
 
     Attributes:
-      least: the sum if each conditional takes its cheapest branch: a call that is held or skipped.
-        Loops whose turns are not known add nothing.
-      most: the sum if each takes its dearest branch: a call that applies. Infinite if such a loop
-        adds to it.
-      held: the sum if windows take their cheapest branch and all others their dearest: a call that
-        nothing skips in an open window. Infinite like ``most``.
+      least: the sum if each conditional takes its cheapest branch, as in a skipped call. Loops with
+        an unknown trip count add nothing.
+      most: the sum if each conditional takes its most expensive branch, as in a call that applies.
+        Infinite if a loop with an unknown trip count contributes.
+      held: the sum if windows take their cheapest branch and other conditionals their most
+        expensive branch, as in a call that is added to an open window. Infinite like ``most``.
     """
 
     least: float
@@ -154,7 +156,7 @@ class Program:
       entry: the computation that a call runs.
       header: the first line.
       tables: the tables of source locations: rows by heading and number.
-      turns: the turns of loops whose number is not written in the program; ``None`` if unknown.
+      turns: the trip count of loops for which the program does not show it; ``None`` if unknown.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
@@ -165,18 +167,18 @@ class Program:
 
     @property
     def partitions(self) -> int:
-        """The number of devices that run it together."""
+        """The number of devices that run the program."""
         found = re.search(r"num_partitions=(\d+)", self.header)
         return int(found.group(1)) if found else 1
 
     @property
     def aliased(self) -> frozenset[int]:
-        """The arguments whose buffers results take over."""
+        """The arguments whose buffers are reused by results."""
         return frozenset(map(int, re.findall(r": \((\d+), \{[^}]*\}, \w+-alias\)", self.header)))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Every instruction that a call can run, in order, including those inside fusions."""
+        """Every instruction that a call can run, in order, also instructions inside fusions."""
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
@@ -187,7 +189,7 @@ class Program:
             name, op = caller.instruction.name, caller.instruction.op
             if op == "while":
                 turns = self.turns if (told := self.trips(caller)) is None else told
-                # The condition, which is called second, also runs after the last turn.
+                # The condition, the second computation, runs once more than the body.
                 executions *= math.inf if turns is None else max(1, turns + index)
             branches += (f"{name}:{index}",) * (op == "conditional")
             loops += (name,) * (op == "while")
@@ -202,7 +204,7 @@ class Program:
         """Add up amounts on the paths of ``Ways`` through the branches.
 
         Args:
-          amounts: pairs of the branches around an amount and the amount of all its executions.
+          amounts: pairs ``(branches, amount)``, where the amount includes all executions.
         """
         least = most = held = 0.0
         inside = collections.defaultdict[str, Any](lambda: collections.defaultdict(list))
@@ -226,10 +228,10 @@ class Program:
 
     @functools.cached_property
     def _windows(self) -> frozenset[str]:
-        """The conditionals that hold calls by their number.
+        """The conditionals that hold calls by count.
 
-        They are told by the scope of the transformation that they are of. Without one of boostax,
-        every conditional that boostax did not write may be a window.
+        They are recognised by the scope of their transformation. If the program has no window of
+        boostax, every conditional that is not boostax's may be a window.
         """
         gates = {name: i.attribute(_GATE) for name, i in self._conditionals.items()}
         named = frozenset(name for name, gate in gates.items() if gate in _WINDOWS)
@@ -251,11 +253,11 @@ class Program:
         return next((i for i in body.values() if i.root), None)
 
     def trips(self, site: Site) -> int | None:
-        """Return how often the body of a ``while`` runs; ``None`` if that is unknown.
+        """Return how often the body of a ``while`` runs; ``None`` if unknown.
 
-        The compilers for CPU and GPU write it down. For a TPU it follows from the counter: its
-        first value, its increment, and the constant that the condition compares it with. A loop
-        whose condition is a flag that its body clears has at most one turn.
+        The compilers for CPU and GPU write the trip count into the text. For a TPU it follows from
+        the counter's first value, its increment, and the constant that the condition compares it
+        with. A loop whose condition is a flag that the body clears runs at most once.
         """
         loop = site.instruction
         told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
@@ -315,7 +317,7 @@ class Program:
 
     def sources(self, instruction: Instruction) -> Iterator[str]:
         """Yield ``file:line`` of the code behind an instruction and of its callers."""
-        # Frame 1 has no caller, and XLA writes the numbers of callers from 1 or from 0.
+        # Frame 1 has no caller. XLA numbers callers from 1 or from 0.
         none = int(self._numbers("StackFrames", "1").get("parent_frame_id", 0))
         number = instruction.attribute(r"stack_frame_id=(\d+)")
         while frame := self._numbers("StackFrames", number):
@@ -346,7 +348,7 @@ def parse(text: str, turns: int | None = None) -> Program:
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
-    """Return the error for text of an unknown form, which must not be skipped silently."""
+    """Return the error for text of an unknown form, which must not be ignored."""
     return RuntimeError(
         f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. What it does "
         "would be missed. Install versions that were tested together: pip install -c "
@@ -355,7 +357,7 @@ def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
 
 
 def repeated(amount: float, executions: float) -> float:
-    """Return the amount of all executions; nothing is nothing in any number of turns."""
+    """Return the amount of all executions; an amount of zero stays zero for infinite executions."""
     return amount and amount * executions
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds that a compiled step needs on a network, and what reached a loss first on one."""
+"""Estimate a compiled step's seconds on a network, and look up the fastest technique on record."""
 
 import dataclasses
 import math
@@ -14,9 +14,9 @@ _FORM = re.compile(
     r"(?P<rate>[\d.]+) ?(?P<unit>[kKmMgG]?)bit(?:/s)?(?:, ?(?P<latency>[\d.]+) ?ms)?"
 )
 _UNITS = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9}
-# Bytes of headers and acknowledgements beside a message of TCP, measured.
+# Measured bytes of TCP headers and acknowledgements per message.
 _BESIDE = 400
-# Messages that follow one another in a collective of n devices.
+# Sequential messages in a collective of n devices.
 _ROUNDS: Mapping[str, Callable[[int], int]] = {
     "all-reduce": lambda n: 2 * (n - 1),
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
@@ -25,11 +25,11 @@ _ROUNDS: Mapping[str, Callable[[int], int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Links between devices, or between hosts if the program runs on several.
+    """Links between devices, or between hosts if the program runs on several hosts.
 
     Attributes:
       rate: bits per second of the link of a device, in each direction.
-      latency: seconds of a message beside its bytes.
+      latency: seconds of a message in addition to the time of its bytes.
     """
 
     rate: float
@@ -37,7 +37,7 @@ class Network:
 
     @classmethod
     def of(cls, text: str) -> "Network":
-        """Read ``"100Mbit"`` or ``"1Gbit, 0.5 ms"``; a message takes 0.5 ms if nothing is said."""
+        """Read ``"100Mbit"`` or ``"1Gbit, 0.5 ms"``; the latency is 0.5 ms by default."""
         found = _FORM.fullmatch(str(text))
         rate = float(found["rate"]) * _UNITS[found["unit"].lower()] if found else 0.0
         allowed, hint = "a rate, and a latency if known", 'Try "100Mbit" or "1Gbit, 0.5 ms".'
@@ -45,12 +45,12 @@ class Network:
         return cls(rate, float((found and found["latency"]) or 0.5) / 1e3)
 
     def seconds(self, sent: float, messages: float) -> float:
-        """Return the seconds of ``on_wire`` bytes in so many messages, one after another."""
+        """Return the seconds for ``on_wire`` bytes in a number of sequential messages."""
         return sent * 8 / self.rate + messages * self.latency
 
     @property
     def advice(self) -> str:
-        """The technique that reached a loss first on record, at the nearest rate."""
+        """The technique that reached a loss first in the records, at the nearest rate."""
         record = checks.table("boostax.inspect", "network")
         near = min(record["first"], key=lambda row: abs(math.log(row["rate"] / self.rate)))
         first, rate = near["form"], f"{near['rate'] / 1e6:g} Mbit/s"
@@ -60,16 +60,16 @@ class Network:
 
 
 def on_wire(collective: CompiledCollective, sent: float) -> float:
-    """Return the bytes that a device sends in a call, with those of TCP for ``sent`` messages."""
+    """Return the bytes that a device sends per call, with TCP's overhead for ``sent`` messages."""
     return collective.wire_bytes + sent * _BESIDE
 
 
 def messages(collective: CompiledCollective, apart: bool) -> float:
-    """Return the messages that follow one another in a call.
+    """Return the number of sequential messages in a call.
 
     Args:
       collective: the collective.
-      apart: whether each operand is sent by itself, as between processes on CPUs.
+      apart: whether each operand is its own message, as between processes on CPUs.
     """
     rounds = _ROUNDS.get(collective.kind, lambda n: n - 1)(collective.devices)
     each = rounds * (len(collective.operands) if apart else 1)

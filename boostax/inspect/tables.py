@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
 
 Cells = list[tuple[str, ...]]
-# At most this many rows of collectives are shown; the others are added up in one more row.
+# The maximum of rows of collectives; further collectives are added up in one more row.
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _IN_VECTOR_MEMORY = 100_000_000
-# Counts that are not whole numbers, and their decimal places.
+# Counts that are not integers, and their decimal places.
 _PLACES = {"overlap": 2, "network_seconds": 4}
 
 
@@ -34,7 +34,7 @@ def text(found: Audit) -> str:
 
 
 def number(value: float, places: int = 0) -> str:
-    """Return a count in words; one that has no bound is unknown."""
+    """Return the text of a count; an infinite count is unknown."""
     return f"{value:,.{places}f}" if math.isfinite(value) else "unknown"
 
 
@@ -60,7 +60,7 @@ def _headline(found: Audit) -> str:
 
 
 def _total_cells(found: Audit) -> Cells:
-    """Return totals per call and device, on the cheapest and on the dearest path."""
+    """Return totals per call and device, held and applied."""
     cells: Cells = [("per call and device", "held", "applied", "of the params")]
     printed = ((x.name, *row) for x in dataclasses.fields(found) for row in x.metadata.items())
     for name, words, unit in printed:
@@ -76,7 +76,7 @@ def _total_cells(found: Audit) -> Cells:
 
 
 def _collective_cells(found: Audit) -> Cells:
-    """Return the collectives, equal ones in one row, the dearest first."""
+    """Return the collectives, equal ones in one row, the most expensive first."""
     groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
     for c in found.collectives:
         alike = (*_row((c,))[:5], c.branches, *sorted(c.uses), c.source)
@@ -91,7 +91,7 @@ def _collective_cells(found: Audit) -> Cells:
 
 
 def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
-    """Return the row of equal collectives, with the number of them and their sums."""
+    """Return the row of equal collectives, with their number and sums."""
     c = group[0]
     times = f"{len(group)} x " * (len(group) > 1) + number(c.executions)
     over = "x".join(c.axes) or f"{c.devices} devices"
@@ -104,14 +104,14 @@ def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
 
 
 def _sums(group: Sequence[CompiledCollective]) -> tuple[str, str, str]:
-    """Return elements, bytes on the wire, and the share of these bytes that work hides."""
+    """Return elements, bytes on the wire, and the share of these bytes with overlap."""
     sent = sum(c.wire_bytes for c in group)
     hidden = sum(c.bytes * c.overlapped for c in group) / max(1, sum(c.bytes for c in group))
     return f"{sum(c.elements for c in group):,}", number(sent), f"{hidden:.0%}"
 
 
 def aligned(table: Cells) -> str:
-    """Align cells in columns, the first and the last to the left, the others to the right."""
+    """Align the first and the last column to the left, other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     left = (0, len(widths) - 1)
     line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of any program for machines that need not be present.
+"""Compile any program for machines that need not be present.
 
-The compilers of JAX run without their devices: ``jax.experimental.topologies`` describes these, and
-a program lowered for shapes on a mesh of such devices compiles as on the machine. A TPU needs the
-package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA); in a checkout
-``pip install '.[aot]'`` installs both. A program over a present mesh can move: ``jax.export``
-lowers it for the platform of the target, and its call is compiled over an equal mesh of the
-target's devices, with the same specs and donation.
+JAX's compilers run without their devices: ``jax.experimental.topologies`` describes the devices,
+and a program lowered for shapes on a mesh of them compiles as on the machine itself. A TPU needs
+the package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA); in a checkout ``pip
+install '.[aot]'`` installs both. A program over a present mesh can move: ``jax.export`` lowers it
+for the platform of the target, and its call is compiled over an equal mesh of the target's devices,
+with the same specs and donation.
 """
 
 import contextlib
@@ -43,17 +43,17 @@ _NO_TPU = {
 
 @functools.cache
 def target_devices(target: str) -> tuple[Any, ...]:
-    """Return the devices of a machine that need not be present, to compile for.
+    """Return the devices of a machine that need not be present, as a target of compilation.
 
     Args:
       target: ``"v5e:2x4"`` for a slice of eight TPU v5e, ``"v5e:16x16"`` for 256, also ``v4``,
         ``v5p`` and ``v6e`` in their existing shapes; ``"v5e:4x4*2"`` for two slices;
-        ``"h100:1x1x8"`` for slices x hosts x GPUs of a host, also ``h200`` and ``a100``.
+        ``"h100:1x1x8"`` for slices x hosts x GPUs per host, also ``h200`` and ``a100``.
 
     Returns:
-      The devices, slice by slice. A ``jax.sharding.Mesh`` of them gives shardings of
-      ``jax.ShapeDtypeStruct``, and train steps to lower and compile; nothing runs on them, and the
-      present devices stay available.
+      The devices, slice by slice. A ``jax.sharding.Mesh`` of these devices serves for shardings of
+      ``jax.ShapeDtypeStruct`` and for train steps to lower and compile, but programs cannot run on
+      it. The present devices stay available.
 
     Raises:
       ValueError: a target of another form, or an unknown machine.
@@ -94,8 +94,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
 def _described(given: Mapping[str, Any]) -> Sequence[Any]:
     """Return the devices of a topology.
 
-    The plugin for CUDA registers itself only if it finds a driver, unless JAX may use only other
-    platforms. If it found none, it is registered now, without the check.
+    The plugin for CUDA registers itself only if it finds a driver. If it did not, this function
+    registers it without that check, unless JAX is restricted to other platforms.
     """
     from jax.experimental import topologies
 
@@ -118,8 +118,8 @@ class Argument(NamedTuple):
 
     Attributes:
       path: its position among the arguments.
-      info: its shape and dtype, and whether it is donated.
-      sharding: its sharding; ``None`` if the program does not use it, so that XLA never sees it.
+      info: its shape and dtype, and whether the argument is donated.
+      sharding: its sharding; ``None`` if the program does not use the argument, so XLA drops it.
     """
 
     path: str
@@ -133,7 +133,7 @@ class CompiledProgram(NamedTuple):
     Attributes:
       compiled: the result of XLA.
       arguments: its arguments in order.
-      seconds: the time of compilation; NaN if it was compiled before.
+      seconds: the time of compilation; NaN if the program was already compiled.
     """
 
     compiled: Any
@@ -142,12 +142,12 @@ class CompiledProgram(NamedTuple):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that it runs over, if any."""
+        """The mesh that the program runs over, if any."""
         return _mesh_of(x.sharding for x in self.arguments)
 
     @property
     def described(self) -> str:
-        """The number and kind of its devices."""
+        """The number and kind of the program's devices."""
         used = [x.sharding for x in self.arguments if x.sharding is not None]
         devices = list(used[0].device_set) if used else []
         return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
@@ -167,13 +167,13 @@ def compile_program(
     if isinstance(program, TrainStep):
         program, args = program.jitted(*args, depth=depth, **given)
     else:
-        hint = "A TrainStep hands them to its loss; bind others: functools.partial(function, ...)."
+        hint = "A TrainStep passes them to its loss; else bind: functools.partial(function, ...)."
         checks.absent(_AUDIT, "keywords", given or None, "left out", hint)
-        checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has any.")
+        checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has depths.")
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."
     checks.require(_AUDIT, "program", program, allowed, callable(program), hint, TypeError)
-    # Only jax.jit has a trace method; jax.pmap and wrappers of both have only lower.
+    # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
     meant = {device for x in shardings for device in x.device_set}
@@ -231,12 +231,12 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
 
 
 def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
-    """Compile a lowered program for these devices, unless it is compiled already."""
+    """Compile a lowered program for these devices, unless it is already compiled."""
     compiled: Any = _unwrapped(program)
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
         begun = time.perf_counter()
-        # Without a GPU no kernels can be timed, so XLA chooses them by its cost model.
+        # Without a GPU XLA cannot time kernels, so it chooses kernels by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
         options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if untimed else {}
         try:
@@ -252,7 +252,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
     shardings = tree.flatten_up_to(compiled.input_shardings)
     pairs = zip(infos, shardings, strict=True)
-    # The first key only separates positional arguments from named ones.
+    # The first key only separates positional arguments from keyword arguments.
     arguments = tuple(Argument(keystr(path[1:]), info, where) for (path, info), where in pairs)
     return CompiledProgram(compiled, arguments, seconds)
 

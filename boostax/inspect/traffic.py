@@ -2,16 +2,17 @@
 """Count the bytes that a compiled program reads from memory and writes to it.
 
 Each operation of the schedule reads its operands once and writes its results once; arrays in a
-TPU's vector memory cost nothing. A fusion that only slices an operand reads the slice, and one that
-updates a slice in place writes the slice, so a scan over stacked layers reads the stack once. An
-Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
+TPU's vector memory cost nothing. A fusion that only slices an operand reads the slice, and a fusion
+that updates a slice in place writes the slice, so a scan over stacked layers reads the stack once.
+An Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, repeated
 
-# Instructions that only name existing arrays, or that start other instructions, which are counted.
+# Instructions that only name existing arrays, or that run other instructions, which are counted
+# themselves.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
     "opt-barrier add-dependency conditional while call async-start".split()
@@ -21,12 +22,12 @@ _SETS = "dynamic-update-slice"
 
 
 def traffic(program: Program) -> Ways:
-    """Return bytes per call on the cheapest and the dearest path through the branches."""
+    """Return bytes per call on the paths of ``Ways`` through the branches."""
     return _scheduled(program, lambda site: _bytes(program, site))
 
 
 def cycles(program: Program) -> Ways | None:
-    """Return the cycles that a TPU's compiler estimates, without the network; else ``None``."""
+    """Return a TPU compiler's estimate of cycles without communication; else ``None``."""
     estimate = r'"estimated_cycles":"(-?\d+)"'
     if not any(x.instruction.attribute(estimate) for x in program.sites):
         return None
@@ -54,7 +55,7 @@ def _bytes(program: Program, site: Site) -> float:
         return 2 * sizes.get(i.operands[1], 0)
     read, written = sum(sizes.values()), i.result
     if i.op == "slice-start":
-        # The results of a start are its operands, then the arriving arrays.
+        # The results of a start instruction are its operands, then the received arrays.
         written = i.result[len(i.operands) : len(i.operands) + 1]
         read = written[0].bytes * (read > 0)
     elif i.op.endswith("-start"):
@@ -65,7 +66,7 @@ def _bytes(program: Program, site: Site) -> float:
 def _fusion(
     inside: Mapping[str, Instruction], fusion: Instruction, sizes: Mapping[str, float]
 ) -> float:
-    """Count the bytes of a fusion; of operands that it slices or updates, only the slices."""
+    """Count the bytes of a fusion; operands that it slices or updates count only their slices."""
     parameters = {int(x.literal): x.name for x in inside.values() if x.op == "parameter"}
     read, in_place = 0.0, 0.0
     counted: set[str] = set()

@@ -22,7 +22,7 @@ class Waste:
 
     Attributes:
       what: the waste and its size.
-      where: ``file:line``, if the compiler kept it.
+      where: ``file:line``, if the compiler kept the source location.
       mend: what to write instead.
     """
 
@@ -34,12 +34,12 @@ class Waste:
         return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.mend}"
 
 
-# The words of each finding.
+# The texts of each finding.
 WORDS = checks.table("boostax.inspect", "waste")
 # Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
-# Scopes whose collectives are repeated because the user chose less memory: ``Layers``, and a window
-# whose sums are sharded.
+# Scopes whose collectives are repeated on purpose, to save memory: ``Layers``, and a window with
+# sharded sums.
 _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
@@ -49,12 +49,12 @@ def _waste(name: str, where: str, **numbers: object) -> Waste:
 
 
 def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iterator[Waste]:
-    """Yield the waste of each kind, the dearest first.
+    """Yield findings of each kind of waste, the most expensive first.
 
     Args:
       found: the audit.
       shapes: the shapes of the params.
-      total: adds up amounts along branches: ``Program.total``.
+      total: the function that adds up amounts along branches, ``Program.total``.
       module: the module of the program's type.
     """
 
@@ -66,7 +66,7 @@ def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iter
         largest = max(unknown, key=lambda c: c.bytes)
         yield _waste("unknown_turns", largest.source, count=len(unknown), over=_over(largest))
     if found.params:
-        # A window that is open does not hold these back.
+        # These collectives run also in calls that leave a window open.
         held = [c for c in known if found.calls > 1 and total([(c.branches, c.elements)]).held]
         yield from _repeated(found, known, held, most)
     for name in ("donated_in_vain", "not_donated"):
@@ -86,7 +86,7 @@ def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iter
     for name in {c.name for c in exchanged if "boostax." in c.name}:
         among = [c for c in exchanged if c.name == name]
         mean = 4 * sum(map(math.prod, shapes)) * RING["all-reduce"](among[0].devices)
-        # What is exchanged is gathered again.
+        # An exchange by all-to-all is followed by an all-gather.
         if 0 < 1.1 * mean < 2 * most(among):
             part = re.findall(r"boostax\.(\w+)", name)[-1]
             yield _waste("padded", "", part=part, bytes=2 * most(among), mean=mean)

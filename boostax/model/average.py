@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Keep averages of the params beside any optimizer: exponential, uniform, of the latest snapshots.
+r"""Averages of the params beside any optimizer: exponential, uniform, or of the latest snapshots.
 
-If a path is noise around a valley, the mean of several points lies lower than the points. A falling
-learning rate removes the same noise. An average moves only with *applied* steps. Around a scaler or
-a window it reads their states; inside them it runs in their branch.
+If the params move randomly around a minimum, the mean of several points has a lower loss than each
+point. A decaying learning rate removes the same noise. An average moves only with *applied* steps:
+around a scaler or a window it reads their states, and inside them it runs in their branch.
 
-Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th params taken
-in:
+Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th sampled
+params:
 
 .. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1
 
@@ -41,8 +41,8 @@ class AverageParamsState(NamedTuple):
 
     Attributes:
       steps: i32, applied steps so far.
-      averaged: i32, the number of params taken in so far; the next snapshot goes to the slot
-        ``averaged % size``.
+      averaged: i32, the number of samples so far; the next snapshot goes to the slot ``averaged %
+        size``.
       averages: the average, a tree like the params, in f32 or wider; or the snapshots, a tree of
         ``(size, *leaf.shape)`` in the storage dtype.
       inner_state: state of the inner transformation.
@@ -55,7 +55,7 @@ class AverageParamsState(NamedTuple):
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
     def whole_params(self) -> None:
-        """Mark that all params are averaged, so no transformation around this one may mask some."""
+        """Mark that all params are averaged, so outer transformations must not mask params."""
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -63,7 +63,7 @@ class AverageParamsState(NamedTuple):
 
 
 def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
-    """Return the average with the params ``p``, or the snapshots if there is no ``weight``."""
+    """Return the average with a new sample ``p``; without ``weight``, the new snapshots."""
     p = p.astype(average.dtype)
     if weight is None:
         return lax.dynamic_update_index_in_dim(average, p, averaged % len(average), 0)
@@ -73,15 +73,15 @@ def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) ->
 
 
 def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
-    """Return the params, or what ``store`` inside keeps of them in f32."""
+    """Return the params, or their f32 masters if ``store`` is inside."""
     stored = trees.telling(inner_state, "whole")
     return stored[0].whole(params) if stored else params
 
 
 def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Array:
-    """Return whether the params are taken in; ``moved`` itself if they are taken in at every step.
+    """Return whether the params are sampled; ``moved`` itself if every step is sampled.
 
-    A branch on ``moved`` shares the optimizer's loop.
+    XLA fuses a branch on ``moved`` with the optimizer's branch.
     """
     due = moved & (steps >= start) if start else moved
     return due & ((steps - start) % every == 0) if every > 1 else due
@@ -100,8 +100,8 @@ def average_params(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep an average of the params beside the optimizer; ``averaged_params`` reads it.
 
-    The params are taken in after the applied steps :math:`\text{start} + 1 + i \cdot
-    \text{every}`, counted from 1. The n-th params taken in give
+    The params are sampled after the applied steps :math:`\text{start} + 1 + i \cdot \text{every}`,
+    counted from 1. The n-th sample gives
 
     .. math::
       \text{ema: } a_n = a_{n-1} + \tfrac{1-d}{1-d^n}\,(p_n - a_{n-1}), \quad
@@ -110,38 +110,38 @@ def average_params(
 
     with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params with
     its bias corrected. ``"window"`` is the mean of all params since ``start``, and keeps only one
-    copy: it suits the last steps of a run of known length. ``"lawa"`` is the mean of the latest
-    ``size`` snapshots, or of all while there are fewer. Before the first average,
-    ``averaged_params`` returns the params.
+    copy, which suits the last steps of a run of known length. ``"lawa"`` is the mean of the latest
+    ``size`` snapshots, or of fewer at the start. Before the first sample, ``averaged_params``
+    returns the params.
 
-    It stands around any optimizer or gate, and inside gates. Around ``boostax.precision.store`` it
-    averages the f32 masters. A step that a gate holds back, inside
-    or outside, leaves the average unchanged bit for bit. It is cheapest directly around the
-    optimizer, where it shares its loop: ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
+    Put ``average_params`` around any optimizer or gate, or inside gates. Around
+    ``boostax.precision.store`` it averages the f32 masters. A step that an inner or outer gate
+    skips leaves the average unchanged bit for bit. The average is cheapest directly around the
+    optimizer, where it shares the optimizer's loop:
+    ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
     Args:
       inner: the optimizer, with gates or without. Its params are equal on all replicas.
       kind: ``"ema"``, ``"window"`` or ``"lawa"``.
-      decay: decay of ``"ema"``, in (0, 1); 0.999 by default. It looks back over
-        ``every / (1 - decay)`` steps.
+      decay: decay of ``"ema"``, in (0, 1); 0.999 by default. Steps within about ``every / (1 -
+        decay)`` count.
       size: number of snapshots of ``"lawa"``; 5 by default.
-      every: applied steps from one average to the next.
-      start: applied steps before the first average.
-      dtype: dtype of the snapshots; the other kinds must be f32, because they move by small
-        amounts. f64 and complex leaves keep their kind.
+      every: number of applied steps between samples.
+      start: number of applied steps before the first sample.
+      dtype: dtype of the snapshots; the averages of other kinds must be f32, because they move by
+        small amounts. f64 and complex leaves stay f64 and complex.
 
     Returns:
-      A gate that holds nothing back, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
-      the params in f32, or ``size`` copies in ``dtype``, sharded like them. A step that takes
-      params in reads the params and the copy and writes the copy; with snapshots it reads the
-      params and writes one snapshot. A step that ``every`` or ``start`` leaves out, or that a gate
-      inside holds back, costs nothing. The write is in place on CPU, TPU v5e and H100, except on
-      CPU between a scaler and a window, where it needs a copy of the params. Around a gate the pure
-      ``update`` needs one more copy of the params than the gate alone.
+      A gate that never skips a step, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
+      the params in f32, or ``size`` copies in ``dtype``, sharded like the params. A sampled step
+      reads the params and the copy and writes the copy; with snapshots it reads the params and
+      writes one snapshot. Other steps cost nothing. The write is in place on CPU, TPU v5e and H100,
+      except on CPU between a scaler and a window, where it needs a copy of the params. Around a
+      gate the pure ``update`` needs one more copy of the params than the gate alone.
 
     Raises:
-      ValueError, TypeError: an argument out of range or of another kind; at ``init``, params that
-        differ per replica; at trace time, ``update`` without params.
+      ValueError, TypeError: an argument out of range, or for another ``kind``; at ``init``, params
+        that differ per replica; at trace time, ``update`` without params.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -166,8 +166,8 @@ def average_params(
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
     checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
-    # The logarithm is taken here, because rounding a decay near 1 to f32 would lose most of its
-    # digits.
+    # The logarithm is taken on the host, because rounding a decay near 1 to f32 would lose most of
+    # the digits of ``1 - decay``.
     log = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
     # The weights of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
     unbiased = lambda n: (1 - decay) / -jnp.expm1(n * log)  # noqa: E731
@@ -214,21 +214,21 @@ def average_params(
 def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
     """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
-    Statistics of a model (BatchNorm) belong to the params that they were measured with: run the
-    model over some dozens of batches with the average, and average its statistics.
+    BatchNorm statistics belong to the params that they were measured with, so measure them again:
+    run the model with the averaged params over some dozens of batches.
 
     Args:
-      opt_state: any state that holds one of ``average_params``.
-      params: the current params, or the whole Equinox module; they give the dtypes: with
-        ``boostax.precision.store`` inside, its ``masters(params, opt_state)`` give the average in
-        f32. They are returned unchanged before any params are taken in, and for leaves that are not
-        averaged (``boostax.carry``).
+      opt_state: any state that contains an ``AverageParamsState``.
+      params: the current params, or the whole Equinox module. The result has their dtypes; with
+        ``boostax.precision.store`` inside, pass ``masters(params, opt_state)`` for an average in
+        f32. Before the first sample, and for leaves that are not averaged (``boostax.carry``), the
+        result is ``params``.
 
     Returns:
       A tree like ``params``. Cost: a copy of the params, and a read of the average or snapshots.
 
     Raises:
-      ValueError: nothing in the state averages; params of other shapes.
+      ValueError: the state has no ``AverageParamsState``; params of other shapes.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -239,9 +239,9 @@ def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
     who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params, averaged = trees.arrays(params), state.averaged
-    # A module has the paths of its params, and other leaves.
+    # A module has leaves besides its params.
     averages = dict(trees.named(state.averages))
-    hint = "They are the averaged ones, or their module."
+    hint = "Pass the averaged params, or their module."
     odd = sorted(averages.keys() - trees.names(params))
     checks.require(who, "params", f"none at {odd[:4]}", "those of the optimizer", not odd, hint)
 

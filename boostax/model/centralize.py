@@ -25,7 +25,7 @@ _HINT = "0 averages over the first axis, (0, 1) over the first two, None over no
 
 
 def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
-    """Subtract the mean over ``dims``, if they have several elements and ``multiple_of`` fits."""
+    """Subtract the mean over ``dims`` if it has several elements and ``multiple_of`` fits."""
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
         return g
@@ -34,7 +34,7 @@ def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
 
 
 def _dims(rules: Any, kernels: layouts.Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
-    """Return the axes to average over, the input channels last; none for an unchanged leaf."""
+    """Return the axes to average over, the input channels last; empty for an unchanged leaf."""
     name, ndim, rule = trees.path_name(path), np.ndim(leaf), None
     if callable(rules):
         rule = rules(name, leaf)
@@ -54,7 +54,7 @@ def _dims(rules: Any, kernels: layouts.Kernels, path: Path, leaf: Any) -> tuple[
 
 
 def _known(rule: Any) -> Any:
-    """Return a rule; a string must be one of the two known ones."""
+    """Return a rule; a string must be ``"auto"`` or ``"stacked"``."""
     return checks.choice(_WHO, "axes", rule, Known, _HINT) if isinstance(rule, str) else rule
 
 
@@ -65,48 +65,49 @@ def centralize_gradients(
 
     .. math:: u_{io} = g_{io} - \tfrac1n \sum_{j=1}^{n} g_{jo}
 
-    It projects the gradient onto the kernels whose weights into each unit have a fixed sum. With
-    plain or momentum SGD that sum never changes; with Adam it does not change if the transformation
-    stands after ``scale_by_adam``. It is linear, so it may stand before or after a mean over
-    replicas or micro-batches. Its order with weight decay is a choice:
-    ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` centralizes the decay too, as
-    MindSpore does; the other order, and decoupled decay, leave the decay unchanged.
+    Centralization projects the gradient so that the sum of the weights into each unit stays fixed:
+    always with plain or momentum SGD, with Adam only after ``scale_by_adam``. The projection is
+    linear, so it may stand before or after a mean over replicas or micro-batches. Its order with
+    weight decay is a choice: ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also
+    centralizes the decay, as MindSpore does; in the other order, or with decoupled decay, the decay
+    is unchanged.
 
     ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
     ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes
-    named ``query``, ``key`` and ``value`` only the first is. In Haiku's layout a module whose name
-    contains ``transpose`` has ``(H, W, out, in)``. In the layouts of Equinox and PyTorch, kernels
-    are called ``weight``, and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's
-    transposed convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn`` are known by their
-    classes, stacked ones too. Vectors, scalars, tables of embeddings, and leaves whose names are or
-    end with ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays unchanged
-    under any rule, because it would never move again.
+    named ``query``, ``key`` and ``value`` only the first axis is an input. In Haiku's layout a
+    module whose name contains ``transpose`` has ``(H, W, out, in)``. In the layouts of Equinox and
+    PyTorch, kernels are called ``weight``, and all axes but the first are inputs: ``(out, in)``,
+    ``OIHW``; PyTorch's transposed convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn``,
+    also stacked modules, are recognised by class. Vectors, scalars, embedding tables, and leaves
+    whose names end with ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays
+    unchanged under any rule, because its centralized gradient would be zero.
 
     Args:
       multiple_of: centralize only kernels whose last averaged axis, the input channels, is a
         multiple of this. MindSpore's is 16.
       layout: the library of the kernels, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
-        ``"torch"``. ``None`` finds Equinox's modules and reads other trees as Flax's. It refuses a
-        matrix called ``weight`` outside of ``equinox.nn``, whose outputs may come first or last.
+        ``"torch"``. ``None`` recognises Equinox's modules and reads other trees in Flax's layout.
+        Outside of ``equinox.nn`` it refuses a matrix called ``weight``, whose outputs may come
+        first or last.
       axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function of a
         leaf's path name and the leaf that returns a rule. A pattern is an ``fnmatch`` on path names
-        (the name of a module matches all leaves in it). The first pattern that matches decides, and
+        (the name of a module matches all leaves in it). The first matching pattern decides, and
         leaves without a match follow ``"auto"``. No pattern changes biases, scales and vectors. A
-        rule is an axis or a tuple of axes, ``None`` for none, ``"auto"``, or ``"stacked"``, which
-        is ``"auto"`` behind one leading axis of layers (``flax.linen.scan``).
+        rule is an axis, a tuple of axes, ``None`` for no axes, ``"auto"``, or ``"stacked"``, which
+        is ``"auto"`` after one leading axis of layers (``flax.linen.scan``).
 
     Returns:
-      A stateless transformation; ``optax.masked`` applies it to some of the params. Means are taken
-      in f32 or wider, and the result has the gradient's dtype, saturating there. In plain ``jit``
-      they are means of whole arrays, for any sharding; inside a ``jax.shard_map`` of your own they
-      are means of shards. Cost: no state; the gradients are read once more, and written once before
-      Adam by XLA:CPU, not by XLA for TPU v5e and H100. A leaf that is sharded along its inputs
-      sends one mean, f32 or wider, for each output unit; other leaves send nothing.
+      A stateless transformation; ``optax.masked`` applies it to some of the params. Means are
+      computed in f32 or wider, and the result has the gradient's dtype, with saturation. In plain
+      ``jit`` the means are over global arrays, for any sharding; inside your own ``jax.shard_map``
+      they are over shards. Cost: no state; one more read of the gradients, and on XLA:CPU (not on
+      TPU v5e and H100) one write of them before Adam. A leaf that is sharded along its inputs sends
+      one mean, f32 or wider, for each output unit; other leaves send nothing.
 
     Raises:
       ValueError, TypeError: an argument out of range. At ``init``, a pattern that matches nothing,
-        an axis that a leaf lacks, or a kernel that may be of several layouts. At trace time,
-        gradients that are integers or shaped otherwise than the params.
+        an axis that a leaf lacks, or a kernel of an ambiguous layout. At trace time, integer
+        gradients, or gradients of other shapes than the params.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -118,12 +119,12 @@ def centralize_gradients(
 
     References:
       Yong, Huang, Hua, Zhang, Gradient Centralization: A New Optimization Technique for Deep Neural
-      Networks, https://arxiv.org/abs/2004.01461, 2020. The paper has convolutions and dense layers;
-      its code, in PyTorch's layout, takes every tensor of two axes or more, embeddings (over the
-      features of each row) and depthwise kernels (over H and W) included. MindSpore
-      (``OptimizerProcess.add_grad_centralization``) leaves out depthwise kernels and those whose
-      input channels do not divide by 16. ``optax.centralize`` averages over all axes but the
-      first, in Flax's layouts over the outputs.
+      Networks, https://arxiv.org/abs/2004.01461, 2020. The paper treats convolutions and dense
+      layers. Its code, for PyTorch's layout, centralizes every tensor of two or more axes,
+      including embeddings (over the features of each row) and depthwise kernels (over H and W).
+      MindSpore (``OptimizerProcess.add_grad_centralization``) leaves out depthwise kernels, and
+      kernels whose number of input channels is not a multiple of 16. ``optax.centralize`` averages
+      over all axes but the first, which in Flax's layouts include the outputs.
     """
     rules: Any = {} if isinstance(axes, str) and axes == "auto" else axes
     allowed, hint = "'auto', a dict of rules by pattern, or a function", "Try {'*/qkv': 0}."
@@ -147,7 +148,7 @@ def centralize_gradients(
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
-        # A pattern may match only params that are masked here.
+        # A pattern may match only masked params.
         masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
             fits = any(matches(name, pattern) for name in names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by norms: by the global norm, correct on shards, or by the running norm of each leaf."""
+"""Clip by the global norm, also of shards, or by the running norm of each leaf."""
 
 from typing import Any, NamedTuple
 
@@ -14,15 +14,15 @@ from boostax._core.describe import PyTree, Stepped, describe
 def clip_by_global_norm(
     max_norm: float, *, shard_axes: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Clip by the global norm, as ``optax.clip_by_global_norm``, also where leaves are sharded.
+    r"""Clip by the global norm like ``optax.clip_by_global_norm``, also if leaves are sharded.
 
     .. math:: u = g \cdot \min\left(1, \frac{c}{\lVert g \rVert}\right), \quad
               \lVert g \rVert^2 = \sum_{\text{leaves, shards}} \lVert g_s \rVert^2
 
-    Inside ``jax.shard_map`` Optax sees one shard of a leaf, so it computes the norm of one device's
-    shards, and every device would clip by a different factor. Here squares are summed over the axes
-    that a leaf is sharded over, and whole leaves count once. It stands behind the reduction, whose
-    result is equal on all replicas. In plain ``jit`` Optax's own clip is right for any sharding.
+    Inside ``jax.shard_map`` Optax's clip would compute the norm of one device's shards, and every
+    device would clip by a different factor. Here squares are summed over the axes that a leaf is
+    sharded over, and unsharded leaves count once. Put this clip after the reduction, whose result
+    is equal on all replicas. In plain ``jit`` Optax's own clip is correct for any sharding.
 
     Args:
       max_norm: the largest norm that is not clipped.
@@ -31,7 +31,7 @@ def clip_by_global_norm(
 
     Returns:
       A stateless transformation. Without shards its results equal Optax's bit for bit. Cost: one
-      scalar collective for each set of axes that leaves are sharded over.
+      all-reduce of a scalar for each set of axes over which leaves are sharded.
 
     Raises:
       ValueError, TypeError: ``max_norm`` is not greater than 0; at trace time, an unbound axis.
@@ -69,7 +69,7 @@ class AdaGCState(NamedTuple):
     Attributes:
       steps: i32, finite gradients so far.
       norms: tree like the params, f32 scalars: the running norm of each leaf's clipped gradient;
-        infinite before the first.
+        infinite before the first finite gradient.
     """
 
     steps: jax.Array
@@ -81,21 +81,21 @@ def adagc(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clip each leaf of the gradient to a multiple of its running norm.
 
-    With :math:`\gamma_i` the running norm of leaf :math:`i`, after the warm-up
+    After the warm-up, with the running norm :math:`\gamma_i` of leaf :math:`i`,
 
     .. math::
       u_i = g_i \min\Bigl(1, \frac{\lambda \gamma_i}{\lVert g_i \rVert}\Bigr), \qquad
       \gamma_i \leftarrow \beta \gamma_i + (1 - \beta) \lVert u_i \rVert.
 
-    In the first ``warmup`` steps the whole gradient is clipped by its global norm,
-    :math:`u = g \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least
-    :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped. Where a step
-    releases gradients (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
+    In the first ``warmup`` steps the whole gradient is clipped by its global norm, :math:`u = g
+    \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least :math:`\lVert u_i \rVert` so
+    far. A leaf whose running norm is zero is not clipped. In a loop over layers
+    (``boostax.train.Layers``) the warm-up clips each leaf to :math:`c`.
 
-    Put it behind the reduction, and inside a gate that skips gradients that are not finite: without
-    a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the norms
-    are norms of whole arrays, for any sharding. In a recorded short run it clipped nine steps in
-    ten and the loss was worse, because its bounds are the least norms of the warm-up.
+    Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite;
+    without a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the
+    norms are of global arrays, for any sharding. In a recorded short run ``adagc`` clipped nine
+    steps in ten and the loss was worse, because its bounds are the least norms of the warm-up.
 
     Args:
       factor: :math:`\lambda`, >= 1.
@@ -139,7 +139,8 @@ def adagc(
         length = lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
         sizes, early = jax.tree.map(length, updates), state.steps < warmup
         whole = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
-        # In a loop over layers the other layers' gradients do not exist.
+        # In a loop over layers there is no global norm, because other layers' gradients do not
+        # exist.
         alone = axes.of_one_layer()
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:

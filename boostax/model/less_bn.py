@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep only the last BatchNorm of each residual branch, and compute cosines in the head.
+"""Keep only the last BatchNorm of each residual branch, and normalise the head.
 
-A BatchNorm reads its input twice in the forward and twice in the backward pass, and keeps it in
-between. One norm per branch still fixes the variance of the sum; the other norms cost as much
-without that benefit. The result is another architecture, to be trained from scratch: kernels are
-not rescaled.
+A BatchNorm reads its input twice in the forward and twice in the backward pass, and keeps the input
+in between. One norm per branch still fixes the variance of the sum; the other norms cost as much
+without that benefit. Kernels are not rescaled, so the result is another architecture and must be
+trained from scratch.
 
-The model is traced with a mark instead of every BatchNorm. In the traced program each value has
+The model is traced with a mark in place of every BatchNorm. In the traced program each value has
 *nodes*: the inputs, products (convolution, matrix product) and norms from which it is computed. If
-values are added or concatenated, nodes that all operands share lie before the fork, and the other
-nodes of an operand form its branch. Names, classes and the order of operands play no part.
+values are added or concatenated, nodes that all operands share lie before the fork, and the
+remaining nodes of an operand form its branch. Names, classes and the order of operands are not
+used.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Norm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LessBNReport:
-    """The BatchNorms of a model and the changes of ``less_bn``. Its ``str`` is a table.
+    """The BatchNorms of a model and the changes of ``less_bn``; ``str`` gives a table.
 
     Attributes:
       norms: every BatchNorm in the order of the calls: path, whether it was removed, and why.
-      head: path of the Dense that gives the output and becomes a ``NormalizedDense``, or None.
+      head: path of the last Dense, if it becomes a ``NormalizedDense``, else None.
     """
 
     norms: tuple[Norm, ...]
@@ -94,7 +95,7 @@ class Flow(NamedTuple):
     """The nodes from which a value is computed; empty if it does not depend on the data.
 
     Attributes:
-      nodes: all of them.
+      nodes: all nodes from which the value is computed.
       norms: the norms that reach the value without passing another norm.
       sites: the nearest nodes that are not inputs.
     """
@@ -114,8 +115,8 @@ class Flow(NamedTuple):
 def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
     """Mark a value in a model for ``examine``.
 
-    A mark of kind ``"norm"`` replaces the norm at ``path``; one of kind ``"dense"`` names the Dense
-    that computed the value.
+    A mark of kind ``"norm"`` replaces the norm at ``path``; a mark of kind ``"dense"`` names the
+    Dense that computed the value.
     """
     return checkpoint_name(x, f"{_PREFIX}:{kind}:{path}")
 
@@ -125,22 +126,22 @@ def examine(
 ) -> LessBNReport:
     """Judge every norm of a marked model by the flow of the data in its traced program.
 
-    An addition ends a residual branch if one operand is a shortcut: at most one product beyond the
-    fork, and fewer than the other. A concatenation ends a branch if one operand has no product
-    beyond the fork. Then
+    An addition ends a residual branch if one operand is a shortcut, with at most one product beyond
+    the fork and fewer products than the other operand. A concatenation ends a branch if one operand
+    has no product beyond the fork. Then
 
-    - in the branch, a norm stays if it reaches the end without passing another norm;
+    - a norm in the branch stays if it reaches the end without passing another norm;
     - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
-      concatenation it stays, because no other norm normalises its channels.
+      concatenation it stays, because no other norm normalises the shortcut's channels.
 
-    A norm that lies in several branches is judged at the end of the innermost. A norm that lies in
-    none stays. The trace goes into loops, branches, ``jit`` and ``remat``; into a loop body once.
+    A norm in several branches is judged at the end of the innermost branch. A norm outside all
+    branches stays. Bodies of loops (once), branches, ``jit`` and ``remat`` are included.
 
     Args:
       run: ``run(fixed, args, kwargs)``, the marked model.
-      fixed: values independent of the data: params, statistics, keys.
+      fixed: values that do not depend on the data: params, statistics, keys.
       data: ``args`` and ``kwargs``. Values without a shape are passed on unchanged.
-      paths: all norms, read after the trace. Norms that are not met in the trace stay.
+      paths: all norms, read after the trace. Norms that the trace does not contain stay.
 
     Returns:
       The norms and the head. Cost: one trace; nothing is compiled.
@@ -156,7 +157,7 @@ def examine(
 
 @functools.cache
 def require_readable() -> None:
-    """Raise unless the norms of two small residual blocks are judged as they must be."""
+    """Raise unless the norms of two small residual blocks are judged correctly."""
     interpret.require_readable()
     convolved = lambda x, w: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]  # noqa: E731
     stacked = lambda x, y: lax.concatenate([x, y], 0)  # noqa: E731
@@ -184,7 +185,7 @@ def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -
     def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
         name, label = eqn.primitive.name, str(eqn.params.get("name"))
         if name in _ENDS:
-            # An inner branch ends first, so its verdicts hold.
+            # An inner branch ends first, so its verdicts are kept.
             verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
         found, product = _union(inputs), name in _PRODUCTS
         if product or label.startswith(_PREFIX):
@@ -208,7 +209,7 @@ def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -
 
 
 def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
-    """Judge the norms of a branch that ends where ``flows`` join, if a branch ends there."""
+    """Judge the norms of the branch, if any, that ends where ``flows`` join."""
     common = _union(flows).nodes.intersection(*(flow.nodes for flow in flows))
     beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
     lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]
@@ -253,14 +254,14 @@ def less_bn(
 
     By default the flow of the data decides. If a residual branch ends in a sum or a concatenation,
     the last norm of the branch stays. The other norms of the branch are removed, and so are norms
-    on the shortcut of a sum. Norms outside such branches stay: in stems, plain stacks, transitions.
-    This holds for basic and bottleneck blocks with and without downsampling, inverted residuals,
-    dense blocks and pre-activation alike. The params and statistics of removed norms are not in the
-    tree. The decision holds for every later call, in training and evaluation.
+    on the shortcut of a sum. Norms outside such branches stay, as in stems, plain stacks and
+    transitions. The rule covers basic and bottleneck blocks with and without downsampling, inverted
+    residuals, dense blocks and pre-activation. The tree has no params and statistics of removed
+    norms. The decision is made once, for all later calls in training and evaluation.
 
-    With ``normalized_head`` the Dense whose result leaves the model becomes
-    ``y = m (x / |x|) (W / |W_column|)`` with a trained scalar m and no bias: a
-    ``NormalizedDense``. Both changes invalidate trained params: train from scratch.
+    With ``normalized_head`` the Dense that computes the model's output becomes ``y = m (x / |x|) (W
+    / |W_column|)`` with a trained scalar m and no bias: a ``NormalizedDense``. Both changes
+    invalidate trained params: train from scratch.
 
     Args:
       module: a linen ``nn.Module`` or an NNX ``nnx.Module``.
@@ -268,9 +269,10 @@ def less_bn(
         shape (``True``, a string) are passed on unchanged.
       normalized_head: replace the head.
       remove: None for the rule above; or path patterns such as ``["block_*/norm_1"]``, in which *
-        stands for anything and a pattern that names a module matches all below it; or a function of
-        a BatchNorm's path and the rule's verdict that returns whether it goes.
-      multiplier: first value of m. MindSpore's is 1: no logit then exceeds 1 until m has grown.
+        matches any text and a module's name matches all norms in it; or a function of a BatchNorm's
+        path and the rule's verdict that returns whether to remove the norm.
+      multiplier: initial value of m. MindSpore's is 1, with which no logit exceeds 1 until m has
+        grown.
       **kwargs: like ``args``.
 
     Returns:
@@ -280,9 +282,10 @@ def less_bn(
       cost of the removed norms.
 
     Raises:
-      TypeError: no Flax module, or a result of ``less_bn``; ``remove`` of another kind.
-      ValueError: no sample; a pattern that matches no BatchNorm; a normalised head for a model that
-        no Dense ends; no normalised head and nothing removed.
+      TypeError: ``module`` is not a Flax module, or is a result of ``less_bn``; ``remove`` of
+        another kind.
+      ValueError: no sample arguments; a pattern that matches no BatchNorm; a normalised head for a
+        model that does not end with a Dense; no norm to remove and no normalised head.
       ImportError: Flax is not installed.
 
     Example:
@@ -317,7 +320,7 @@ def changed(
     multiplier: float = 1.0,
     strict: bool = True,
 ) -> tuple[Any, LessBNReport]:
-    """Return the result of ``less_bn``; without ``strict`` a model may stay unchanged."""
+    """Return the result of ``less_bn``; unless ``strict``, a model may stay unchanged."""
     with checks.needing(_WHO, "Flax", "workloads"):
         from boostax.model import less_bn_flax as flax
     checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "It starts at 1.")

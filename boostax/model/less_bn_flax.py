@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mark or replace layers of a Flax model: linen calls are intercepted, NNX objects are copied."""
+"""Mark or replace layers of a Flax model: intercept linen calls, copy NNX objects."""
 
 import functools
 from collections.abc import Callable
@@ -18,16 +18,17 @@ _SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
 
 
 class LessBN(nn.Module):
-    """A linen module in which some BatchNorms are the identity, and a Dense computes cosines.
+    """A linen module with some BatchNorms removed, and with a ``NormalizedDense`` as head.
 
     ``init`` makes no variables for removed norms. All other variables keep their paths in
-    ``module``, whose scope this module shares. It nests, transforms and prints like any module.
+    ``module``, whose scope this module shares. ``LessBN`` nests, transforms and prints like any
+    module.
 
     Attributes:
       module: the model.
       removed: paths of the removed BatchNorms, such as ``block_0/norm_1``.
       head: path of the ``nn.Dense`` that a ``NormalizedDense`` replaces, or None.
-      multiplier: first value of the multiplier of that ``NormalizedDense``.
+      multiplier: initial value of the multiplier of the ``NormalizedDense``.
     """
 
     module: nn.Module
@@ -55,7 +56,7 @@ class LessBN(nn.Module):
 
 
 class Identity(nnx.Module):
-    """The replacement of an NNX BatchNorm: it takes the same arguments and returns its input."""
+    """The replacement of an NNX BatchNorm, which takes the same arguments and returns its input."""
 
     def __call__(self, x: jax.Array, use_running_average: Any = None, *, mask: Any = None) -> Any:
         """Return ``x``."""
@@ -90,14 +91,14 @@ def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[]
     if isinstance(layer, (nn.Dense, nnx.Linear)):
         return mark("dense", result(), path)
     paths.append(path)
-    # The norm is not computed: over a named axis it would need that axis bound.
+    # The norm is not computed, because a norm over a named axis would need that axis bound.
     dtype = layer.dtype or jnp.promote_types(jnp.result_type(x), layer.param_dtype)
     return mark("norm", jnp.asarray(x, dtype), path)
 
 
 @functools.cache
 def _marking_class(cls: Any) -> Any:
-    """Make a subclass whose call leaves a mark in the trace; cached, as NNX keeps all classes."""
+    """Make a subclass whose call marks the trace; cached, because NNX keeps all classes alive."""
 
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         result = lambda: cls.__call__(self, x, *args, **kwargs)  # noqa: E731
@@ -107,7 +108,7 @@ def _marking_class(cls: Any) -> Any:
 
 
 def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier: float) -> Any:
-    """Return the model without the norms ``removed``, and with cosines in its ``head``."""
+    """Return the model without the norms ``removed``, and with a normalised ``head``."""
     if isinstance(module, nn.Module):
         return LessBN(module, removed, head, multiplier)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute cosines in the head: inputs and weight columns of length one, times a trained scalar.
+"""A head that computes cosines: inputs and weight columns of length one, and a trained factor.
 
-y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. A network with few normalisations
-does not fix the scale of its last activations; logits lie in -m..m for any scale.
+y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. In a network with few norms the
+scale of the last activations is not fixed, but these logits lie in -m..m for any scale.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ def unit(x: jax.Array, axis: int) -> jax.Array:
     """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays zero.
 
     The vector is first divided by its largest magnitude, so no square over- or underflows. At a
-    zero vector the quotient has no derivative, and the gradient passes unchanged: a kernel that
-    starts at zero learns, and nothing is NaN.
+    zero vector the quotient has no derivative, so the gradient passes unchanged: a kernel that
+    starts at zero is trained, and no gradient is NaN.
     """
     x = x.astype(trees.wide_dtype(x))
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True))
@@ -49,7 +49,8 @@ def normalized_dense(
       kernel: ``[inputs, outputs]``.
       multiplier: a scalar.
       bias: ``[outputs]``, added before the multiplier.
-      dtype: dtype of the product and the result; by default that of ``x`` and ``kernel`` together.
+      dtype: dtype of the product and the result; by default the promoted dtype of ``x`` and
+        ``kernel``.
       precision: precision of the product, as in ``jax.lax.dot_general``.
 
     Returns:
@@ -65,21 +66,21 @@ def normalized_dense(
 class NormalizedDense(nn.Module):
     """An ``nn.Dense`` of cosines: ``y = m (x / |x|) (W / |W_column|)``, with m a trained scalar.
 
-    With ``use_bias`` it is m (... + b), as in MindSpore. Params: ``kernel``, ``multiplier`` of
-    shape () and, with ``use_bias``, ``bias``. Lengths are computed in f32 for any ``dtype``.
+    With ``use_bias`` the output is m (... + b), as in MindSpore. Params: ``kernel``, ``multiplier``
+    of shape () and, with ``use_bias``, ``bias``. Lengths are computed in f32 for any ``dtype``.
 
     Attributes:
       features: number of outputs.
       use_bias: add a bias before the multiplier.
-      dtype: dtype of the product and the result; by default that of input and params.
+      dtype: dtype of the product and the result; by default the promoted dtype of input and params.
       param_dtype: dtype of the params.
       precision: precision of the product.
       kernel_init: initializer of the kernel; its scale does not matter.
       bias_init: initializer of the bias.
-      multiplier_init: initializer of the multiplier, 1 as in MindSpore. The largest difference of
-        logits is twice the multiplier, so a short training may need a larger one.
+      multiplier_init: initializer of the multiplier, 1 as in MindSpore. Logits differ by at most
+        twice the multiplier, so a short training may need a larger value.
 
-    Cost: two passes over the inputs and the kernel for their lengths.
+    Cost: two more reads of the inputs and the kernel, for their lengths.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -116,9 +117,9 @@ class NormalizedLinear(nnx.Module):
     """A ``NormalizedDense`` for NNX, made from an ``nnx.Linear`` and called like it.
 
     Args:
-      linear: gives the kernel, and the dtypes and precision of the product.
-      use_bias: take its bias too, added before the multiplier.
-      multiplier: first value of the trained scalar.
+      linear: the layer whose kernel, dtypes and precision are used.
+      use_bias: whether to keep the bias, which is added before the multiplier.
+      multiplier: initial value of the trained scalar.
 
     Example:
       >>> from flax import nnx

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Scale the query and key weights of a head back once its attention logits exceed a bound.
 
-Nothing in a transformer bounds the products of queries and keys. Muon lets their weights grow until
-the softmax has one term left. A factor on a head's weights is the same factor on its logits, and
-unlike a clip of the logits it needs no change to the model.
+A transformer does not bound the products of queries and keys. With Muon their weights grow until
+one term dominates the softmax. A factor on a head's weights has the effect of the same factor on
+its logits, and unlike a clip of the logits needs no change of the model.
 
 References:
   Kimi Team, Kimi K2: Open Agentic Intelligence (MuonClip), https://arxiv.org/abs/2507.20534, 2025.
@@ -25,25 +25,25 @@ _WHO = "qk_clip"
 
 
 class Heads(NamedTuple):
-    """The attention layers of a model: where weights and maxima are, and the axis of the heads.
+    """The paths of attention weights and of maxima of logits in a model, and the axis of heads.
 
-    The fields but for the last three are patterns of paths, in which ``*`` stands for any text. The
-    path of a module stands for its kernel and its bias. Leaves belong to one layer if all their
-    stars stand for the same text.
+    All fields but the last three are patterns of paths, in which ``*`` matches any text. A pattern
+    that matches a module selects its kernel and its bias. Leaves belong to one layer if the stars
+    of their patterns match the same texts.
 
     Attributes:
       query: weights of the queries, ``[..., heads, head_dim]``, or ``[..., heads * head_dim]`` with
-        ``axis=-1``; latent attention (MLA) has its content part here.
+        ``axis=-1``; for latent attention (MLA), the content part of the queries.
       key: weights of the keys.
       maxima: the carried leaf ``[heads]`` with the largest logit of each head; ``[layers, heads]``
-        if the layers are stacked, as all weights are then.
-      rotary: of MLA, the weights of the queries that meet the shared rotary key; none by default.
-      axis: the axis of the heads, counted from the end, in kernels and biases alike.
-      key_heads: the number of heads of the keys, of which each serves as many query heads; by
-        default all of them.
-      content: of MLA, if a leaf holds several parts: the first ``content`` elements of a head are
-        keys, or the queries that meet these. The rest of a query leaf is rotary, the rest of a key
-        leaf is values, which stay.
+        if the weights of all layers are stacked.
+      rotary: for MLA, the weights of the queries for the shared rotary key; none by default.
+      axis: the axis of the heads, counted from the end, in kernels and in biases.
+      key_heads: the number of key heads, if several query heads share a key head (GQA); by default
+        equal to the number of query heads.
+      content: for MLA with several parts in one leaf: the first ``content`` elements of a head are
+        the content part of keys or queries. The rest of a query leaf is rotary; the rest of a key
+        leaf is values, which stay unchanged.
     """
 
     query: str
@@ -65,7 +65,7 @@ class QKClipState(NamedTuple):
     inner_state: optax.OptState
 
     def reads_carried(self) -> None:
-        """Mark that ``carry`` hands its values inwards."""
+        """Mark that this state reads ``carry``'s values, so ``carry`` passes them inwards."""
 
 
 @jax.custom_vjp
@@ -77,12 +77,12 @@ _with_gradient.defvjp(lambda x, leaf, v: (x, v), lambda v, g: (g, v, jnp.zeros_l
 
 
 def set_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
-    """Return ``x``, and make ``value`` the gradient of ``leaf``: its new value for ``carry``.
+    """Return ``x``, and make ``value`` the gradient of ``leaf``, the new value for ``carry``.
 
     Args:
-      x: an array that the loss depends on; its own gradient stays.
+      x: an array that the loss depends on; the gradient of ``x`` is unchanged.
       leaf: a param that the loss uses nowhere else.
-      value: an array of its shape, which is not differentiated.
+      value: an array of the leaf's shape, which is not differentiated.
 
     Returns:
       ``x``. Cost: none.
@@ -110,7 +110,7 @@ def qk_clip(
     *,
     tau: float = 100.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner``, then scale back query and key weights of heads whose logits near ``tau``.
+    r"""Run ``inner``, then scale down query and key weights of heads with logits above ``tau / 2``.
 
     With :math:`S_h` the largest logit of head :math:`h` in the forward passes of the step,
 
@@ -119,32 +119,34 @@ def qk_clip(
       W_k^j \leftarrow c_j W_k^j, \qquad W_q^h \leftarrow \frac{\gamma_h}{c_j} W_q^h
 
     where key head :math:`j` serves the query heads :math:`h \in j`. With a key head for each query
-    head both factors are :math:`\sqrt{\gamma_h}`. Among several the key takes the mildest, so every
-    logit is multiplied by its :math:`\gamma_h` and no weight grows. Of MLA the rotary queries take
-    the whole :math:`\gamma_h`, because their key is shared by all heads. Biases are scaled too.
+    head both factors are :math:`\sqrt{\gamma_h}`. If several query heads share a key head, the key
+    takes the root of their largest :math:`\gamma_h`, so every logit is multiplied by its
+    :math:`\gamma_h` and no weight grows. In MLA the rotary queries take the full :math:`\gamma_h`,
+    because all heads share the rotary key. Biases are scaled, too.
 
     The maxima are a carried leaf: the loss sets its gradient (``set_gradient``), and
-    ``boostax.carry`` around this one takes the largest over micro-batches, replicas and windows:
-    ``carry(dynamic_loss_scale(qk_clip(muon(1e-2), heads)), {"max_logits": "max"})``. The maxima are
-    of the forward before the step, and the step raises logits again. So logits are scaled back to
-    half of ``tau``: on record they then stay below ``tau`` after every step on its batch, at ten
-    times the best rate. Kimi K2 scales them back to its threshold itself, as twice that ``tau``
-    does here.
+    ``boostax.carry`` around ``qk_clip`` takes the maximum over micro-batches, replicas and windows:
+    ``carry(dynamic_loss_scale(qk_clip(muon(1e-2), heads)), {"max_logits": "max"})``. The maxima
+    come from the forward pass before the step, and the step raises logits again. So logits are
+    scaled down to half of ``tau``; in our record they then stay below ``tau`` after every step on
+    its batch, at ten times the best learning rate. Kimi K2 scales logits down to its threshold
+    itself, so use twice its threshold as ``tau``.
 
     Args:
       inner: the optimizer; nothing after it may change its updates.
       heads: a ``Heads``, or a dict of its fields.
-      tau: :math:`\tau`, the bound on logits; those above its half are scaled back to it.
+      tau: :math:`\tau`, the bound on logits; logits above half of ``tau`` are scaled down to that
+        half.
 
     Returns:
-      A transformation with a ``QKClipState``. Maxima that are not finite scale nothing. A step that
-      a gate around it skips changes nothing. Sharded weights are multiplied where they are. Cost:
-      one product, which compilers fuse with the optimizer; no collective beside ``carry``'s.
+      A transformation with a ``QKClipState``. If a maximum is not finite, its head is not scaled. A
+      step that a gate skips changes no weight. Sharded weights are scaled in place. Cost: one
+      product, which compilers fuse with the optimizer; no collective besides ``carry``'s.
 
     Raises:
       ValueError, TypeError: an argument out of range; at ``init``, a pattern that matches nothing,
         queries without keys, or a gate in ``inner``; at trace time, no ``carry`` around it, layers
-        without maxima, or weights that the heads do not divide.
+        without maxima, or weights whose size is not a multiple of the number of heads.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -173,7 +175,7 @@ def qk_clip(
 
         def scaled(path: Any, u: Any, p: Any) -> Any:
             factor = factors.get(trees.path_name(path))
-            # Where the factor is 1, this is the update bit for bit.
+            # If the factor is 1, the result equals the update bit for bit.
             return u if factor is None else trees.as_dtype(u + (factor - 1) * (p + u), u.dtype)
 
         updates = jax.tree_util.tree_map_with_path(scaled, updates, params)
@@ -183,7 +185,7 @@ def qk_clip(
 
 
 def _checked(heads: Any) -> Heads:
-    """Return the layout, from a dictionary too."""
+    """Return the ``Heads``, also from a dictionary of its fields."""
     hint = "Try Heads(query='*/query', key='*/key', maxima='*/max_logits')."
     needed = {"query", "key", "maxima"}
     named = isinstance(heads, Mapping) and needed <= heads.keys() <= {*Heads._fields}
@@ -202,7 +204,7 @@ def _checked(heads: Any) -> Heads:
 
 
 def _by_stars(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return the paths that match, or lie in a module that does, by what the stars stand for."""
+    """Return the paths that match, or lie in a matching module, by the texts of the stars."""
     words = "(.*)".join(map(re.escape, pattern.split("*")))
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
@@ -213,7 +215,7 @@ def _by_stars(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], list[
 
 
 def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, list[str]]]:
-    """Return by layer the paths of the leaves of each field, masked ones too."""
+    """Return for each layer the paths of each field's leaves, including masked leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_masked)
     names = [trees.path_name(path) for path, _ in leaves]
     fields = ("query", "key", *(["rotary"] if layout.rotary else []))
@@ -223,7 +225,7 @@ def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, li
         fits = bool(names) <= bool(found[field]) and found[field].keys() == found["query"].keys()
         allowed = "a pattern of leaves, in the layers of the queries"
         checks.require(_WHO, f"heads.{field}", got, allowed, fits, f"There are {few(names)}.")
-        # Factors of one weight, such as LoRA's, would each be scaled.
+        # If a weight is a product of leaves, as in LoRA, each leaf would be scaled.
         more = [x for leaves in found[field].values() if len(leaves) > 2 for x in leaves]
         allowed, hint = "a kernel and its bias in a layer", "Name the leaf, as in '*/query/kernel'."
         checks.require(_WHO, f"heads.{field}", few(more), allowed, not more, hint)
@@ -231,7 +233,7 @@ def _layers(layout: Heads, params: PyTree) -> dict[tuple[str, ...], dict[str, li
 
 
 def _require_whole(layers: Mapping[Any, Mapping[str, list[str]]], params: PyTree) -> None:
-    """Refuse a layer of which a partition hands on only some weights: the others would stay."""
+    """Refuse a layer of which a partition passes only some weights: the others would not scale."""
     leaves = {*trees.names(params)}
     for names in (
         [x for of_field in layer.values() for x in of_field] for layer in layers.values()
@@ -283,7 +285,7 @@ def _shaped(
     allowed = f"of {count} heads on axis {layout.axis}, and led by {lead}, at {name!r}"
     hint = "heads.axis is the axis of the heads; GQA has heads.key_heads of them in its keys."
     checks.require(_WHO, "weights", shape, allowed, fits, hint)
-    # The elements of a head lie behind its axis, or on the same one.
+    # The elements of a head are on the axis after the heads, or on the same axis.
     behind = shape[dim] == count and content is not None and dim + 1 < len(shape)
     size = shape[dim + 1] if behind else shape[dim] // count
     if content is not None and rest is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half precision: loss scales, boundaries between them, policies, checks of what is finite."""
+"""Half precision: loss scales and their boundaries, policies, low-bit storage, and checks."""
 
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.handshake import current_scale as current_scale

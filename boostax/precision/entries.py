@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The change of one leaf, element by element, as one primitive; each compiler gets its own form.
+"""Change one leaf, element by element, by one primitive with a form for each compiler.
 
 A program *fits* if each result's element depends on one element of each array, on scalars, and on
-the scales of its block. Then the scales come first, in one pass over the leaf, and in a second
-pass everything is computed anew from what is stored. So no array in f32 is ever written to memory.
+the scales of its block. Then one pass over the leaf computes the scales, and a second pass computes
+all results again from the stored arrays. So no f32 array is written to memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from boostax.precision import formats
 
 Shape = tuple[int, ...]
 Cut = tuple[Mesh, PartitionSpec] | None
-# Primitives whose result at an element depends on the operands there, each with one result.
+# Elementwise primitives, each with one result.
 BY_ELEMENT = frozenset(
     "abs add add_any and bitcast_convert_type cbrt ceil clamp convert_element_type copy cos div eq "
     "erf exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne "
@@ -86,7 +86,8 @@ def play(
         if eqn.primitive.name == "broadcast_in_dim":
             return [jnp.broadcast_to(operands[0], shape if _shape(eqn.outvars[0]) else ())]
         if eqn.primitive.name == "sign":
-            # Pallas needs to know the kind of a TPU to compile one, which it asks of a device.
+            # Pallas asks a device for the kind of TPU, so a kernel compiles only with a TPU
+            # present.
             (x,) = operands
             return [jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x))]
         return [eqn.primitive.bind(*operands, **eqn.params)]
@@ -95,7 +96,7 @@ def play(
 
 
 def shape_of(program: jaxprs.ClosedJaxpr) -> Shape:
-    """Return the shape of the leaf whose program it is: that of its largest result."""
+    """Return the shape of a program's leaf, which is the shape of its largest result."""
     shapes = list(map(_shape, program.jaxpr.outvars))
     return max(shapes, key=math.prod)
 
@@ -103,7 +104,7 @@ def shape_of(program: jaxprs.ClosedJaxpr) -> Shape:
 def change(
     program: jaxprs.ClosedJaxpr, cut: Cut, always: jax.Array, operands: Sequence[Any]
 ) -> list[jax.Array]:
-    """Return the results of a program that fits, written in the places of its first operands.
+    """Return the results of a program that fits, written into its first operands' buffers.
 
     Args:
       program: the program of a leaf.
@@ -121,7 +122,7 @@ def _whole(always: Any, *operands: Any, program: jaxprs.ClosedJaxpr, **_: Any) -
 def _played(
     program: jaxprs.ClosedJaxpr, operands: Sequence[Any], known: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results on arrays that are cut in blocks, and the scales, which may be known."""
+    """Return the results on arrays cut in blocks, and the scales, which may be given."""
     shape, inside = formats.cut(shape_of(program))
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     ready, scales = iter(known), list[Any]()
@@ -136,7 +137,7 @@ def _played(
             return codec.run(*map(wide, given))
         found = next(ready, None)
         if found is None:
-            # A dimension of size one gets a layout of its own, and XLA:CPU copies between the two.
+            # A dimension of size one gets another layout, and XLA:CPU copies between layouts.
             found = jnp.squeeze(codec.run(*formats.extremes(given[0], inside)), inside)
         scales.append(found)
         return found
@@ -145,9 +146,9 @@ def _played(
 
 
 def _twice(program: jaxprs.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Compute the scales first, then everything, each in one pass over the leaf."""
+    """Compute the scales in one pass over the leaf, and all results in a second pass."""
     _, scales = _played(program, operands)
-    # Behind the barrier XLA cannot use values of the first pass, and would write them to memory.
+    # The barrier keeps XLA from reusing values of the first pass, which it would write to memory.
     operands, scales = lax.optimization_barrier((operands, scales))
     return _played(program, operands, scales)[0]
 
@@ -170,10 +171,10 @@ def _staged(always: Any, *operands: Any, program: jaxprs.ClosedJaxpr, **_: Any) 
 
 
 def _looped(always: Any, *operands: Any, program: jaxprs.ClosedJaxpr, **_: Any) -> list[Any]:
-    """Compute in a loop of one turn, which begins and ends at once, and is written in place.
+    """Compute in a loop of one iteration, so that the leaf is finished before the next leaf starts.
 
-    XLA:CPU starts the operations of all leaves, and keeps the temporaries of each until all leaves
-    are written.
+    The loop writes in place. Without it XLA:CPU starts the operations of all leaves, and keeps all
+    temporaries until all leaves are written.
     """
     count, given = len(program.jaxpr.outvars), _cut(program, operands)
 
@@ -185,7 +186,7 @@ def _looped(always: Any, *operands: Any, program: jaxprs.ClosedJaxpr, **_: Any) 
 
 
 def _branched(always: Any, *operands: Any, program: jaxprs.ClosedJaxpr, **_: Any) -> list[Any]:
-    """Compute in a branch: like XLA:CPU, XLA:TPU keeps the temporaries of all leaves otherwise."""
+    """Compute in a branch, because XLA:TPU would otherwise keep the temporaries of all leaves."""
     old = lambda *operands: [*operands[: len(program.jaxpr.outvars)]]  # noqa: E731
     new = functools.partial(_staged, always, program=program)
     return lax.switch(always.astype(jnp.int32), [old, new], *operands)

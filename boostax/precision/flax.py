@@ -3,7 +3,7 @@
 
 Flax layers cast their inputs and params to their ``dtype``, and Flax norms compute in f32 and cast
 only their result. So O2 means "every layer in the low dtype, params in f32": no param needs a cast
-outside its layer, and no norm hands f32 on to the next layer. O1 does not set the dtype of layers.
+outside its layer, and no norm passes f32 to the next layer. O1 does not set the dtype of layers.
 Instead, the matrix products of the traced model are rewritten, as in any other function.
 """
 
@@ -24,7 +24,7 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
 
 def layer_dtype(rules: Policy, class_name: str) -> Any:
     """Return the dtype in which a layer of this class computes, or a norm returns its result."""
-    # A norm computes in f32 whatever its dtype is, and must not hand f32 on to the next layer.
+    # A norm computes in f32 for any dtype, and must not pass f32 to the next layer.
     kept = rules.keeps(class_name) and "Norm" not in class_name
     return jnp.dtype(jnp.float32) if kept else rules.compute_dtype
 
@@ -70,18 +70,18 @@ class PolicyModule:
 def apply_policy(module: Any, policy: Policy | Level) -> Any:
     """Return a Flax model that follows a precision policy.
 
-    A layer whose ``dtype`` was left unset computes in the policy's ``compute_dtype``, or in f32 if
-    ``keep_f32`` names its class; a layer whose ``dtype`` was set keeps it. Norms, which Flax
-    computes in f32, cast their result to ``compute_dtype``; with O3 their params are stored low
-    too. O1 rewrites matrix products and convolutions instead, whatever the layer.
+    A layer without a ``dtype`` computes in the policy's ``compute_dtype``, or in f32 if
+    ``keep_f32`` names the layer's class; a layer with a ``dtype`` keeps it. Norms, which Flax
+    computes in f32, cast their result to ``compute_dtype``; with O3 their params are also stored in
+    the low dtype. O1 instead rewrites the matrix products and convolutions of all layers.
 
     Args:
       module: a linen ``nn.Module``, or an NNX ``nnx.Module``.
-      policy: a policy, or what ``boostax.policy`` takes.
+      policy: a policy, or an argument of ``boostax.policy``.
 
     Returns:
-      For linen an object with ``init`` and ``apply``; for NNX a copy of the model, which is called
-      like the model. Cost: only the casts in the compiled program.
+      For linen an object with ``init`` and ``apply``; for NNX a copy of the model. Cost: only the
+      casts in the compiled program.
 
     Raises:
       TypeError: ``module`` is not a Flax module.
@@ -106,7 +106,8 @@ def apply_policy(module: Any, policy: Policy | Level) -> Any:
         if _follows(layer) and not chosen.only_matmuls:
             setattr(layer, "dtype", layer_dtype(chosen, type(layer).__name__))  # noqa: B010
     nnx.update(model, chosen.store_params(nnx.state(model, nnx.Param)))
-    # Only the call of the whole model casts inputs and outputs, so only it gets the new class.
+    # Only the call of the root module casts inputs and outputs, so only the root gets the new
+    # class.
     object.__setattr__(model, "__class__", _casting_class(type(model), chosen))
     return model
 
@@ -125,7 +126,7 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = rules.cast_inputs(args)
         if rules.only_matmuls:
-            # Rewriting needs a trace of the call, so the call must return changes of the model as
+            # Rewriting traces the call, so the traced function must return the model's changes as
             # results.
             graph, state = nnx.split(self)
             on_state = functools.partial(pure, graph)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in fewer bits: bf16, and 8 bits by blocks, linear or logarithmic; rounded at random.
+"""Low-bit formats of arrays with random rounding: bf16, and 8 bits in blocks, linear or log.
 
-A number between two neighbours of a format is rounded to one of them, with the probabilities that
-keep its mean. So many small changes add up and are not lost. The noise is a hash of the element's
-index and of a seed. It needs no state and no array of random bits, and is the same on every mesh.
+A number between two neighbours of a format is rounded to one of them, with probabilities that keep
+the mean. So many small changes add up and are not lost. The noise is a hash of the element's index
+and a seed, so it needs no state and no array of random bits, and is the same on every mesh.
 
-Encoding and decoding are element by element, given the scale of the element's block. They compute
-on the bits of f32 as i32, which vectors of a CPU, a GPU and a TPU do alike.
+Encoding and decoding work element by element, given the scale of the element's block. They compute
+on the bits of f32 as i32, because vector units of CPU, GPU and TPU all support i32.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from jax import lax
 
 from boostax._core import trees
 
-# The least number of elements that share a scale; a row of a TPU's vector.
+# The minimum of elements that share a scale, which is a row of a TPU's vector register.
 BLOCK = 128
 _HALF = 0x8000
-# The bits of f32 without its sign, of infinity, and of a power of two from one to the next.
+# Bits of f32: all but the sign, infinity, and the step between powers of two.
 _SIZE, _INFINITE, _OCTAVE = 0x7FFFFFFF, 0x7F800000, 1 << 23
-# A sixth of an octave, rounded down; a third of the number of sixths is missing.
+# A sixth of an octave, rounded down, which loses a third per sixth.
 _SIXTH = _OCTAVE // 6
 # The largest number that log8 rounds up to a finite number.
 _LARGEST = _INFINITE - _SIXTH - 2
@@ -41,7 +41,7 @@ def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """Return the seed of a leaf in a step, by the leaf's path, which freezing does not change."""
+    """Return a leaf's seed in a step, from its path, which freezing does not change."""
     return fold(_int32(zlib.crc32(trees.path_name(path).encode())), steps)
 
 
@@ -55,12 +55,12 @@ def wrapped(number: int) -> np.int32:
 
 
 def strides_of(shape: tuple[int, ...]) -> list[int]:
-    """Return how far neighbours along each dimension are apart in the order of rows."""
+    """Return the row-major stride of each dimension, in elements."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def index_in(shape: tuple[int, ...], strides: Sequence[int] | None = None) -> jax.Array:
-    """Return the i32 index of each element, by default in the order of rows, modulo 2**32."""
+    """Return the i32 index of each element modulo 2**32, by default in row-major order."""
     index = jnp.zeros(shape, jnp.int32)
     for dim, stride in enumerate(strides_of(shape) if strides is None else strides):
         index = index + lax.broadcasted_iota(jnp.int32, shape, dim) * wrapped(stride)
@@ -73,14 +73,14 @@ def noise_of(index: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """Mix the bits so that each depends on all bits of ``x`` (C. Wellons' lowbias32)."""
+    """Mix the bits so that each bit depends on all bits of ``x`` (C. Wellons' lowbias32)."""
     x = (x ^ _shifted(x, 16)) * _int32(0x7FEB352D)
     x = (x ^ _shifted(x, 15)) * _int32(0x846CA68B)
     return x ^ _shifted(x, 16)
 
 
 def _shifted(x: jax.Array, count: int) -> jax.Array:
-    """Shift bits to the right, and zeros in from the left."""
+    """Shift bits to the right, and fill with zeros."""
     return lax.shift_right_logical(x, np.int32(count))
 
 
@@ -93,15 +93,15 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """Round f32 to bf16, up or down at random; finite stays finite, infinite and NaN stay so."""
+    """Round f32 to bf16, up or down at random; finite, infinite and NaN values stay so."""
     return _bfloat16(x, None, noise_of(index_in(x.shape), seed))
 
 
 def nearest(x: jax.Array) -> jax.Array:
-    """Return the bf16 nearest to f32 ``x``; with the ``rest``, ``joined`` restores every number.
+    """Return the bf16 nearest to f32 ``x``; ``joined`` restores ``x`` from this and ``rest``.
 
     A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16. NaN
-    stays NaN, with another payload: adding to its bits would carry over into the sign or end at
+    stays NaN, with another payload: an addition to the bits of a NaN could change the sign or give
     infinity.
     """
     upper = _float(((_bits(x) + _HALF) >> 16) << 16)
@@ -123,9 +123,9 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a block: whole dimensions, and a divisor of one dimension's size.
 
-    A block has ``BLOCK`` elements of the last dimension if it divides it, as TPU vectors have.
-    Otherwise it has at least so many elements, and as few more as possible, and the last dimension
-    but one is cut first. All blocks are equal.
+    A block has ``BLOCK`` elements of the last dimension if ``BLOCK`` divides it, like a TPU vector.
+    Otherwise it has at least ``BLOCK`` elements, and as few more as possible, and the second to
+    last dimension is cut first. All blocks of an array have the same shape.
     """
     dims = list(reversed(range(len(shape))))
     block, wanted = [1] * len(shape), BLOCK
@@ -173,7 +173,7 @@ def _bfloat16(x: jax.Array, _: Any, noise: jax.Array) -> jax.Array:
     size = bits & _SIZE
     most = _INFINITE - 1
     drawn = jnp.minimum(size + _shifted(noise, 16), most) & ~0xFFFF
-    # A NaN of any payload stays one in the conversion.
+    # The conversion keeps a NaN with any payload.
     return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
 
 
@@ -203,7 +203,7 @@ def _int8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
 
 
 def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
-    """Return the least level of a block, below zero if the block has no signs."""
+    """Return the smallest level of a block, negated if the block has no signs."""
     octave = _bits(most) & _INFINITE
     signed = least < 0
     lowest = jnp.maximum(octave - jnp.where(signed, 20 * _OCTAVE, 41 * _OCTAVE), _OCTAVE)
@@ -214,11 +214,12 @@ def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
 def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     """Encode each element as zero or as a level of its block.
 
-    There are six levels an octave, equally far apart, so bits of f32 tell the level, and what lies
-    between two levels is the chance of the upper one. The code of a level is its number, from 1 at
-    the scale: up to 127 and with the sign beside it, or up to 253 in a block without signs. There,
-    as of second moments, what is below the lowest level is rounded up to it, never to zero, because
-    optimizers divide by second moments. If the block is not finite, neither is its scale.
+    Each octave has six equally spaced levels, so the bits of f32 give the level, and the remainder
+    is the probability of rounding up. The code of a level is its number, starting with 1 at the
+    scale: up to 127 and a sign bit, or up to 253 in a block without signs. In a block without
+    signs, such as second moments, a nonzero value below the lowest level is rounded up to the
+    level, never to zero, because optimizers divide by second moments. If a block is not finite,
+    neither is its scale.
     """
     lowest, bits = _bits(scales), _bits(x)
     signs = (lowest >> 31) + 1
@@ -228,7 +229,7 @@ def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     below = _bits(_float(size) + _float(lowest)) - lowest
     level = (jnp.where(size >= lowest, above, below) + _shifted(noise, 9)) >> 23
     level = jnp.maximum(level, 1 - signs)
-    # Zero must not have a sign, because code 128 is a level of blocks without signs.
+    # Zero has no sign, because code 128 is a level of blocks without signs.
     sign = _shifted(bits & -level, 24) & (signs << 7)
     return jnp.where(size > 0, level | sign, 0).astype(jnp.uint8)
 
@@ -247,11 +248,11 @@ class Format:
 
     Attributes:
       name: its name in ``FORMATS``.
-      dtype: dtype of the codes, which have the shape of the array; no two formats share one.
+      dtype: dtype of the codes, which have the shape of the array; each format has another dtype.
       code: ``code(x, scales, noise) -> codes``, element by element, rounded by 32 bits of noise.
       value: ``value(codes, scales) -> x``, element by element.
       scale: ``scale(most, least) -> scales`` of blocks, f32, from the largest magnitude and the
-        least value of each; ``None`` if the format has no scales.
+        least value of each block; ``None`` if the format has no scales.
     """
 
     name: str
@@ -267,7 +268,7 @@ class Format:
 
         Args:
           x: an f32 array.
-          noise: 32 bits for each element, from ``draw``; without them ``x`` is rounded to nearest.
+          noise: 32 bits for each element, from ``draw``; without noise ``x`` is rounded to nearest.
           salt: a name; arrays with the same noise and different names are rounded independently.
         """
         if noise is None:
@@ -288,7 +289,7 @@ FORMATS = {made.name: made for made in (_BITS, _LINEAR, _LEVELS)}
 
 
 class Codec(NamedTuple):
-    """A step of encoding or decoding, as it is found in a traced program by its name.
+    """A step of encoding or decoding, which is recognised in a traced program by name.
 
     Attributes:
       work: "decode", "measure", "encode" or "draw".
@@ -301,22 +302,23 @@ class Codec(NamedTuple):
 
 
 def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude over some dimensions, and whether there are signs: below zero.
+    """Return the largest magnitude and the least value, below zero if there are signs.
 
-    It is one reduction with two results, because XLA:CPU hands a reduction with one result to a
-    library, which needs its operand in memory. It compares bits, which vectors do.
+    This is one reduction with two results, because XLA:CPU passes a reduction with one result to a
+    library, which needs the operand in memory. The reduction compares bits, because vector units
+    support this.
     """
     both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
     bits, zero = _bits(x), np.int32(0)
     found = lax.reduce((bits & _SIZE, bits), (zero, zero), both, inside)
     most, least = (jnp.expand_dims(y, inside) for y in found)
-    # The maximum changes nothing, but XLA would remove an unused result from the reduction.
+    # The maximum has no effect, but keeps XLA from removing the unused result of the reduction.
     return _float(jnp.maximum(most, least)), least
 
 
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
-    """Return a step on whole arrays, a call that traced programs name as ``CODECS`` does."""
+    """Return a step on whole arrays, a call whose name in programs is a key of ``CODECS``."""
     made, factor = FORMATS[kind], _int32(zlib.crc32(salt.encode()) | 1)
 
     def encode(x: jax.Array, *rest: jax.Array) -> jax.Array:

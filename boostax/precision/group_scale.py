@@ -2,12 +2,12 @@
 """One loss scale per group of layers, for models in which no single scale fits all layers.
 
 Gradients of early layers can be orders of magnitude smaller than those of late layers. With a scale
-per group, the gradients of every group lie in the range of f16.
+per group, the gradients of every group stay in the range of f16.
 
 Where the backward pass goes from one group to another, the cotangent changes its scale. Let ``s_k``
 be the scale of group ``k``, by which every cotangent inside the group is multiplied. A value
 computed in group ``o`` and used in group ``i`` receives its cotangent multiplied by ``s_i``, and
-must hand it on multiplied by ``s_o``. So the cotangent is multiplied by ``s_o / s_i``, a power of
+must pass it on multiplied by ``s_o``. So the cotangent is multiplied by ``s_o / s_i``, a power of
 two, which is exact. The forward pass is unchanged.
 
 References:
@@ -48,13 +48,14 @@ class GroupLossScaleState(NamedTuple):
     """State of ``group_loss_scale``, for G groups.
 
     Attributes:
-      table: f32 ``[G]``, which the factors multiply; a scale is the power of two at or below it.
-      largest: f32 ``[G]``, largest unscaled magnitude in the group's last gradient that was finite
-        and not zero; 0 before the first.
-      overflow_group: i32, the group blamed for the last skipped step; -1 before the first.
+      table: f32 ``[G]``, the entries that the factors multiply; a group's scale is the largest
+        power of two that does not exceed its entry.
+      largest: f32 ``[G]``, largest unscaled magnitude in the group's last finite, nonzero gradient;
+        0 before the first such gradient.
+      overflow_group: i32, the group blamed for the last skipped step; -1 before the first skip.
       last_finite: bool, whether the last gradients were finite; False before the first.
       skipped_steps: i32, steps skipped since the start.
-      skipped_in_a_row: i32, steps skipped since the last one that ran.
+      skipped_in_a_row: i32, steps skipped since the last applied step.
       inner_state: state of the inner transformation.
     """
 
@@ -69,8 +70,8 @@ class GroupLossScaleState(NamedTuple):
 
     @property
     def scales(self) -> jax.Array:
-        """Return the scale of each group, f32 ``[G]``: the power of two at or below its entry."""
-        # This clears the bits of the fraction, because log2 and exp2 are not exact on every device.
+        """Return the scale of each group, f32 ``[G]``: its entry rounded down to a power of two."""
+        # The bits of the fraction are cleared, because log2 and exp2 are not exact on every device.
         bits = lax.bitcast_convert_type(self.table, jnp.int32)
         return lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
@@ -186,7 +187,7 @@ def group_loss_scale(
     headroom: float = 16.0,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Unscale each group by its own scale, run ``inner`` if all are finite, adapt the scales.
+    r"""Unscale each group by its own scale, run ``inner`` if all is finite, adapt the scales.
 
     For group :math:`k` the table holds :math:`t_k`, the scale is :math:`s_k = 2^{\lfloor \log_2 t_k
     \rfloor}`, and ``inner`` receives the gradients :math:`g_k / s_k`. Every scale is a power of
@@ -199,41 +200,41 @@ def group_loss_scale(
 
     Any overflow skips the whole step, bit for bit. The backward pass carries an infinity or a NaN
     from a group to all earlier groups, so the *last* group whose gradients are not finite is
-    blamed. The entries of earlier groups stay unchanged, since their gradients say nothing; those
-    of later groups grow. The cotangent of an activation can overflow although all gradients of its
-    group are finite. So after every eight skips in a row one more group, the next towards the loss,
-    is lowered too.
+    blamed. The entries of earlier groups stay unchanged, because their gradients give no evidence,
+    and the entries of later groups grow. The cotangent of an activation can overflow although all
+    gradients of its group are finite. So after every eight skips in a row the scale of one more
+    group, the next towards the loss, is also lowered.
 
-    ``overflow="each"`` is MindSpore's rule: every group whose own gradients are not finite is
-    lowered, and all others grow.
+    ``overflow="each"`` is MindSpore's rule: the scale of every group with non-finite gradients is
+    lowered, and all other scales grow.
 
     With ``rule="measure"`` the first gradient of a group sets its scale, so that the largest
     magnitude :math:`m_k` of the scaled gradient is ``2**16 / headroom``. From then on
     :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds in addition to the rule above.
 
     The loss must be multiplied by the scale of the last group, and must have a ``scale_boundary``
-    on every edge between groups; ``check_boundaries`` proves that none is missing.
+    on every edge between groups; ``check_boundaries`` finds missing boundaries.
 
     Args:
-      inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
+      inner: the rest of the optimizer, which gets gradients and params in f32 or wider.
       labels: the group of each leaf, 0 for the first in the forward pass: a tree of ints like the
         params (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and
         leaf, like the groups of ``boostax.scheduled_freeze``.
-      init_scale: first entry of the table: one number for all groups, or one for each.
+      init_scale: initial entries of the table: one number for all groups, or one number per group.
       growth_factor: > 1, per clean step.
       backoff_factor: in (0, 1), per overflow.
       min_scale: from 2**-60.
       max_scale: up to 2**60. If gradients vanish towards the first layers, early groups need more
         than the default.
-      overflow: ``"blame"`` lowers the group in which an overflow began, ``"each"`` all groups that
-        have one.
-      rule: ``"trial"``, MindSpore's, or ``"measure"``.
+      overflow: ``"blame"`` lowers the scale of the group in which an overflow began, ``"each"`` the
+        scales of all groups with an overflow.
+      rule: ``"trial"``, the rule of MindSpore, or ``"measure"``.
       headroom: for ``"measure"``, from 1 to 2**16: the factor by which the largest gradient stays
-        below 2**16. It leaves room for noisy batches, and for cotangents of activations that are
+        below 2**16. The margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's
-        axis where something inside reduces.
+        *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its own
+        axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the
@@ -285,7 +286,7 @@ def group_loss_scale(
         axes.require_local(grads.raw, names, _WHO)
         numbers, _ = group_numbers(_WHO, labels, grads.raw)
         handshake.require(_WHO, state.table, len(set(numbers)))
-        # The reciprocals and the products are exact, because the scales are powers of two.
+        # Reciprocals and products are exact, because the scales are powers of two.
         inverse = 1.0 / state.scales
         present, bad, largest = _look(grads, numbers, inverse, names)
         ok = ~bad.any()
@@ -350,8 +351,8 @@ def _between(argument: str, value: float, low: float, high: float, hint: str) ->
     checks.number(_WHO, argument, value, allowed, lambda x: low <= x <= high, hint)
 
 
-# A custom_jvp, not a custom_vjp: JAX transposes the product itself, which keeps the value's varying
-# type, its batch dimension, and its position in a scan or a remat.
+# With a custom_jvp, not a custom_vjp, JAX transposes the product itself, and keeps the value's
+# varying type, its batch dimension, and its position in a scan or a remat.
 @jax.custom_jvp
 def _cross(x: jax.Array, ratio: jax.Array) -> jax.Array:
     return x
@@ -373,20 +374,20 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
 
     .. math:: \bar x_\text{outer} = \bar x_\text{inner} \cdot s_\text{outer} / s_\text{inner}.
 
-    Put it on *every* edge between groups: an activation that enters the next group, a residual
-    stream to which a later group adds, a weight that is used in another group. The loss is in the
-    last group. ``check_boundaries`` finds missing boundaries.
+    Put a boundary on *every* edge between groups: on an activation that enters the next group, on a
+    residual stream to which a later group adds, on a weight that is used in another group. The loss
+    is in the last group. ``check_boundaries`` finds missing boundaries.
 
     Args:
       x: tree of arrays; integers stay unchanged.
-      opt_state_or_scales: f32 ``[groups]``, or an optimizer state that holds a
-        ``GroupLossScaleState``; with ``None``, or a state without one, nothing is scaled.
+      opt_state_or_scales: f32 ``[groups]``, or an optimizer state with a ``GroupLossScaleState``;
+        with ``None``, or another state, cotangents stay unchanged.
       outer: the group in which ``x`` is computed, counted from 0; may be a traced integer.
       inner: the group in which ``x`` is used.
 
     Returns:
-      ``x``. Cost: one product per element in the backward pass, which fuses with its neighbours; no
-      memory, no collective.
+      ``x``. Cost: one product per element in the backward pass, fused with neighbouring operations;
+      no memory, no collective.
 
     Raises:
       ValueError: a group does not exist.
@@ -432,12 +433,13 @@ def check_boundaries(
     draws: int = 2,
     **kwargs: Any,
 ) -> float:
-    """Prove a loss function's boundaries: the unscaled gradients must not depend on the scales.
+    """Test a loss function's boundaries: the unscaled gradients must not depend on the scales.
 
     A power of two is drawn for every group; the gradients at these scales are unscaled and compared
-    with those at scale 1. An edge with a missing or reversed boundary multiplies the gradients
-    behind it by a ratio of scales, and the error names the leaves. A zero gradient cannot show an
-    error. Check in f32: in f16 the scales decide which gradients underflow.
+    with the gradients at scale 1. An edge with a missing or reversed boundary multiplies the
+    gradients of earlier layers by a ratio of scales, and the error names the leaves. A zero
+    gradient cannot show an error. Check in f32, because in f16 the scales change which gradients
+    underflow.
 
     Args:
       loss_fn: ``loss_fn(params, batch, *, scales, **kwargs)``.
@@ -446,7 +448,7 @@ def check_boundaries(
       labels: as in ``group_loss_scale``.
       has_aux: whether the loss returns ``(loss, aux)``.
       rtol: allowed difference, as a share of the largest element of the leaf.
-      draws: how often scales are drawn, from fixed seeds.
+      draws: number of draws of scales, from fixed seeds.
       **kwargs: passed to the loss: ``key=``, ``model_state=``.
 
     Returns:
@@ -494,7 +496,7 @@ def check_boundaries(
 
 
 def _drawn(seed: int, count: int) -> jax.Array:
-    """Draw powers of two, distinct for up to 25 groups: equal scales would hide an error."""
+    """Draw powers of two, distinct for up to 25 groups; equal scales would hide an error."""
     powers = np.random.default_rng(seed).permutation(count) % 25
     return jnp.asarray(np.exp2(powers - min(count, 25) // 2), jnp.float32)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a leaf as one Pallas kernel for TPUs: what is stored is read once, written once.
+"""Run the program of a leaf as one Pallas kernel on TPUs, which reads and writes each array once.
 
-Each step of the grid has 32 rows in the vector memory, as many as a tile of 8-bit codes. It loops
-over their blocks of 128 elements, and replays the program on one block at a time.
+Each step of the grid has 32 rows in the vector memory, as many as a tile of 8-bit codes. The step
+loops over the blocks of 128 elements, and runs the program on one block of each row at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from boostax.precision import entries, formats
 
 Shape = tuple[int, ...]
 _ROWS, _LANES = _PART = 32, formats.BLOCK
-# The most bytes that a step of the grid may take; the vector memory of a TPU v4 has 16 MB.
+# The maximum of bytes for a step of the grid; the vector memory of a TPU v4 has 16 MB.
 _MEMORY = 10 * 2**20
 # Primitives that Pallas cannot compile for TPUs.
 _LACKING = frozenset({"cbrt", "expm1", "nextafter"})
@@ -37,10 +37,10 @@ def ready(program: jaxprs.ClosedJaxpr, shape: Shape) -> bool:
 
 
 def _width(program: jaxprs.ClosedJaxpr, size: int) -> int:
-    """Return the elements of a row of this size that a step of the grid takes."""
+    """Return how many elements of a row of this size a step of the grid takes."""
     arrays: Any = [x.aval for x in (*program.jaxpr.invars, *program.jaxpr.outvars)]
     whole = entries.shape_of(program)
-    # The pipeline holds the arrays of two steps.
+    # The pipeline has the arrays of two steps in memory.
     column = 2 * _ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == whole)
     counts = range(max(1, _MEMORY // column // _LANES), 0, -1)
     return _LANES * next(n for n in counts if size % (n * _LANES) == 0)
@@ -54,14 +54,14 @@ def run(
     *,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Return the results of a program on a shard of a leaf, in the places of its first operands.
+    """Return the results of a program on a leaf's shard, in its first operands' buffers.
 
     Args:
       program: the program of the whole leaf.
       operands: the shards of the operands.
       shape: the shape of the shard.
       start: the index in the leaf of the shard's first element.
-      interpret: run it without a TPU.
+      interpret: whether to run the kernel without a TPU.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -78,7 +78,7 @@ def run(
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         if x.shape[1] == shape[-1]:
             return pl.BlockSpec((_ROWS, width), lambda i, j: (i, j))
-        # The scales of whole rows, because blocks of memory have 128 columns.
+        # Scales are passed for complete rows, because blocks of memory have 128 columns.
         return pl.BlockSpec((_ROWS, x.shape[1]), lambda i, j: (i, 0))
 
     given = [flat(x) for x in (start, *operands)]
@@ -88,7 +88,7 @@ def run(
         grid=(math.prod(shape[:-1]) // _ROWS, shape[-1] // width),
         in_specs=[spec(x) for x in given],
         out_specs=[spec(x) for x in written],
-        # Types of a checked map say over which axes arrays vary.
+        # With ``check_vma=True`` the types must have the axes over which arrays vary.
         out_shape=jax.eval_shape(lambda *arrays: [*arrays], *written),
         input_output_aliases={i + 1: i for i in range(count)},
         interpret=interpret,
@@ -119,7 +119,7 @@ def _step(
                 return ref[0] != 0 if flag else ref[0]
             if ref.shape[-1] == width:
                 return ref[at]
-            # A column is read by a sum, as vectors cannot be cut at any element.
+            # A column is read by a masked sum, because vectors cannot be sliced at any element.
             return jnp.sum(jnp.where(here(ref), ref[...], 0), 1, keepdims=True)
 
         def step(codec: formats.Codec, given: list[Any]) -> jax.Array:
@@ -138,7 +138,7 @@ def _step(
 
 
 def _extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what ``formats.extremes`` does, of rows; vectors of a TPU compare no i32 across."""
+    """Return ``formats.extremes`` of rows in f32, because TPU vectors cannot reduce i32."""
     size = jnp.max(jnp.where(x != x, jnp.inf, jnp.abs(x)), 1, keepdims=True)
     signed = lax.bitcast_convert_type(x, jnp.int32) < 0
     return size, jnp.min(jnp.where(signed, -1.0, 1.0), 1, keepdims=True)

@@ -2,10 +2,10 @@
 """Change a tree leaf by leaf, so that temporaries exist for only one leaf at a time.
 
 XLA is free to order the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of all
-leaves, and keep the temporaries of each until all leaves are written. So a leaf that is changed
+leaves, and keep the temporaries of each until all leaves are written. So a leaf that changes
 element by element is one primitive, which each compiler writes in place (``entries``). The arrays
-of any other leaf are changed in separate branches, whose conditions are always true: a branch
-begins and ends at once, and is written in place.
+of any other leaf are changed in separate branches, whose conditions are always true, because the
+temporaries of a branch are freed at its end, and its results are written in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from boostax.precision import entries
 
 Cut = entries.Cut
 PyTree = Any
-# The leaf numbers of arrays that belong to no leaf, such as counts, and to small params.
+# The leaf numbers of arrays that belong to no leaf, such as counts, and of small params.
 COMMON, SMALL = -1, 0
 
 
@@ -34,7 +34,7 @@ class Turn:
 
     Attributes:
       leaf: number of the leaf to which the array belongs, or ``COMMON``.
-      place: position among the arrays of the leaf.
+      place: position of the array among the arrays of the leaf.
       cut: the mesh and the spec of the leaf, if they are known.
     """
 
@@ -44,9 +44,9 @@ class Turn:
 
 
 class _Graph:
-    """A program, and the values of it that are computed so far.
+    """A program, and its values that are computed so far.
 
-    Calls with one result are left whole, such as those of a format.
+    Calls with one result, such as the calls of a format, are not inlined.
 
     Attributes:
       inputs: variables of the arguments.
@@ -103,7 +103,7 @@ class _Graph:
     def program(
         self, wanted: Sequence[Any], first: Sequence[Any] = ()
     ) -> tuple[jaxprs.ClosedJaxpr, list[Any]]:
-        """Return the program that computes ``wanted`` from known values, and these values.
+        """Return the program that computes ``wanted`` from known values, and the known values.
 
         The values of ``first`` come first.
         """
@@ -126,7 +126,7 @@ class _Graph:
         return found
 
     def change(self, here: Sequence[int], cut: Cut, always: jax.Array) -> list[Any] | None:
-        """Return new arrays, computed element by element, or ``None`` if they cannot be."""
+        """Return new arrays computed element by element, or ``None`` if that is impossible."""
         program, given = self._writing(here)
         return entries.change(program, cut, always, given) if entries.fits(program) else None
 
@@ -136,7 +136,7 @@ class _Graph:
 
         def work(go: jax.Array, *given: jax.Array) -> Any:
             found = jaxprs.jaxpr_as_fun(program)(*given)
-            # The next branch's condition is a result of this one, so the next branch must wait.
+            # The next branch's condition is a result of this branch, so the next branch must wait.
             return axes.unify(found, [*given[: len(here)]]), go | _seen(found)
 
         once, types = trees.trace_once(work, always, *given)
@@ -144,7 +144,7 @@ class _Graph:
         return gate.branch(always, lambda *given: once(*given), hold, always, *given)
 
     def _writing(self, here: Sequence[int]) -> tuple[jaxprs.ClosedJaxpr, list[Any]]:
-        """Return a program whose results are written in the places of its first arguments."""
+        """Return a program whose results are written into its first arguments' buffers."""
         return self.program([self.outputs[i] for i in here], [self.inputs[i] for i in here])
 
 
@@ -163,7 +163,7 @@ def _seen(values: list[jax.Array]) -> jax.Array:
 
 
 def _sends(eqn: jaxprs.JaxprEqn) -> bool:
-    """Return whether devices communicate in ``eqn``; XLA can combine such equations."""
+    """Return whether devices communicate in ``eqn``; XLA may combine such equations."""
     inside = [x for x, _ in equations([eqn])]
     named = any(isinstance(name, str) for x in inside for name in axes.sent_over(x))
     return named or any(x.primitive.name in ("shard_map", "custom_vmap_call") for x in inside)
@@ -174,9 +174,9 @@ def leaf_by_leaf(
 ) -> PyTree:
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
-    A value that several leaves share and that comes from several leaves, such as a global norm, is
-    computed first. A value that comes from one leaf is computed again wherever it is used. XLA
-    copies an array that is read after it is overwritten, so order the turns to avoid this.
+    A value that is computed from several leaves and used for several, such as a global norm, is
+    computed first. A value from one leaf is computed again wherever it is used. XLA copies an array
+    that is read after it is overwritten, so order the turns to avoid such reads.
 
     Args:
       fn: returns a tree of the types of ``old``.

@@ -2,9 +2,9 @@
 """Loss scaling: multiply the loss so that small f16 gradients survive, then divide the gradients.
 
 The loss is multiplied by a scale ``s`` before differentiation, so every gradient is multiplied by
-``s`` too and stays above the smallest f16 number. The gradients are divided by ``s`` in f32 before
-anything else reads them. A scale that is too large makes gradients overflow: that step is skipped
-as a whole, and the scale is lowered. After a run of clean steps the scale is raised again.
+``s`` and stays above the smallest f16 number. The gradients are divided by ``s`` in f32 before any
+other part reads them. If the scale is too large, gradients overflow; then the step is skipped and
+the scale is lowered. After a number of steps without overflow the scale is raised again.
 
 References:
   Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
@@ -29,13 +29,13 @@ class LossScaleState(NamedTuple):
     Attributes:
       scale: f32 scalar, by which the next loss must be multiplied.
       clean_steps: i32, steps since the last overflow or growth.
-      tolerance: i32, overflows still tolerated before the scale is lowered (``hysteresis``).
+      tolerance: i32, further overflows tolerated before the scale is lowered (``hysteresis``).
       last_finite: bool, whether the last gradients were finite; False before the first.
       skipped_steps: i32, steps skipped since the start.
-      skipped_in_a_row: i32, steps skipped since the last one that ran.
+      skipped_in_a_row: i32, steps skipped since the last applied step.
       growths: i32, how often the scale was raised.
-      backoffs: i32, how often it was lowered.
-      floor_hits: i32, how often an overflow found the scale at ``min_scale`` already.
+      backoffs: i32, how often the scale was lowered.
+      floor_hits: i32, how often an overflow occurred with the scale at ``min_scale``.
       inner_state: state of the inner transformation.
     """
 
@@ -76,7 +76,7 @@ def dynamic_loss_scale(
     hysteresis: int = 1,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Unscale gradients, run ``inner`` on them if all are finite, adapt the scale.
+    r"""Unscale gradients, run ``inner`` if all gradients are finite, and adapt the scale.
 
     With scaled gradients :math:`g_s = s\,g` the step is
 
@@ -86,41 +86,42 @@ def dynamic_loss_scale(
 
     agreed on all replicas. After ``growth_interval`` steps without overflow the scale is multiplied
     by ``growth_factor``, unless the product would exceed ``max_scale``. The ``hysteresis``-th
-    overflow since the last such run, and every later one, multiplies the scale by
-    ``backoff_factor``, but not below ``min_scale``. A skipped step leaves all state of ``inner``
-    unchanged, bit for bit: moments, schedules, weight decay. A bad step is never applied, however
-    many come in a row; watch ``skipped_in_a_row``. Only gradients are checked: to check the updates
-    that ``inner`` computes from good gradients, use ``check_updates``. A sparse gradient (``BCOO``)
-    is checked by its data, and ``inner`` receives a dense array.
+    overflow since the last interval without overflow, and every later overflow, multiplies the
+    scale by ``backoff_factor``, but not below ``min_scale``. A skipped step leaves all state of
+    ``inner`` unchanged, bit for bit: moments, schedules, weight decay. A bad step is never applied,
+    even after many skips in a row; watch ``skipped_in_a_row``. Only gradients are checked;
+    ``check_updates`` checks the updates that ``inner`` computes from finite gradients. A sparse
+    gradient (``BCOO``) is checked by its data, and ``inner`` receives a dense array.
 
     Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
     ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which scales
-    the loss. While it is traced, a scaler refuses gradients of a loss that nobody scaled.
+    the loss. During tracing a scaler refuses gradients of a loss that was not scaled.
 
     Args:
-      inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
+      inner: the rest of the optimizer, which gets gradients and params in f32 or wider.
       init_scale: first scale, > 0. The product of loss and scale is computed in f32, so 2**16 may
         exceed the range of f16.
       growth_factor: > 1. Powers of two keep unscaling exact.
       backoff_factor: in (0, 1).
       growth_interval: clean steps before a growth.
-      min_scale: > 0; less than 1 for models whose gradients overflow f16 even unscaled.
+      min_scale: > 0; below 1 for models whose unscaled gradients overflow f16.
       max_scale: finite; the scale never grows beyond it.
-      hysteresis: number of overflows after which the scale is lowered; each skips its step.
+      hysteresis: number of overflows after which the scale is lowered; every overflow skips its
+        step.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.train.local_params``. ``None`` is no axis, and in a step the step's
-        axis where something inside reduces.
+        *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its own
+        axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
-      A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; one
-      4-byte collective with ``axis_name``; through ``boostax.apply_gradients`` no temporary copy
-      of the params on CPU, TPU v5e and H100 (with f16 gradients, on CPU, a copy of those); through
-      the pure ``update`` one copy.
+      A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; an
+      all-reduce of 4 bytes with ``axis_name``. ``boostax.apply_gradients`` makes no temporary copy
+      of the params on CPU, TPU v5e and H100 (on CPU a copy of f16 gradients); the pure ``update``
+      makes one copy of the params.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients of a loss that was
         not scaled (see ``assume_scaled``), already reduced gradients, an unbound axis, integer
-        gradients, or a decision on which replicas could differ.
+        gradients, or a predicate that may differ per replica.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -159,7 +160,7 @@ def dynamic_loss_scale(
         clean = jnp.where(ok, state.clean_steps + 1, 0)
         interval_full = clean >= growth_interval
         grown = state.scale * growth_factor
-        # False where the product overflows to inf, so the scale never becomes infinite.
+        # The comparison is False if the product overflows, so the scale never becomes infinite.
         grows = interval_full & (grown <= max_scale)
         tolerance = jnp.where(ok, state.tolerance, jnp.maximum(state.tolerance - 1, 0))
         backs_off = ~ok & (tolerance == 0)
@@ -187,18 +188,18 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients by a constant; by default skip steps whose gradients are not finite.
 
-    This is MindSpore's ``FixedLossScaleManager``, whose ``drop_overflow_update`` is
-    ``skip_nonfinite`` here. With ``scale=1`` it is a safe ``optax.apply_if_finite``: however many
-    bad steps come in a row, none is applied.
+    This is MindSpore's ``FixedLossScaleManager``, with ``skip_nonfinite`` for
+    ``drop_overflow_update``. With ``scale=1`` it is ``optax.apply_if_finite`` that never applies a
+    bad step.
 
     Args:
-      inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
+      inner: the rest of the optimizer, which gets gradients and params in f32 or wider.
       scale: > 0, finite and a scalar; a power of two keeps unscaling exact.
       skip_nonfinite: ``False`` runs ``inner`` on all gradients, with no check and no branch.
       axis_name: as in ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with a ``LossScaleState`` whose scale is constant. Cost: as of
+      A transformation with a ``LossScaleState`` whose scale is constant. Cost: as
       ``dynamic_loss_scale``; with ``skip_nonfinite=False`` no check, no collective, no temporary.
 
     Raises:
@@ -228,15 +229,15 @@ def skip_bad_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip each step whose gradients are not finite, so that it leaves no trace; scale nothing.
 
-    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. ``optax.apply_if_finite`` applies
-    bad steps after a number of them in a row; here none is ever applied.
+    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row
+    ``optax.apply_if_finite`` applies them; ``skip_bad_steps`` never does.
 
     Args:
       inner: the rest of the optimizer.
       axis_name: as in ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with a ``LossScaleState``, whose ``skipped_steps`` counts. Cost: as of
+      A transformation with a ``LossScaleState``, whose ``skipped_steps`` counts. Cost: as
       ``dynamic_loss_scale``.
 
     Raises:
@@ -269,7 +270,7 @@ def _scaled(
     names = axes.canonical(who, axis_name)
 
     def init_fn(params: PyTree) -> LossScaleState:
-        # Each field has an array of its own: donation refuses a buffer that two fields share.
+        # Each field has its own array, because donation refuses a buffer that two fields share.
         clean, *counts = (jnp.zeros((), jnp.int32) for _ in range(6))
         scale = jnp.asarray(init_scale, jnp.float32) + 0
         first = scale, clean, jnp.asarray(tolerance, jnp.int32), jnp.asarray(False)
@@ -301,16 +302,15 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
     """Return the scale by which the next loss must be multiplied.
 
     Args:
-      opt_state: any optimizer state; the scaler may be nested anywhere in it where all gradients
-        pass it.
+      opt_state: any optimizer state; its scaler may be nested anywhere that all gradients pass.
 
     Returns:
       f32 scalar; 1 when the state has no scaler.
 
     Raises:
-      ValueError: there are several scalers, so the loss scale is not defined; or the scaler is
-        inside ``optax.masked``, ``optax.partition`` or ``optax.conditionally_transform``: gradients
-        that bypass it would stay multiplied by the scale.
+      ValueError: there are several scalers, so the loss scale is undefined; or the scaler is inside
+        ``optax.masked``, ``optax.partition`` or ``optax.conditionally_transform``, so some
+        gradients would stay multiplied by the scale.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -322,7 +322,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
 
 
 def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale of the loss, and the scales of groups if the scaler has them.
+    """Return the scale of the loss, and the scales of groups if the scaler has groups.
 
     Several scalers, or a partial one, are refused. The scale multiplies the whole loss, so a
     gradient that bypasses the scaler stays multiplied.
@@ -346,7 +346,7 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
 
 
 def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
-    """Return a scaler's state after a step, which ran if ``ok`` is True and else was skipped."""
+    """Return a scaler's state after a step, which was applied if ``ok`` and skipped otherwise."""
     return state._replace(
         last_finite=ok,
         skipped_steps=gate.counted(state.skipped_steps, ~ok),
@@ -356,7 +356,7 @@ def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
 
 
 def metrics_of(state: Any) -> dict[str, jax.Array]:
-    """Return the metrics that every scaler has: its scale, and the fields that ``decided`` sets."""
+    """Return the metrics that every scaler has: the scale, and the fields that ``decided`` sets."""
     names = ("last_finite", "skipped_steps", "skipped_in_a_row")
     return {"loss_scale": state.scale} | {name: getattr(state, name) for name in names}
 
@@ -365,16 +365,16 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """Return the loss to differentiate: ``loss`` in f32 times the current scale.
 
     Args:
-      loss: floating scalar. It is cast to f32 (f64 stays) *before* the product, because
-        a loss of 2.3 times 2**15 is already infinite in f16.
-      opt_state: the optimizer state that holds the scale.
+      loss: floating scalar. It is cast to f32 (f64 stays) *before* the product, because a loss of
+        2.3 times 2**15 is infinite in f16.
+      opt_state: the optimizer state with the scale.
 
     Returns:
       Scalar, f32 or f64.
 
     Raises:
-      ValueError: the loss is scaled already, or is inside ``boostax.value_and_grad``, which scales
-        it; the scale in the state is no scalar.
+      ValueError: the loss is already scaled, or is inside ``boostax.value_and_grad``, which scales
+        it; the scale in the state is not a scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -389,7 +389,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 
 
 def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ``1 / scale`` as two factors: for a scale above 2**126 it would be flushed to zero."""
+    """Return ``1 / scale`` as two factors, because below 2**-126 one factor is flushed to zero."""
     coarse = jnp.where(scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
     return coarse, 1.0 / (scale * coarse)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precision policies: the dtypes of stored params, of the model's arithmetic, and of its results.
 
-The levels are those of MindSpore's AMP. They differ only in the parts that they keep in f32.
+The levels are those of MindSpore's AMP, and differ in the parts that they keep in f32.
 
-O1 runs the matrix products and convolutions of any function in a lower precision. The function is
-traced. Every ``dot_general`` and ``conv_general_dilated`` in the trace then casts its f32 operands
-to the low dtype and its result back to f32. All other values keep their types, so the bodies of
-loops, branches and ``shard_map`` are rewritten in place, not traced again.
+O1 runs the matrix products and convolutions of any function in a lower precision. In the trace of
+the function every ``dot_general`` and ``conv_general_dilated`` casts its f32 operands to the low
+dtype and its result back to f32. All other values keep their types, so the bodies of loops,
+branches and ``shard_map`` are rewritten in place, not traced again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "outpu
 _F32 = np.dtype(np.float32)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
-# These have their own derivative rules, which would not fit a rewritten body.
+# These calls have their own derivative rules, which would not match a rewritten body.
 _OPAQUE = (*CUSTOM, "pallas_call")
 
 NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
@@ -46,9 +46,9 @@ class Policy:
       param_dtype: floating dtype of the stored params.
       compute_dtype: floating dtype of the model's arithmetic.
       output_dtype: floating dtype of the results of the wrapped function.
-      keep_f32: patterns (``re.search``) of the parts that compute in f32 instead, matched against
-        the path of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module;
-        or ``"all but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
+      keep_f32: patterns (``re.search``) of the parts that compute in f32, matched against the path
+        of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module; or ``"all
+        but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
 
     Raises:
       ValueError, TypeError: a dtype is not floating, or a pattern does not compile.
@@ -132,8 +132,8 @@ class Policy:
     def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of params and inputs that follows this policy.
 
-        The result of a norm that is kept in f32 is f32, and JAX's promotion then computes the next
-        layer in f32 too. A Flax model has a dtype per layer: for it, use
+        A norm that is kept in f32 returns f32, so JAX's promotion then computes the next layer in
+        f32, too. For a Flax model, whose layers have dtypes, use
         ``boostax.precision.flax.apply_policy``.
 
         Args:
@@ -160,14 +160,14 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
 
     Args:
       spec: ``"O0"`` ... ``"O3"``, or ``"params=float32,compute=float16,output=float32"`` with any
-        of the three (the others stay f32).
-      dtype: the dtype that the levels call low: ``float16`` or ``bfloat16``.
+        of the three parts; parts left out are f32.
+      dtype: the low dtype of the levels, ``float16`` or ``bfloat16``.
 
     Returns:
       A ``Policy``.
 
     Raises:
-      ValueError: an unknown level, part or dtype.
+      ValueError: an unknown level, dtype or part of ``spec``.
 
     Example:
       >>> import boostax
@@ -177,7 +177,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
       dtype('float32')
 
     References:
-      MindSpore 2.10 amp levels. There is one difference: MindSpore stores O3's params in f32.
+      MindSpore 2.10 amp levels, except that MindSpore stores O3's params in f32.
     """
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
@@ -226,8 +226,8 @@ def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
 def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
     """Return ``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
 
-    The derivative of a rewritten product is rewritten too, so it runs in ``dtype``. Arguments that
-    are neither arrays nor numbers reach ``fn`` unchanged.
+    The derivative of a rewritten product also runs in ``dtype``. Arguments that are neither arrays
+    nor numbers are passed to ``fn`` unchanged.
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that replicas hold the same params and state, and compute the same gradients.
+"""Check that replicas have the same params and state, and compute the same gradients.
 
-Data parallelism keeps one model in many copies, and nothing in a training program compares them. A
-flipped bit, a process that was started with another seed, learning rate or version, or a device
-that computes wrongly now and then trains another model under the same name. Each replica then
-reports the same averaged loss, and every checkpoint holds the params of one device only.
+Data parallelism keeps one model in many copies, which training programs do not compare. After a
+flipped bit, with another seed, learning rate or version in one process, or on a device that
+sometimes computes wrongly, a replica trains another model. Still each replica reports the same
+averaged loss, and a checkpoint has the params of one device only.
 
 References:
-  Dixit et al., Silent Data Corruptions at Scale, https://arxiv.org/abs/2102.11245, 2021.
-  Dubey et al., The Llama 3 Herd of Models, https://arxiv.org/abs/2407.21783, 2024: six of 419
-  interruptions of a run of 54 days were silent corruption that was noticed.
+  Dixit et al., Silent Data Corruptions at Scale, https://arxiv.org/abs/2102.11245, 2021. Dubey et
+  al., The Llama 3 Herd of Models, https://arxiv.org/abs/2407.21783, 2024: six of 419 interruptions
+  in 54 days were noticed silent corruptions.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ from boostax._core.describe import Holds, PyTree, Stepped, describe
 from boostax._core.replicas import owns_params
 
 _WHO = "check_replicas"
-# A difference in all leaves is told by the first ones.
+# If many leaves differ, only the first leaves are recorded.
 _ROWS = 16
 _PACKAGES = "jax", "jaxlib", "optax", "numpy"
 
@@ -40,10 +40,10 @@ class CheckReplicasState(NamedTuple):
       calls: i32, calls since the start.
       ran: bool, whether the last call ran the inner transformation.
       held_calls: i32, calls that were held.
-      compared: i32, the number of replicas that were compared; 0 before the first call.
-      leaves: u32 ``[16]``, CRC-32 of the paths of leaves that differed at the last difference, such
-        as ``params/w``; 0 where there is none.
-      culprits: i32 ``[16]``, the replica whose copy of that leaf differed; -1 where there is none.
+      compared: i32, the number of compared replicas; 0 before the first call.
+      leaves: u32 ``[16]``, CRC-32 of the paths, such as ``params/w``, of the leaves in the last
+        difference; 0 in unused slots.
+      culprits: i32 ``[16]``, the replica whose copy of that leaf differed; -1 in unused slots.
       inner_state: state of the inner transformation.
     """
 
@@ -61,7 +61,7 @@ class CheckReplicasState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``.
 
-        ``differing_replica`` is -1, and ``differing_leaf`` 0, as long as nothing has differed.
+        Until a difference is found, ``differing_replica`` is -1 and ``differing_leaf`` is 0.
         """
         first = {"differing_replica": self.culprits[0], "differing_leaf": self.leaves[0]}
         return first | {"held_by_replicas": self.held_calls}
@@ -75,45 +75,45 @@ def check_replicas(
     replay: int | None = None,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner`` only while all replicas hold the same bits.
+    r"""Run ``inner`` only while all replicas have the same bits.
 
-    At each ``every``-th call, before the step, each device reduces the bits of its copies of params
-    and state, :math:`b_i` in words of 32 bits, to two sums, and the devices compare them:
+    At each ``every``-th call, before the step, each device reduces its copies of params and state,
+    as words :math:`b_i` of 32 bits, to two sums, and the devices compare their sums:
 
     .. math:: \textstyle \sum_i b_i \text{ and } \sum_i (2i + 1)\, b_i \mod 2^{32}
 
-    A single flipped bit always changes the second sum. Checksums of the versions of the packages,
-    of the types of the batch, and of the programs of loss and update are compared as well, so two
-    processes that run different code are found at the first call. A shard is compared with the
-    copies of the same shard; a leaf without copies (FSDP over all devices) is not compared. Arrays
-    in a ``PerReplica`` may differ.
+    A single flipped bit always changes the second sum. Checksums of package versions, of the types
+    of the batch, and of the programs of loss and update are also compared, so different code on two
+    processes is found at the first call. A shard is compared with the copies of the same shard; a
+    leaf without copies (FSDP over all devices) is not compared. Arrays in a ``PerReplica`` may
+    differ.
 
     With ``replay``, at each ``replay``-th call every replica also computes two gradients in one
-    loop: that of its own first micro-batch, and that of its neighbour's. Two replicas that computed
-    the same gradient compare its bits. A device that always, or often, computes wrongly is found in
-    this way, whether or not params have copies.
+    loop: of its own first micro-batch, and of its neighbour's. The two replicas that computed the
+    same gradient compare its bits. So a device that often computes wrongly is found even if params
+    have no copies.
 
     A difference holds the step: params, state and schedules stay unchanged, bit for bit. Replicas
-    that differ stay different, so all further calls at which they are compared are held:
-    ``boostax.precision.raise_if_diverged(state)`` ends the loop with the names of leaves and
+    that differ stay different, so all further calls with a comparison are held:
+    ``boostax.precision.raise_if_diverged(state)`` raises an error with the names of leaves and
     replicas. Put the check outside all other gates: ``check_replicas(dynamic_loss_scale(...))``.
 
     Args:
       inner: the optimizer, with a reduction inside.
       every: calls between two comparisons of params and state.
-      replay: calls between two replays, a multiple of ``every``; ``None`` for never. The gradient
-        function is handed to ``update``: by ``make_train_step``, or in an own loop as
+      replay: calls between two replays, a multiple of ``every``; ``None`` for never.
+        ``make_train_step`` passes the gradient function to ``update``; in your own loop pass
         ``replayed=grad_fn.replayed(batch)``, where ``grad_fn`` is ``boostax.value_and_grad(...)``.
-        Without it, batch and loss are not compared.
-        The loss may not communicate over the replicas or read the index of its own.
-      axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. ``None`` is no axis, and in a
-        step the step's axis where something inside reduces.
+        Without ``replayed``, batch and loss are not compared. The loss may not communicate over the
+        replicas or read its replica's index.
+      axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. With ``None``, a train step
+        supplies its own axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
       A gate with a ``CheckReplicasState``. Cost: 141 bytes of state; one read of params and state
-      at each ``every``-th call; each call gathers 8 bytes from each device for each way in which
-      leaves are sharded, and the sums of all leaves where these differ. A replay computes two
-      gradients of a micro-batch and sends its rows once.
+      at each ``every``-th call; each call gathers 8 bytes from each device for each distinct
+      sharding among the leaves, and, if these differ, the sums of all leaves. A replay computes two
+      gradients of a micro-batch and sends the micro-batch's rows once.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, ``replay`` without
@@ -130,7 +130,7 @@ def check_replicas(
     every = checks.positive_int(_WHO, "every", every, "1 compares before every step.")
     if replay is not None:
         checks.positive_int(_WHO, "replay", replay, "1000 replays each thousandth call.")
-        # The comparison shows that all replicas have the same counter, so none waits alone.
+        # The comparison shows that all replicas have the same counter, so no replica waits alone.
         fits, hint = not replay % every, f"Pass replay={-(-replay // every) * every}."
         checks.require(_WHO, "replay", replay, f"a multiple of every={every}", fits, hint)
 
@@ -176,17 +176,18 @@ def check_replicas(
 
 
 def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
-    """Raise if ``check_replicas`` in a state has found a difference, with leaves and replicas.
+    """Raise an error with leaves and replicas if ``check_replicas`` has found a difference.
 
-    Call it in the loop, now and then: it reads the state, and so waits for the step.
+    Call this function every so many steps, because it reads the state and so waits for the step.
 
     Args:
       state: a train state, or an optimizer state.
-      params: the params, for the names of their leaves, beside an optimizer state.
+      params: the params, if ``state`` is an optimizer state; the error names their leaves.
 
     Raises:
       RuntimeError: replicas differed, or computed different gradients.
-      ValueError: no ``check_replicas``, or one that compared nothing on several devices.
+      ValueError: the state has no ``check_replicas``, or no replicas were compared although there
+        are several devices.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -219,12 +220,12 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     )
 
 
-# What is compared besides arrays: versions of packages, and the batch's types and the programs.
+# Names of the checksums: versions of packages, the batch's types, and the programs.
 _SAID = "versions", "batch", "loss", "update"
 
 
 def _said(program: Any, replayed: Any, params: PyTree) -> dict[str, int]:
-    """Return checksums of what this process computes with, by their names."""
+    """Return checksums of this process's packages, batch types and programs, by name."""
     versions = str([importlib.metadata.version(name) for name in _PACKAGES])
     batch, loss = ("", "") if replayed is None else replayed.said(params)
     texts = versions, batch, loss, str(program)
@@ -234,7 +235,7 @@ def _said(program: Any, replayed: Any, params: PyTree) -> dict[str, int]:
 def _checksum(text: str) -> int:
     """Return the CRC-32 of the sorted words of a text, without the addresses of functions.
 
-    JAX prints sets, each time in another order.
+    The words are sorted because JAX prints sets in varying order.
     """
     words = re.split(r"[\s,(){}\[\]]+", re.sub(r" at 0x[0-9a-f]+", "", text))
     return zlib.crc32(" ".join(sorted(words)).encode())
@@ -242,7 +243,7 @@ def _checksum(text: str) -> int:
 
 def _replayed(replayed: Any, own: bool) -> Any:
     """Require the gradient function of a step in which replicas have the same params."""
-    allowed, hint = "without params that each replica owns", "No other replica can compute there."
+    allowed, hint = "without params that each replica owns", "No other replica has the same params."
     checks.require(_WHO, "replay", "one beside some", allowed, not own, hint)
     hint = "apply_gradients(tx, grads, state, params, replayed=grad_fn.replayed(batch)) passes it."
     allowed, fits = "the gradient function with replay=", replayed is not None
@@ -253,7 +254,7 @@ def _replayed(replayed: Any, own: bool) -> Any:
 def _recorded(
     state: CheckReplicasState, ok: jax.Array, rows: Sequence[str], culprits: jax.Array
 ) -> CheckReplicasState:
-    """Return the state with the leaves that differ, if some do."""
+    """Return the state, with the differing leaves recorded if there are any."""
     names = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
 
     def told() -> tuple[jax.Array, jax.Array]:

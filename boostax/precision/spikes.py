@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Skip steps whose gradient norm is far above recent norms: a rule for ``boostax.gate``.
 
-The norms accepted before determine a limit, and a norm above the limit is a spike. Norms of refused
-steps do not enter the statistics. The skip steps of OLMo-core, Levanter and MaxText record all
-norms: every spike widens their limit, and one NaN refuses every step until it has left the window.
+Previously accepted norms determine a limit, and a norm above the limit is a spike. Norms of refused
+steps are not recorded. The similar rules of OLMo-core, Levanter and MaxText record all norms, so
+every spike raises the limit, and after one NaN every step is refused until the NaN has left the
+window.
 
 References:
-  Chowdhery et al., PaLM: Scaling Language Modeling with Pathways,
-  https://arxiv.org/abs/2204.02311, 2022: steps around spikes are left out by hand.
-  Rousseeuw and Croux, Alternatives to the Median Absolute Deviation, JASA 88, 1993.
+  Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, https://arxiv.org/abs/2204.02311,
+  2022: the authors skip steps around spikes by hand. Rousseeuw and Croux, Alternatives to the
+  Median Absolute Deviation, JASA 88, 1993.
 """
 
 from typing import Literal, NamedTuple
@@ -31,13 +32,13 @@ class SpikesState(NamedTuple):
     """Statistics of ``skip_spikes``, kept as ``own`` of a ``GateState``.
 
     Attributes:
-      norms: f32 ``[window]``, the last accepted norms; zero where there is none yet.
-      accepted: i32, how many were accepted since the start.
+      norms: f32 ``[window]``, the last accepted norms; zero in unused slots.
+      accepted: i32, number of accepted norms since the start.
       value: f32, the norm of the last call.
-      limit: f32, the limit for that norm; infinite until half a window of norms above zero was
+      limit: f32, the limit of the last call; infinite until ``window / 2`` nonzero norms are
         accepted.
       spikes: i32, calls that were refused since the start.
-      spikes_in_a_row: i32, calls refused since the last one that ran.
+      spikes_in_a_row: i32, calls refused since the last accepted call.
     """
 
     norms: jax.Array
@@ -73,7 +74,7 @@ def _median(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _sigma(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
     count = jnp.maximum(jnp.sum(known), 1)
-    # In units of the largest norm nothing overflows and no square is lost.
+    # In units of the largest norm no square overflows or underflows.
     largest = jnp.max(jnp.where(known, values, jnp.finfo(jnp.float32).tiny))
     shares = jnp.where(known, values / largest, 0)
     centre = jnp.sum(shares) / count
@@ -98,46 +99,47 @@ def skip_spikes(
     window: int = 128,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner`` unless the gradient norm is far above the norms accepted before.
+    r"""Run ``inner`` unless the gradient norm is far above previously accepted norms.
 
     .. math::
       \text{run} = \text{finite}(v) \text{ and } v \le c + k \max(d,\ \text{floor}\,|c|)
 
-    with :math:`v` the global norm, and centre :math:`c` and spread :math:`d` of the last ``window``
-    accepted norms: the median and 1.4826 times the median absolute deviation, or the mean and the
-    (uncorrected) standard deviation. Even if half of a window are spikes, the median moves little.
-    A norm of zero runs and says nothing of the size of others, so it does not count.
+    with the global norm :math:`v`, and the centre :math:`c` and spread :math:`d` of the last
+    ``window`` accepted norms. Centre and spread are the median and 1.4826 times the median absolute
+    deviation, or the mean and the (uncorrected) standard deviation. Even if nearly half of a window
+    are spikes, the median moves little. A step with norm zero runs, but its norm is not counted.
 
-    A refused step leaves ``inner``, the params and the statistics unchanged, bit for bit. There is
-    no limit to refusals in a row: if the usual norm itself rises above the limit, every step is
-    refused. Watch ``spikes_in_a_row`` of ``boostax.metrics``. On record a constant clip of the norm
-    does as well: try that first.
+    A refused step leaves ``inner``, the params and the statistics unchanged, bit for bit. If the
+    usual norm rises above the limit, every step is refused, without end. Watch ``spikes_in_a_row``
+    of ``boostax.metrics``. In our record a constant clip of the norm does as well, so try a clip
+    first.
 
     Around a window the rule judges every micro-step; inside a window it judges the sum of each
-    window. Put it inside a loss scaler, because the gradients outside are multiplied by the scale:
-    ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. For your own rule, such as one
-    on the loss, use ``boostax.gate``.
+    window. Put ``skip_spikes`` inside a loss scaler, because gradients outside are multiplied by
+    the scale: ``dynamic_loss_scale(accumulate(skip_spikes(adamw(1e-3)), 8))``. For your own rule
+    use ``boostax.gate``.
 
     Args:
-      inner: the optimizer; it sees f32 (or wider) gradients and params.
+      inner: the optimizer, which gets gradients and params in f32 or wider.
       rule: ``"median"``, or ``"sigma"``: the rule of OLMo-core, Levanter and MaxText, except that
-        these record refused norms too.
-      k: how many spreads above the centre, > 0.
+        theirs also record refused norms.
+      k: the limit's distance from the centre in spreads, > 0.
       floor: the least spread, as a share of the centre.
-      window: number of norms kept; there is no limit until half of them are accepted and not zero.
-      axis_name: replica axis (or axes). Gradients must then be *local*: see
-        ``boostax.train.local_params``; the norm is the root mean square of the replicas' norms.
-        ``None`` is no axis, and in a step the step's axis where something inside reduces.
+      window: number of kept norms; there is no limit until half of this number are accepted and not
+        zero.
+      axis_name: replica axis (or axes). Gradients must then be *local* (see
+        ``boostax.train.local_params``), and the norm is the root mean square of the replicas'
+        norms. With ``None``, a train step supplies its own axis if a part inside reduces; elsewhere
+        there is no axis.
 
     Returns:
-      A gate whose state has a ``SpikesState``. Cost: 4 bytes for each of ``window``, and 25; one
-      read of the gradients; with ``axis_name`` a collective of 8 bytes; on CPU no temporary beyond
-      those of a bare step.
+      A gate whose state has a ``SpikesState``. Cost: ``4 * window + 25`` bytes; one read of the
+      gradients; with ``axis_name`` a collective of 8 bytes; on CPU no further temporary.
 
     Raises:
       ValueError, TypeError: an argument out of range; at ``init``, a loss scaler inside; at trace
-        time, already reduced gradients, an unbound axis, or a decision on which replicas could
-        differ.
+        time, already reduced gradients, an unbound axis, or a predicate that may differ per
+        replica.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax

@@ -22,7 +22,7 @@ Moments = Literal["bfloat16", "int8", "log8"]
 Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
 Noise = Callable[[Path, tuple[int, ...]], tuple[jax.Array, str]]
-# Params (or updates) and their low bits, codes and scales of the state.
+# The params (or updates) and their low bits, and the codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
 _WHO = "store"
 _NONE = "'stochastic' and 'remainder' lose none on average."
@@ -32,11 +32,11 @@ class StoreState(NamedTuple):
     """State of ``store``.
 
     Attributes:
-      steps: i32, steps taken; they seed the rounding noise.
+      steps: i32, number of applied steps, which seeds the rounding noise.
       inner_state: state of the inner transformation, with codes for the arrays that are stored low.
       scales: for each field of the state, a ``ByBlock`` of a tree like the params with the f32
         scales of its arrays, one per block.
-      low: i16, a tree like the params: the 16 bits that bf16 params lack of f32; ``()`` unless
+      low: i16, a tree like the params: the 16 bits of f32 that bf16 params lack; ``()`` unless
         ``params="remainder"``.
     """
 
@@ -47,7 +47,7 @@ class StoreState(NamedTuple):
     holds = Holds(("steps", "low"), params=True)
 
     def whole(self, params: PyTree) -> PyTree:
-        """Return the params that the optimizer sees: f32, with the bits that bf16 params lack."""
+        """Return the params that the optimizer gets: f32, with the bits that bf16 params lack."""
         return _masters(params, self.low)
 
 
@@ -56,7 +56,7 @@ def _is_store(node: object) -> bool:
 
 
 def widened(opt_state: PyTree) -> PyTree:
-    """Return a state whose arrays are decoded to f32, without scales."""
+    """Return a state with arrays decoded to f32 and without scales."""
 
     def wide(node: PyTree) -> PyTree:
         if not _is_store(node):
@@ -89,8 +89,8 @@ def store(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep bf16 params and the state of ``inner`` in fewer bytes, and compute in f32.
 
-    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes the results.
-    They are rounded up or down at random, so that the mean is kept:
+    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes the results,
+    which are rounded up or down at random, so that the mean is kept:
 
     .. math::
       u, m' = \text{inner}(g, D(m), D(p)), \qquad
@@ -98,10 +98,10 @@ def store(
 
     With rounding to nearest, an update of less than a 512th of a bf16 param would not change the
     param, and a second moment that decays by a thousandth would never change again. The noise is a
-    hash of the element's index, the param's path and the steps taken. So a skipped step does not
-    change the noise, and a resumed run or another placement draws the same noise.
+    hash of the element's index, the param's path and the number of applied steps. So skipped steps
+    do not change the noise, and a resumed run or another placement draws the same noise.
 
-    Put it directly around the optimizer, inside all gates. A window has a separate dtype:
+    Put ``store`` directly around the optimizer, inside all gates. A window has its own dtype:
     ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
     rounding="stochastic")``.
 
@@ -123,33 +123,33 @@ def store(
                          42 octaves), 126 with them
     ============== ===== ==========================================================================
 
-    A block has 128 elements of the last dimension, or where 128 does not divide it a few more along
-    the array's own dimensions. Codes are sharded like the array, and scales where shards have whole
-    blocks.
+    A block has 128 elements of the last dimension, or a few more over several dimensions if 128
+    does not divide the last dimension. Codes are sharded like the array, and scales only along
+    dimensions in which shards have whole blocks.
 
     Args:
       inner: the optimizer, without gates; it receives f32 gradients, params and state.
       params: the format for bf16 params; other params stay unchanged. Cast params to bf16 before
         ``init``.
       moments: the format for f32 arrays of the state that belong to a param and have its shape.
-        Either one format for all, or a format for each pattern of the state's field,
-        ``{"*mu": "int8", "*nu": "log8"}``: the first match counts, and a field without a match
+        Give one format for all arrays, or a format for each pattern of the state's fields,
+        ``{"*mu": "int8", "*nu": "log8"}``; the first match applies, and a field without a match
         stays f32.
       least: arrays with fewer elements, such as norms and biases, stay f32.
 
     Returns:
-      A gate that never holds a step back, with a ``StoreState``. Cost: bytes as above, and 4 per
-      block for 8-bit formats; decoding and encoding of each stored element. Through
-      ``boostax.apply_gradients``, an optimizer that works element by element reads what is stored
-      twice (on TPUs once) and writes it once; others keep one f32 array at a time. The pure
-      ``update`` returns updates in the dtype of the params: after a step of more than 256 units in
-      the last place, ``params + updates`` may be a neighbour of the number that was drawn.
+      A gate that never holds a step back, with a ``StoreState``. Cost: the bytes above, 4 bytes per
+      block for 8-bit formats, and the time to decode and encode each stored element. With
+      ``boostax.apply_gradients``, an elementwise optimizer reads the stored arrays twice (on TPUs
+      once) and writes them once; other optimizers need one f32 array at a time. The pure ``update``
+      returns updates in the dtype of the params, so after a step of more than 256 units in the last
+      place, ``params + updates`` may differ from the drawn number by one unit.
 
     Raises:
-      ValueError, TypeError: ``inner`` is no transformation, or has a gate; an unknown format; at
-        ``init``, ``count_lost_updates`` inside with bf16 or f16 params, ``params`` is given and no
-        param is bf16, or a pattern matches nothing; at trace time, in a ``shard_map`` of your own,
-        8-bit arrays sharded along dimensions with blocks.
+      ValueError, TypeError: ``inner`` is not a transformation, or has a gate; an unknown format; at
+        ``init``, ``count_lost_updates`` inside with bf16 or f16 params, ``params`` although no
+        param is bf16, or a pattern without a match; at trace time, in your own ``shard_map``, 8-bit
+        arrays that are sharded along dimensions with blocks.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -215,13 +215,14 @@ def store(
 
 
 def masters(params: types.State, opt_state: PyTree) -> types.State:
-    """Return the params that the optimizer sees: f32, with the bits that bf16 params lack.
+    """Return the params that the optimizer gets: f32, with the bits that bf16 params lack.
 
-    Use it for evaluation, for export, and before ``migrate_state`` to a chain without ``store``.
+    Use the result for evaluation, for export, and before ``migrate_state`` to a chain without
+    ``store``.
 
     Args:
       params: the trained params.
-      opt_state: their optimizer state; ``store`` may be nested anywhere in it.
+      opt_state: the optimizer state; ``store`` may be nested anywhere in it.
 
     Returns:
       A tree like the params, in f32 or wider.
@@ -252,9 +253,9 @@ def _masters(params: PyTree, low: PyTree) -> PyTree:
 def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     """Return the turn in which each array is written: each param, then the fields of its state.
 
-    The end of an array's path names its param. All small params together are one leaf.
-    Per-replica arrays are written together with the collectives, because a branch that waits for
-    such an array would have a condition that differs by replica.
+    The end of an array's path names its param. All small params together form one leaf. Per-replica
+    arrays are written together with the collectives, because a branch after such an array would
+    have a condition that differs per replica.
     """
     owners = _shapes(params)
     large = [path for path, shape in owners.items() if math.prod(shape) >= least]
@@ -370,7 +371,7 @@ def _is_placeholder(params: PyTree, node: PyTree) -> bool:
 
 
 def _by_field(scales: dict[str, replicas.ByBlock]) -> dict[Any, jax.Array]:
-    """Return the scale of each array, keyed by the array's field and the path of its param."""
+    """Return the scales of each array, keyed by the array's field and its param's path."""
     pairs = jax.tree_util.tree_leaves_with_path(scales)
     return {(path[0].key, path[2:]): scale for path, scale in pairs}
 
@@ -389,8 +390,8 @@ def _decoded(state: PyTree, scales: dict[str, replicas.ByBlock]) -> PyTree:
 def _require_blocks(state: StoreState) -> None:
     """Refuse shards whose blocks do not match the scales, as far as types show it.
 
-    If a block were sharded, its shards would share one scale. Without JAX's tracking of types, each
-    device would overwrite it with its own scale.
+    If a block were sharded, its shards would share one scale, and with ``check_vma=False`` each
+    device would overwrite the scale with its own.
     """
     table = _by_field(state.scales)
     allowed = "sharded along dimensions that have no blocks in a shard_map of your own"

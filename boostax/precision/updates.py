@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the updates that an optimizer computes: are they finite, and do they change the params?
+"""Check the updates of an optimizer: whether they are finite, and whether they change the params.
 
 A loss scaler checks gradients only. From finite gradients an optimizer can still compute an
-infinity or a NaN: an update beyond the range of the params' dtype, the 0/0 of a norm that is zero,
-a product with a param or a weight decay that is infinite already.
+infinity or a NaN, for example an update beyond the range of the params' dtype, 0/0 with a norm of
+zero, or a product with an infinite param.
 
 A bf16 number has 8 significant bits. An update of less than half a unit in the last place leaves
-the number unchanged. Late in training, or at a small learning rate, most of a bf16 tensor may stop
-learning in this way, while loss and gradients look healthy.
+the number unchanged. So late in training, or at a small learning rate, most of a bf16 tensor may
+stop changing, while loss and gradients look healthy.
 
 References:
   Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010.06192, 2020.
@@ -27,8 +27,8 @@ class CheckUpdatesState(NamedTuple):
     """State of ``check_updates``.
 
     Attributes:
-      last_update_finite: bool, whether the last result was applied; False before the first.
-      held_updates: i32, number of results held back since the start.
+      last_update_finite: bool, whether the last result was applied; False before the first call.
+      held_updates: i32, number of results that were not applied since the start.
       inner_state: state of the inner transformation.
     """
 
@@ -39,7 +39,7 @@ class CheckUpdatesState(NamedTuple):
     passed = gate.told_by("last_update_finite")
 
     def taken(self) -> jax.Array:
-        """Return whether the last gradient was used."""
+        """Return whether the last gradient was applied or added to a window."""
         return self.last_update_finite & gate.outermost_passed(self.inner_state)
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -62,28 +62,30 @@ def check_updates(
 
     A step that is not ok is skipped: params, moments, schedules and decay stay unchanged, bit for
     bit, and ``held_updates`` counts it. An element that was infinite before (a mask, the best loss
-    so far) holds nothing back.
+    so far) does not cause a skip.
 
     A scaler checks the gradients, before ``inner``, and reads them once. ``check_updates`` checks
-    the result, and must keep it beside the old values meanwhile. Use it if ``inner`` can divide by
-    zero, or if params are stored in f16. Put it directly around the optimizer, inside scalers and
-    windows: ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. The loss scale stays
-    unchanged, because a lower scale would not help.
+    the results, which need memory beside the old values during the check. Use ``check_updates`` if
+    ``inner`` can divide by zero, or if params are stored in f16. Put it directly around the
+    optimizer, inside scalers and windows: ``dynamic_loss_scale(accumulate(check_updates(adamw),
+    8))``. A skip does not lower the loss scale, because a lower scale would not help.
 
     Args:
-      inner: the optimizer; it sees f32 (or wider) gradients and params.
-      axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` keeps state
-        or params that differ per replica. ``None`` is no axis, and in a step the step's axis where
-        something inside reduces.
+      inner: the optimizer, which gets gradients and params in f32 or wider.
+      axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` has state
+        or params that differ per replica. With ``None``, a train step supplies its own axis if a
+        part inside reduces; elsewhere there is no axis.
 
     Returns:
       A transformation with a ``CheckUpdatesState``. Cost: 5 bytes; a temporary copy of the params
-      and of the inner state, written and read, and one read of the old values: on CPU, TPU v5e and
-      H100 2.2 to 2.6 times the traffic of Adam; one 4-byte collective with ``axis_name``.
+      and of the inner state, written and read, and one read of the old values, which is 2.2 to 2.6
+      times the memory traffic of Adam on CPU, TPU v5e and H100; an all-reduce of 4 bytes with
+      ``axis_name``.
 
     Raises:
-      ValueError, TypeError: ``inner`` is no transformation; at ``init``, state per replica without
-        ``axis_name``; at trace time, an unbound axis, or a decision on which replicas could differ.
+      ValueError, TypeError: ``inner`` is not a transformation; at ``init``, state per replica
+        without ``axis_name``; at trace time, an unbound axis, or a predicate that may differ per
+        replica.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -108,7 +110,7 @@ def check_updates(
     def judged(
         value: PyTree, inner_state: PyTree, state: CheckUpdatesState, params: PyTree, apply: bool
     ) -> Stepped:
-        """Return params (``apply``) or updates, and the inner state, new ones if finite."""
+        """Return params (``apply``) or updates and the inner state, new if all stays finite."""
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else trees.applied(params, value)
@@ -139,7 +141,7 @@ class LostUpdatesState(NamedTuple):
     """State of ``count_lost_updates``.
 
     Attributes:
-      lost: f32 scalar, the share at the last applied step; 0 before the first.
+      lost: f32 scalar, the share of lost updates at the last applied step; 0 before the first step.
       inner_state: state of the inner transformation.
     """
 
@@ -155,7 +157,7 @@ class LostUpdatesState(NamedTuple):
 def count_lost_updates(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Count the updates that are lost by rounding, in bf16 and f16 params.
+    r"""Count the updates of bf16 and f16 params that are lost by rounding.
 
     The share is taken over all elements that are stored in less than 32 bits,
 
@@ -163,23 +165,23 @@ def count_lost_updates(
       \text{lost} = \frac{\#\{u \ne 0,\ \mathrm{round}(p + u) = p\}}{\#\{u \ne 0\}},
 
     and is reported as ``lost_updates`` in ``boostax.metrics``. A share near 1 means that training
-    has stopped in the stored precision; f32 params (``policy(..., "params=float32")``) or a larger
-    learning rate restart it.
+    has stopped in the stored precision; use f32 params or a larger learning rate.
 
-    Put it directly around the optimizer, inside all gates, which compute in f32 and would hide the
-    stored dtype: ``dynamic_loss_scale(count_lost_updates(adamw(1e-3)))``.
+    Put ``count_lost_updates`` directly around the optimizer, inside all gates, because gates
+    compute in f32 and would hide the stored dtype:
+    ``dynamic_loss_scale(count_lost_updates(adamw(1e-3)))``.
 
     Args:
       inner: the optimizer, without gates.
 
     Returns:
-      A gate that never holds a step back, with a ``LostUpdatesState``. Cost: 4 bytes; nothing more
-      if all params are f32. XLA:CPU does not count in the loop that writes the params: inside a
-      scaler, an applied step of bf16 params moves 2.3 times (SGD) or 1.6 times (AdamW) the bytes,
-      and holds one copy of the bf16 params (SGD) or three (AdamW).
+      A gate that never holds a step back, with a ``LostUpdatesState``. Cost: 4 bytes; no more if
+      all params are f32. XLA:CPU does not fuse the count with the loop that writes the params:
+      inside a scaler, an applied step of bf16 params moves 2.3 times (SGD) or 1.6 times (AdamW) the
+      bytes, and needs one (SGD) or three (AdamW) temporary copies of the bf16 params.
 
     Raises:
-      ValueError, TypeError: ``inner`` is no transformation, or has a gate.
+      ValueError, TypeError: ``inner`` is not a transformation, or has a gate.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -212,7 +214,7 @@ def count_lost_updates(
 
 
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
-    """Return the share of nonzero updates that changed no bit of a bf16 or f16 param."""
+    """Return the share of nonzero updates that did not change their bf16 or f16 param."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
     low = [triple for triple in triples if trees.wide_dtype(triple[0]) != triple[0].dtype]
     parts = [norms.counts((u != 0) & (new == p), u != 0) for p, u, new in low]

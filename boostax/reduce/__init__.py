@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over the replicas: means, AdaSum, compression, and replicas with separate params.
+"""Reductions over the replicas: means, AdaSum, compression, and local updates.
 
-To add a codec, subclass ``Codec``; ``compress`` makes a transformation of it.
+To add a codec, subclass ``Codec`` and pass an instance to ``compress``.
 """
 
 from boostax._core.late import late as _late

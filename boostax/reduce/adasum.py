@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdaSum: a reduction that adds orthogonal gradients and averages parallel ones.
+"""AdaSum: a reduction that adds orthogonal gradients and averages parallel gradients.
 
 ``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers, one
 on each replica or server of replicas.
@@ -26,11 +26,11 @@ Scope = Literal["leaf", "tree"]
 
 
 class AdasumState(NamedTuple):
-    """State of ``adasum``, which tells how parallel the replicas' last gradients were.
+    """State of ``adasum``, which measures how parallel the replicas' last gradients were.
 
     Attributes:
       orthogonality: f32 scalar, ``|sum_r g_r|**2 / sum_r |g_r|**2`` over all leaves: 1 for
-        orthogonal gradients, the number of replicas for parallel ones, 0 where they cancel, -1
+        orthogonal gradients, the number of replicas for parallel gradients, 0 if they cancel, -1
         before the first step.
       leaf_orthogonality: a tree like the params with the same number for each leaf, or ``None``.
     """
@@ -64,37 +64,39 @@ def adasum(
       A(a, b) = \Bigl(1 - \frac{a \cdot b}{2 \|a\|^2}\Bigr) a
               + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b,
 
-    leaf by leaf: orthogonal gradients add, parallel ones average, and equal ones give themselves
-    bit for bit. More than two are combined as a tree, neighbours first, ((0,1),(2,3)); a gradient
-    without a partner moves up to the next level. So the learning rate of a single replica stays
-    right for any number of replicas; ``docs/cards/adasum.md`` says when that pays and when it does
-    not.
+    leaf by leaf: orthogonal gradients are added, parallel gradients are averaged, and the result of
+    equal gradients is the same gradient bit for bit. More than two gradients are combined as a
+    tree, neighbours first, ((0,1),(2,3)); a gradient without a partner moves up to the next level.
+    So the learning rate of a single replica suits any number of replicas; ``docs/cards/adasum.md``
+    says when to use AdaSum.
 
-    It stands where a mean would, first in the inner chain: ``chain(adasum("data"), clip, adamw)``.
+    Put ``adasum`` in place of a mean, first in the inner chain: ``chain(adasum("data"), clip,
+    adamw)``.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``; its
-        replicas are combined. ``None``: the axis of the step around it (``make_train_step``,
-        ``on_mesh``).
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``; the
+        gradients of its replicas are combined. ``None`` means the axis of the surrounding
+        ``make_train_step`` or ``on_mesh``.
       within: axes whose replicas are averaged first: the fast links of a node or a pod. Only
         ``1 / size(within)`` of the bytes then cross ``axis_name``.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
-        summed over them. Results are also right for leaves that are equal over these axes.
-      scope: ``"leaf"``, or ``"tree"`` for one pair of coefficients for all leaves together.
+        summed over them. Leaves that are equal over these axes may be present, too.
+      scope: ``"leaf"`` for a pair of coefficients per leaf, or ``"tree"`` for one pair for all
+        leaves.
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
-        every leaf travels with its own power of two, so nothing overflows.
+        every leaf is sent with its own power-of-two scale, so it does not overflow.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together;
         ``None`` packs leaves below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together.
-        Each other leaf travels in its own shape.
+        Each other leaf is sent in its own shape.
       leaf_metrics: record the orthogonality of each leaf too.
 
     Returns:
       A transformation with an ``AdasumState``. Gradients are combined in f32 or wider and cast back
       to their dtype. A leaf with a NaN anywhere becomes NaN. Integer leaves raise; a single replica
       gets its own gradient back. Cost: an all-to-all and an all-gather of each leaf, and of each
-      pack of small leaves, together the bytes of a ring all-reduce; once, one gather of 4 bytes a
-      leaf and ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4
-      bytes a leaf with ``within`` or ``shard_axes``, and another on the way back in f16. Compiled
+      pack of small leaves, together the bytes of a ring all-reduce; per step one gather of 4 bytes
+      a leaf and ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4
+      bytes a leaf with ``within`` or ``shard_axes``, and another in f16 for the result. Compiled
       for TPU v5e, a train step of 67 M params takes 1.73 times the cycles of a step with a mean.
 
     Raises:
@@ -172,7 +174,7 @@ class Levels(NamedTuple):
     Attributes:
       across: axes of the servers, or of the replicas where there are no servers.
       inside: axes of the replicas of one server.
-      averaged: whether the replicas of a server hold the same updates already.
+      averaged: whether the replicas of a server already have the same updates.
     """
 
     across: Names
@@ -186,7 +188,7 @@ class Levels(NamedTuple):
 
     @property
     def gathered(self) -> tuple[Names, ...]:
-        """Return the axes to gather the result over, one after the other, the fastest first."""
+        """Return the axes over which to gather the result in turn, the fastest first."""
         if isinstance(self.inside, axes.Groups):
             return (self.names,)
         return tuple(filter(None, (self.across, self.inside)))
@@ -195,7 +197,7 @@ class Levels(NamedTuple):
         """Return this device's slice of its server's array, cut along a dimension."""
         across, inside = axes.size(self.across), axes.size(self.inside)
         slices = exchange.cut(x, across * inside, dim)
-        # The order of the slices is that of the gather: over servers first, or over all at once.
+        # Slices have the order of the gather, over servers first or over all replicas at once.
         lead = int(isinstance(self.inside, axes.Groups))
         sizes = (across, inside) if lead else (inside, across)
         slices = slices.reshape(*sizes, *slices.shape[1:])
@@ -204,11 +206,11 @@ class Levels(NamedTuple):
 
 
 def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
-    """Return the AdaSum of a tree, and a state that tells how parallel the replicas' trees were."""
+    """Return the AdaSum of a tree, and a state that measures how parallel the trees were."""
     names, shards = levels.names, wanted.shards
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
-    # The type of a leaf says over which axes it is sharded, where JAX tracks that.
+    # The type of a leaf shows its sharded axes if JAX tracks varying axes.
     others = [axes.varying(leaves[kind[0]]) - frozenset(names) for kind in kinds]
     over = [tuple(sorted(other)) or shards for other in others]
     every = {name for other in over for name in other}
@@ -224,7 +226,7 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     groups = [pairwise.beside(rows, copies)] if together else rows
     done = [combine_replicas(x, total, together=together) for x in groups]
     buckets = iter([x for row, _ in done for x in row])
-    # Empty leaves are not communicated: they are equal on all replicas.
+    # Empty leaves are equal on all replicas, and are not communicated.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind, real, (chunks, _) in zip(kinds, reals, sent, strict=True):
         parts = [next(buckets) for _ in chunks]
@@ -272,7 +274,7 @@ def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, li
 
 
 def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:
-    """Return the quotient, or 1 where there is nothing to compare."""
+    """Return the quotient, or 1 if the denominator is zero."""
     none = of_parts == 0
     return jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts)
 
@@ -311,23 +313,23 @@ def adasum_delta(
       \delta_s = \text{inner}_s\Bigl(\tfrac1w \sum_{r \in s} g_r\Bigr), \qquad
       u = \operatorname{AdaSum}(\delta_1, \dots, \delta_n)
 
-    ``chain(adasum("data"), adam)`` has one Adam for the combined gradient. Here each replica has an
-    Adam of its own, moments included: Horovod's ``DistributedOptimizer(op=Adasum)``. With
-    ``within`` each server has one, for the mean gradient of its w devices: MindSpore's
-    ``boost.adasum`` with ``device_number``. It stands outermost, around all parts that make an
-    update: ``adasum_delta(chain(clip, adamw(schedule)), "data")``. In short runs with momentum it
-    is weaker than ``adasum``, because the replicas' momenta never agree: see
-    ``docs/cards/adasum.md``.
+    ``chain(adasum("data"), adam)`` has one Adam for the combined gradient. ``adasum_delta`` gives
+    each replica its own Adam with its own moments, like Horovod's
+    ``DistributedOptimizer(op=Adasum)``. With ``within`` each server has one inner state, for the
+    mean gradient of its w devices, like MindSpore's ``boost.adasum`` with ``device_number``. Put
+    ``adasum_delta`` outermost, around all parts that make an update: ``adasum_delta(chain(clip,
+    adamw(schedule)), "data")``. In short runs with momentum it gives a higher loss than ``adasum``,
+    because the replicas' momenta never agree; see ``docs/cards/adasum.md``.
 
     Args:
       inner: an optimizer without collectives over the axes, as a single replica would use it.
-      axis_name: mesh axis, or a tuple of axes, whose replicas, or servers, are combined. ``None``:
-        the axis of the step around it (``make_train_step``, ``on_mesh``).
+      axis_name: mesh axis, or a tuple of axes, whose replicas or servers are combined. ``None``
+        means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
       within: the devices of a server, over which gradients are averaged before ``inner``: mesh axes
         (``adasum_delta(adam, "nodes", within="cores")``), or the number of neighbours along
         ``axis_name`` that make a server (``within=8``; an axis of 8 or fewer is one server).
       shard_axes: axes over which leaves are sharded.
-      scope: as in ``adasum``, as are the arguments below.
+      scope: as in ``adasum``, like the following arguments.
       wire_dtype: dtype of the updates on the wire.
       bucket_bytes: size below which leaves are packed.
       leaf_metrics: record the orthogonality of each leaf too.
@@ -335,18 +337,18 @@ def adasum_delta(
     Returns:
       A transformation with an ``AdasumDeltaState``. Outside the mapped function its inner state has
       a leading axis of replicas (``stack_replicas``, ``state_specs``), with equal copies for the
-      devices of a server. Cost: that of ``adasum``; every replica holds a whole inner state, which
+      devices of a server. Cost: as ``adasum``; every replica has a complete inner state, which
       cannot be sharded over the replicas. With ``within``, for w devices in each of n servers and N
       bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce;
       if ``within`` is a number, a reduce-scatter and an all-gather), ``N/w (n-1)/n`` between
-      servers, and then the gather of the result. If ``within`` names axes, that gather goes over
-      the servers first, ``N/w (n-1)/n``, then inside, ``N (w-1)/w``. If ``within`` is a number, a
-      single gather goes over all devices, ``N (nw-1)/(nw)``, because JAX has no type for a gather
-      over groups whose result is equal on all devices.
+      servers, and then gathers the result. If ``within`` names axes, the gather runs over the
+      servers first, ``N/w (n-1)/n``, then inside, ``N (w-1)/w``. If ``within`` is a number, a
+      single gather runs over all devices, ``N (nw-1)/(nw)``, because JAX has no gather over groups
+      whose result is typed as equal on all devices.
 
     Raises:
-      ValueError, TypeError: as ``adasum``; at trace time, a number of replicas that ``within`` does
-        not divide.
+      ValueError, TypeError: as ``adasum``; at trace time, a number of replicas that is not a
+        multiple of ``within``.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -394,7 +396,7 @@ def adasum_delta(
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
         kept, server = state.inner_state.local, levels().inside
-        # Replicas would take the steps of a gate at different times.
+        # A gate inside would run steps at different times on different replicas.
         gate.refuse_gates(who, gate.gates_in(kept))
         # With one copy of the inner state per server, updates are typed as equal inside the server.
         varies = frozenset[str]().union(*axes.types(kept))

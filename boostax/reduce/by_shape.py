@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices dealt to the replicas: each orthogonalises 1/n of them, and all receive the updates."""
+"""Deal matrices over the replicas: each orthogonalises 1/n of them, and gathers all updates."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from boostax.reduce.codec import Arrays, Names, PyTree
 from boostax.reduce.mean import all_reduce
 
 _WHO = "by_shape"
-# Extra arguments that speak of whole params, of which a replica's optimizer sees a part.
+# Extra arguments about all params, while a replica's optimizer gets a part of the params.
 _OF_PARAMS = "value_fn", "obj_fn", "grad"
 
 
 class Dealt(NamedTuple):
-    """The tree that the inner optimizer of ``by_shape`` sees on a replica, and moments like it.
+    """The tree of params that ``by_shape``'s inner optimizer gets on a replica, or of its moments.
 
     Attributes:
-      by_shape: for each shape the matrices that the replica owns; in a state a ``PerReplica`` of
-        them, stacked.
+      by_shape: for each shape the matrices that the replica owns; in a state, a ``PerReplica`` of
+        their stack.
       rest: the other leaves at their own paths, with ``optax.MaskedNode`` for the matrices.
     """
 
@@ -38,10 +38,10 @@ class ByShapeState(NamedTuple):
     """State of ``by_shape``.
 
     Attributes:
-      order: for each shape, u32 ``[matrices]``, CRC-32 of their paths, by which ``migrate_state``
-        knows them: matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
-      inner_state: the state of the inner optimizer. Where it has moments like the params, they are
-        a ``Dealt``, with arrays ``[slots, ...]`` of the matrices that the replica owns.
+      order: for each shape, u32 ``[matrices]``, CRC-32 of the matrices' paths, for
+        ``migrate_state``: matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
+      inner_state: the state of the inner optimizer. Its moments, where shaped like the params, are
+        a ``Dealt`` with arrays ``[slots, ...]`` for the matrices that the replica owns.
     """
 
     order: tuple[jax.Array, ...]
@@ -58,8 +58,8 @@ class _Shape(NamedTuple):
 
     Attributes:
       indices: their indices among the leaves.
-      path: the path of the first.
-      names: the replica axes; empty where they are not bound, for a single replica.
+      path: the path of the first matrix.
+      names: the replica axes; empty for a single replica, if no axis is bound.
     """
 
     indices: list[int]
@@ -68,7 +68,7 @@ class _Shape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The number of matrices that a replica owns, the same for all."""
+        """The number of matrices that each replica owns."""
         return -(-len(self.indices) // self.replicas)
 
     @property
@@ -78,11 +78,11 @@ class _Shape(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether filling up all slots would more than double the bytes."""
+        """Whether padding to full slots would more than double the bytes."""
         return 2 * len(self.indices) < self.slots * self.replicas
 
     def chosen(self, leaves: Any) -> Arrays:
-        """Select the matrices that this replica owns of leaves that all replicas have."""
+        """Select this replica's matrices from leaves that are equal on all replicas."""
         mine = [leaves[i] for i in self.indices]
         if self.replicas == 1:
             return mine
@@ -105,7 +105,7 @@ class _Shape(NamedTuple):
         return list(placement.on_rows(_WHO, self.names, self.path, deal, mine, deal=True))
 
     def gathered(self, rows: Arrays, dtype: Any) -> Arrays:
-        """Return all matrices, equal on all replicas, from those that each replica owns."""
+        """Gather each replica's matrices; the result is equal on all replicas."""
         rows = [x.astype(dtype) for x in rows]
         if self.few:
             here = axes.index(self.names)
@@ -139,19 +139,19 @@ def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
 
 
 def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Dealt:
-    """Return what this replica owns of a tree that is equal on all of them, and the rest."""
+    """Return this replica's matrices of a tree that is equal on all replicas, and the rest."""
     leaves = jax.tree.leaves(tree)
     return Dealt(tuple(tuple(x.chosen(leaves)) for x in shapes), _rest(tree, shapes))
 
 
 def _changed(change: Callable[[Any], Sequence[Any]], state: PyTree) -> PyTree:
-    """Change what belongs to the matrices of a state."""
+    """Apply ``change`` to the arrays of the dealt matrices in a state."""
     new = lambda x: x._replace(by_shape=tuple(change(x.by_shape))) if _is_dealt(x) else x  # noqa: E731
     return jax.tree.map(new, state, is_leaf=_is_dealt)
 
 
 def _packed(state: PyTree, names: Names) -> PyTree:
-    """Stack what belongs to the matrices of one shape, in a ``PerReplica``."""
+    """Stack the arrays of one shape's matrices in a ``PerReplica``."""
     stack = lambda *slots: axes.to_varying(jnp.stack(slots), names)  # noqa: E731
     return _changed(lambda parts: [PerReplica(jax.tree.map(stack, *x)) for x in parts], state)
 
@@ -173,8 +173,8 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
 
 
 def _require_apart(tx: gate.Extended, view: Dealt) -> None:
-    """Refuse an optimizer whose update of a matrix depends on others, of which it has not all."""
-    # Two matrices of a shape show what more of them would, also where a replica owns only one.
+    """Refuse an optimizer whose update of a matrix depends on other matrices."""
+    # Two matrices of a shape are enough for this test, even if a replica owns only one.
     two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
     matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
     mixed = False
@@ -192,45 +192,45 @@ def _require_apart(tx: gate.Extended, view: Dealt) -> None:
 def by_shape(
     inner: optax.GradientTransformation, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner`` on each matrix on one replica alone, and gather the updates: a Muon for many.
+    r"""Run ``inner`` (Muon) for each matrix on only one replica, and gather the updates.
 
-    ``chain(all_reduce("data"), muon)`` orthogonalises every matrix on every replica. Here the local
-    gradients of the matrices of one shape are stacked and reduce-scattered, which *is* their mean;
-    replica :math:`r` runs ``inner`` on those that it owns, and all updates of a shape are gathered
-    at once:
+    ``chain(all_reduce("data"), muon)`` orthogonalises every matrix on every replica. ``by_shape``
+    stacks the local gradients of the matrices of one shape and reduce-scatters them, which gives
+    each owner the mean. Each replica runs ``inner`` on the matrices that it owns, and one
+    all-gather collects all updates of a shape:
 
     .. math::
       u_i = \text{inner}\Bigl(\tfrac1n \sum_{s=1}^{n} g_{s,i}\Bigr)
       \text{ on replica } \lfloor i / \lceil c/n \rceil \rfloor, \quad i = 0 \dots c-1 .
 
-    The result is that of the chain. It stands where reduction and optimizer would, inside gates:
-    ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
+    The result equals that of the chain. Put ``by_shape`` in place of reduction and optimizer,
+    inside gates: ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
 
-    Dealt are floating-point leaves of two dimensions of whose shape there are at least two; they
-    are counted by shape and by dtype in f32 or wider. All other leaves, stacks of layers
-    ``[layers, m, n]`` included, are averaged as by ``all_reduce``, and every replica updates them.
+    Floating-point leaves of two dimensions are dealt if at least two have the same shape, and the
+    same dtype in f32 or wider. All other leaves, including stacks of layers ``[layers, m, n]``, are
+    averaged as by ``all_reduce``, and every replica updates them.
 
     Args:
       inner: an optimizer without collectives or gates that computes the update of a matrix from its
-        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. It sees a ``Dealt``: matrices
-        without their paths, so a mask or partition by path stands around ``by_shape``.
+        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. It gets a ``Dealt`` of
+        matrices without paths, so put a mask or partition by path around ``by_shape``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
+        ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
       A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state`` deal its
-      moments exactly. Cost for c matrices of a shape on n replicas: the matrix arithmetic and the
-      moments of ``ceil(c/n)`` of them; a reduce-scatter in f32 or wider and an all-gather in the
+      moments without rounding. Cost for c matrices of a shape on n replicas: the arithmetic and the
+      moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider and an all-gather in the
       dtype of the updates, together the bytes of a ring all-reduce times ``n ceil(c/n) / c``,
-      because zeros fill up the last replicas; two copies of the matrices, one after the other. If
-      that factor is above 2, they are all-reduced and their updates too, which is a factor of 2.
-      Where params are sharded over the replicas (FSDP) and ``inner`` reads them, they are gathered
-      too; over another axis (tensor parallel), XLA shards or repeats the arithmetic.
+      because the last replicas' slots are padded with zeros; two temporary copies of the matrices
+      in turn. If that factor is above 2, gradients and updates are all-reduced instead, which is a
+      factor of 2. Params that are sharded over the replicas (FSDP) are also gathered if ``inner``
+      reads them; for another axis (tensor parallel), XLA shards or repeats the arithmetic.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several
-        gradients for one update, such as a clip by their global norm; at trace time, an unbound
-        axis, already reduced or integer gradients, a state for another number of replicas.
+        gradients for one update, such as a clip by the global norm; at trace time, an unbound axis,
+        already reduced or integer gradients, a state for another number of replicas.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -243,7 +243,8 @@ def by_shape(
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/, 2024. Ahn et al., Dion,
-      https://arxiv.org/abs/2504.05295, 2025, whose code deals matrices of one shape in such rounds.
+      https://arxiv.org/abs/2504.05295, 2025, whose code deals matrices of one shape in the same
+      way.
     """
     tx = checks.transformation(_WHO, "inner", inner)
     gate.refuse_gates(_WHO, [gate.gate_of(inner)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs, which send leaves in compressed reductions; ``feedback.py`` does the rest."""
+"""Codecs, which compress and send leaves; ``feedback.py`` adds error feedback to any codec."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ Names = tuple[str, ...]
 class Late(NamedTuple):
     """A correction to the residual of this replica's slice of a leaf.
 
-    It is kept apart so that the residual itself is computed, chosen and written in one pass.
+    The correction is separate so that the residual is computed, selected and written in one pass.
 
     Attributes:
       dim: the dimension along which the leaf is cut into a slice per replica.
@@ -36,13 +36,13 @@ class Message(NamedTuple):
     """The result of ``Codec.reduce``.
 
     Attributes:
-      means: for each leaf the mean over the replicas of what they sent, equal on all.
-      held: for each leaf the residual, which is the part that this replica has not sent. The mean
+      means: for each leaf the mean over the replicas of the sent parts, equal on all replicas.
+      held: for each leaf the residual, which is the part that this replica did not send. The mean
         over the replicas of ``leaf - held`` is ``means``, up to rounding.
       state: the codec's new state, the same on all replicas.
       late: for each leaf a correction of ``held``, or ``None``; empty if no leaf has one.
-      capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on
-        the wire; ``None`` if that is not chosen at each step.
+      capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on the
+        wire; ``None`` if the share is fixed.
     """
 
     means: list[jax.Array]
@@ -57,7 +57,7 @@ class PerLeaf(NamedTuple):
 
     Attributes:
       values: a list with one entry per leaf inside the codec, and a tree like the params in the
-        optimizer's state, where a path says which leaf an entry belongs to.
+        optimizer's state, where the path gives the leaf.
     """
 
     values: Any
@@ -76,15 +76,15 @@ def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTr
 class Codec:
     """A lossy mean over the replicas: the part of a compressed reduction that sends leaves.
 
-    Its leaves are real arrays of f32 or wider that are not empty; complex ones come as pairs. A
-    subclass is as a rule a frozen dataclass of its settings. ``boostax.reduce.compress`` makes a
-    transformation of it.
+    A codec gets real, nonempty leaves in f32 or wider; complex leaves come as pairs. A subclass is
+    usually a frozen dataclass of its settings. ``boostax.reduce.compress`` makes a transformation
+    from a codec.
 
     Attributes:
-      whole: whether it takes whole leaves, and XLA shards the computation. Other codecs take the
-        shards of a device, each as a leaf by itself.
-      lossy: whether it loses most of a gradient without error feedback, the same part at every
-        step.
+      whole: whether the codec gets global leaves, and XLA shards the computation. Other codecs get
+        the shards of a device, each shard as a leaf.
+      lossy: whether the codec, without error feedback, loses most of a gradient, the same part at
+        every step.
       chooses: whether its messages have a ``Message.capacity``.
     """
 
@@ -93,24 +93,24 @@ class Codec:
     chooses: bool = False
 
     def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Return whether the codec can send such a leaf; other leaves take a plain mean."""
+        """Return whether the codec can send such a leaf; other leaves are averaged plainly."""
         return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Return its state, the same on all replicas, with a ``PerLeaf`` for state of each leaf."""
+        """Return the codec's state, equal on all replicas; state per leaf is in a ``PerLeaf``."""
         return None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
-        """Send the leaves over the axes, or parts of them."""
+        """Send the leaves, or parts of the leaves, over the axes."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Codec):
-    """Codecs that follow one another, such as a warm-up of the density.
+    """A sequence of codecs, such as a warm-up of the density.
 
     Every stage has its own shapes, so the stages are branches of one ``lax.switch``, and each step
-    sends only the elements of its stage. All stages share the state of the widest.
+    sends only the elements of its stage. All stages share the widest stage's state.
 
     Attributes:
       starts: the step at which each stage begins, ascending from 0.
@@ -160,7 +160,7 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
 def staged(
     who: str, argument: str, value: Any, make: Callable[[Any], Codec], check: Callable[..., Any]
 ) -> Codec:
-    """Return the codec for a number, or for a mapping from each stage's first step to a number.
+    """Make a codec from a number, or a ``Staged`` from a mapping of first steps to numbers.
 
     Args:
       who: the factory, for errors.
@@ -189,12 +189,12 @@ def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:
 
 
 def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
-    """Concatenate leaves in their widest dtype, flat behind ``lead`` common dimensions."""
+    """Concatenate leaves in their widest dtype, flattened after ``lead`` common dimensions."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)
 
 
 def unpacked(flat: jax.Array, like: Arrays, lead: int = 0) -> list[jax.Array]:
-    """Invert ``packed`` for leaves of such shapes; ``flat`` may have other leading dimensions."""
+    """Invert ``packed`` for leaves of these shapes; ``flat`` may have other leading dimensions."""
     ends = np.cumsum([math.prod(x.shape[lead:]) for x in like])
     pairs = zip(like, jnp.split(flat, ends, -1), strict=False)
     return [part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype) for x, part in pairs]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of leaves: each replica receives its slice of all leaves, combines, and gathers.
+"""Exchange leaves: each replica receives its slice of all leaves, combines slices, and gathers.
 
-An all-to-all and an all-gather together send the bytes of a ring all-reduce. Between the two each
-replica holds one slice of every replica's gradient, so it can compute any sum of them in f32 while
-half precision, or codes, travel.
+An all-to-all and an all-gather together send the bytes of a ring all-reduce. After the all-to-all
+each replica has one slice of every replica's gradient, so it can compute any combination of them in
+f32 while half precision, or codes, are sent.
 
-A leaf is cut along one of its dimensions. A flat copy has another tiling on a TPU, and writing it
-takes many times the cycles of the reduction. Only small leaves are packed together, which saves
-messages.
+A leaf is cut along one of its dimensions, because a flat copy has another tiling on a TPU, and
+writing the copy takes many times the cycles of the reduction. Only small leaves are packed
+together, which saves messages.
 """
 
 import math
@@ -23,23 +23,24 @@ from boostax._core import axes, checks, trees
 from boostax.reduce.codec import Arrays, Names, PyTree
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
-# Leaves below SMALL bytes are packed, up to TOGETHER bytes; so are leaves below SMALL_SLICE bytes
-# in each slice, since 4 KiB is a tile of a TPU.
+# Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
+# slice are also packed, because 4 KiB is a tile of a TPU.
 SMALL, TOGETHER = 2**16, 2**23
-# Bytes of a pack between processes on CPUs: of several messages one is sent while another waits.
+# Bytes of a pack between processes on CPUs. With several packs, one is sent while another is
+# written.
 MESSAGE = 2**20
 SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
 # A leaf is cut in its own shape if padding makes it no larger than this factor; else it is packed.
 PADDING = 1.01
-# The longest block of columns of a pack.
+# The maximum of columns in a block of a pack.
 BLOCK = 256
-# The number of lanes of a TPU's vector register, which is also the least width of rows of elements
-# in order.
+# The number of lanes of a TPU's vector register; narrower rows are replaced by rows of consecutive
+# elements.
 LANES, WIDTH = 128, 256
 
 
 class Alone(NamedTuple):
-    """A leaf that travels in its own shape.
+    """A leaf that is sent in its own shape.
 
     Attributes:
       leaf: index of the leaf.
@@ -68,17 +69,17 @@ class Alone(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A pack of small leaves that travel together, as an array ``(slices, columns)``.
+    """A pack of small leaves that are sent together, as an array ``(slices, columns)``.
 
-    Every slice holds the same columns of every leaf. Leaves begin at whole blocks of columns, so a
-    sum by leaf begins with sums by block: a few operations for any number of leaves.
+    Every slice has the same columns of every leaf. Leaves begin at block boundaries, so a sum per
+    leaf is computed from sums per block, with few operations for any number of leaves.
 
     Attributes:
       indices: indices of the leaves.
       shapes: their real shapes.
       slices: number of slices.
       block: columns in a block.
-      widths: columns of each leaf, whole blocks.
+      widths: columns of each leaf, a multiple of ``block``.
     """
 
     indices: tuple[int, ...]
@@ -117,7 +118,7 @@ Wire = np.dtype[Any] | None
 
 
 def real(x: jax.Array) -> jax.Array:
-    """Return ``x`` in f32 or wider, complex numbers as pairs."""
+    """Return ``x`` in f32 or wider, with complex numbers as pairs."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
     return trees.at_least_float32(x)
@@ -132,7 +133,7 @@ def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
 def alike(x: jax.Array) -> Any:
     """Return a key that is equal for leaves that may be packed together.
 
-    They have one dtype and vary over the same axes, as far as JAX tracks them: a concatenation
+    Such leaves have the same dtype and varying axes (if JAX tracks them), because a concatenation
     varies over the axes of all its parts.
     """
     return x.dtype, axes.varying(x)
@@ -159,14 +160,15 @@ def by_kind(leaves: Arrays, reduce: Callable[[Arrays], Arrays]) -> list[jax.Arra
 def chunks(
     leaves: Arrays, slices: int, bucket_bytes: int | None = None, *, by_leaf: bool = True
 ) -> list[Chunk]:
-    """Choose the leaves that travel alone and pack the others.
+    """Choose the leaves that are sent alone, and pack the other leaves.
 
     Args:
       leaves: real arrays of one kind.
-      slices: number of slices of each.
-      bucket_bytes: leaves of fewer bytes of f32 are packed, up to this many together. ``None``
-        packs leaves below 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB per slice if that is more; where
-        each is a message all below 1 MiB.
+      slices: number of slices of each leaf.
+      bucket_bytes: leaves of fewer bytes of f32 are packed, up to this many bytes together.
+        ``None`` packs leaves below 64 KiB up to 8 MiB together, or below 4 KiB per slice up to 64
+        KiB per slice if that is more; if each leaf would be its own message, ``None`` packs all
+        leaves below 1 MiB.
       by_leaf: whether leaves begin at whole blocks.
     """
     if bucket_bytes is None and not axes.sent_apart():
@@ -176,7 +178,7 @@ def chunks(
     result: list[Chunk] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
-        # Cut along the first dimension that needs almost no padding.
+        # The leaf is cut along the first dimension that needs almost no padding.
         fits = [d for d, n in enumerate(x.shape) if n + -n % slices <= PADDING * n]
         if x.ndim > 1 and 4 * x.size >= small and fits:
             result.append(Alone(i, x.shape, fits[0], slices))
@@ -192,7 +194,7 @@ def chunks(
 
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """Group neighbours of up to ``most`` bytes together; a larger item is alone."""
+    """Group neighbouring items of up to ``most`` bytes together; a larger item is alone."""
     found: list[list[int]] = []
     room = -1
     for i, size in sizes.items():
@@ -205,7 +207,7 @@ def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 
 
 def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """Group items from the last to the first, as gradients come.
+    """Group items from the last to the first, the order in which gradients are computed.
 
     A group is closed once it has more than ``most`` bytes, so a larger item forms a group by
     itself.
@@ -252,11 +254,11 @@ def exchange(
 
     Args:
       sent: the chunks.
-      arrays: their arrays, whole or the slices of an earlier exchange.
+      arrays: the chunks' arrays, or their slices from an earlier exchange.
       names: axes of the replicas.
-      wire: a half dtype, or ``None``. In f16 every leaf travels with its own power of two.
-      common: further axes over which a leaf is spread, so that its power of two must be equal over
-        them.
+      wire: a half dtype, or ``None``. In f16 every leaf is sent with its own power of two.
+      common: further axes over which a leaf is sharded; its power of two must be equal over these
+        axes.
       by_leaf: whether to compute powers of two for every wire dtype.
     """
     near_one, count = _is_narrow(wire), axes.size(names)
@@ -264,7 +266,7 @@ def exchange(
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
         if not near_one:
-            # A reciprocal is halved at each level of a tree of replicas and must stay normal.
+            # The reciprocal is halved at each level of the tree of replicas and must stay normal.
             exponents = jnp.minimum(exponents, 100)
         for over in filter(None, common):
             exponents = axes.largest(exponents, over)
@@ -281,7 +283,7 @@ def exchange(
 
 
 def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
-    """Return the mean of the rows of every chunk, divided as ``divide`` says, or the sum."""
+    """Return the mean of every chunk's rows, divided before or after the sum, or the sum."""
     count = len(rows.exponents)
     units = rows.exponents.max(0)
     result: list[jax.Array] = []
@@ -299,7 +301,7 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
 def delivered(
     sent: Sequence[Chunk], parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
 ) -> list[jax.Array]:
-    """Gather whole leaves, equal on all replicas, from every replica's slices.
+    """Gather complete leaves, equal on all replicas, from every replica's slices.
 
     Args:
       sent: the chunks.
@@ -316,7 +318,7 @@ def delivered(
         return x
 
     near_one = bool(sent) and _is_narrow(wire)
-    # Each leaf of each slice has its own power of two, which is sent too.
+    # Each leaf of each slice has its own power of two, which is also sent.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
     gathered = along(exponents[None], 0) if near_one else exponents
     arrays: list[jax.Array] = []
@@ -358,23 +360,23 @@ def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
 
 
 def _is_narrow(wire: Wire) -> bool:
-    """Return whether a wire dtype has a smaller range than f32, like f16 and unlike bf16."""
+    """Return whether a wire dtype has a smaller range than f32, as f16 has."""
     return wire is not None and jnp.finfo(wire).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
 def _half(x: jax.Array, wire: Wire) -> jax.Array:
-    """Return what is sent of ``x``."""
+    """Return ``x`` as it is sent."""
     half = x if wire is None else trees.saturate(x, wire)
     return lax.bitcast_convert_type(half, jnp.uint16) if _as_bits(wire) else half
 
 
 def _arrived(x: jax.Array, wire: Wire) -> jax.Array:
-    """Return in the dtype of the wire what was sent by ``_half``."""
+    """Return the received result of ``_half`` in the wire dtype."""
     return lax.bitcast_convert_type(x, jnp.bfloat16) if _as_bits(wire) else x
 
 
 def _as_bits(wire: Wire) -> bool:
-    """Return whether bf16 travels as integers: XLA:CPU would send f32, a TPU takes more cycles."""
+    """Return whether to send bf16 as integers, because XLA:CPU would send f32; not on TPUs."""
     return wire == jnp.bfloat16 and axes.sent_apart()
 
 
@@ -389,8 +391,8 @@ class Grid(NamedTuple):
 
     Attributes:
       shape: ``(slices, *shape of one)``.
-      lines: the number of lines that a slice is cut into rows by: those of the leaf's last
-        dimension, or a single one of all elements in order.
+      lines: the number of lines of a slice that are cut into rows: the lines along the leaf's last
+        dimension, or a single line of all elements in order.
       parts: the number of rows of each line.
       width: elements of a row.
       multiple: the number of rows is padded to a multiple of this.
@@ -418,7 +420,7 @@ class Grid(NamedTuple):
 
     @property
     def one(self) -> tuple[int, int]:
-        """Return the number of rows of a slice and their width."""
+        """Return the number and the width of a slice's rows."""
         return math.ceil(self.lines * self.parts / self.multiple) * self.multiple, self.width
 
     def rows(self, x: jax.Array) -> jax.Array:
@@ -429,13 +431,13 @@ class Grid(NamedTuple):
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows`` for any number of slices."""
         shape, length = (len(rows), *self.shape[1:]), math.prod(self.shape[1:]) // self.lines
-        # The rows of padding behind a single line are cut off with the rest of its padding.
+        # Rows of padding after a single line are cut off with the line's own padding.
         kept = rows if self.lines == 1 else rows[:, : self.lines * self.parts]
         return kept.reshape(len(rows), self.lines, -1)[..., :length].reshape(shape)
 
 
 def spread(who: str, argument: str, allowed: str, value: PyTree, params: PyTree) -> list[Any]:
-    """Return the part of ``value``, a tree like the params or a prefix of one, for each leaf."""
+    """Return for each leaf the part of ``value``, a tree like the params or a prefix of it."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(value, params))
     except ValueError as error:

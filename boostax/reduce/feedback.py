@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Error feedback for all codecs: the part of a gradient that is not sent now is sent later.
+r"""Error feedback for all codecs: the part of a gradient that is not sent is added to the next.
 
 With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a codec that sends
 :math:`C(a)` for a leaf a:
@@ -7,7 +7,7 @@ With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a c
 .. math::
   a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
-Every replica gets the same u, and the residuals hold exactly what has not been sent.
+Every replica gets the same u, and the residuals are exactly the parts that were not sent.
 """
 
 import functools
@@ -36,13 +36,13 @@ class CompressedState(NamedTuple):
       residual: a ``PerReplica`` of the part of the gradients that each replica has not sent yet: a
         tree like the params, in f32 or wider, in the units of the gradients that ``update``
         receives (already unscaled inside a loss scaler), complex numbers as pairs; ``None`` for a
-        leaf that travels dense, or without error feedback.
+        leaf that is sent dense, or without error feedback.
       velocity: a ``PerReplica`` like ``residual`` with the corrected momentum; or ``None``.
       codec: state of the codec, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
-        share that was held back at the last step, 0 for an exact reduction. -1 before the first.
+        share that was not sent at the last step, 0 for an exact reduction; -1 before the first.
       capacity: f32 scalar, the share of the elements that had a slot at the last step, 1.0 for a
-        dense step; -1 before the first. ``None`` if it is not chosen at each step.
+        dense step, -1 before the first; ``None`` if the share is fixed.
     """
 
     residual: replicas.PerReplica
@@ -74,28 +74,28 @@ def compress(
     .. math::
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
-    ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call it with a codec of
-    boostax. Your own codec gets the same services: error feedback, warm-ups
+    ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call ``compress`` with a
+    codec of boostax. Your own codec gets the same features: error feedback, warm-ups
     (``boostax.reduce.staged``), dense leaves, shards, agreement on finite gradients, resharding.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
-      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
-        (``make_train_step``, ``on_mesh``).
-      error_feedback: keep ``e``, the part that was not sent, for the next step.
-      decay: ``a = g + decay * e``. Below 1 old parts fade: SparseLoCo takes 0.95, where a gradient
-        is the distance of many steps.
-      dense: leaves that take a plain mean instead: a function of the leaf's path
+      axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
+        ``make_train_step`` or ``on_mesh``.
+      error_feedback: whether to keep ``e``, the part that was not sent, for the next step.
+      decay: ``a = g + decay * e``. Below 1, old parts decay. SparseLoCo uses 0.95 for gradients
+        that are the distance of many steps.
+      dense: leaves that are averaged without compression: a function of the leaf's path
         (``"layers/0/bias"``) and the leaf, or a tree of bools or a prefix of one.
-      momentum: coefficient of momentum correction (Deep Gradient Compression):
-        ``v = momentum * v + g`` is sent instead of ``g``; ``v`` is zeroed where an element was
-        sent. Or ``None``.
+      momentum: coefficient of momentum correction (Deep Gradient Compression): ``v = momentum * v +
+        g`` is sent instead of ``g``; ``v`` is set to zero for sent elements. ``None`` for no
+        correction.
       name: name of the factory in errors, traces and ``explain``; by default the codec's class
         name.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: the codec's messages; a residual per
-      replica, with ``momentum`` a velocity too; two sums of 8 bytes.
+      replica, and with ``momentum`` a velocity; two all-reduces of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients that are summed
@@ -207,7 +207,7 @@ class _Feedback(NamedTuple):
         wanted = [e + v for e, v in kept] if self.error_feedback else flow
         total = _square_sums(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
-        # selects the new or the old, writes it and sums its squares.
+        # selects the new or the old residual, writes it and sums its squares.
         finite = jnp.isfinite(total[0])
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         codec_state = map_per_leaf(coded, state.codec)
@@ -220,8 +220,8 @@ class _Feedback(NamedTuple):
         unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
         held = waiting if self.error_feedback else held
         if self.momentum is not None:
-            # An element whose residual equals ``wanted`` was not sent, so its velocity stays. They
-            # are compared before ``late`` is added.
+            # An element whose residual equals ``wanted`` was not sent, so its velocity stays. The
+            # comparison comes before ``late`` is added.
             flows = zip(residual, wanted, flow, moving, strict=True)
             moving = [keep(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
         result = {i: reduced(leaves[i], names, "after") for i in rest}
@@ -240,13 +240,13 @@ class _Feedback(NamedTuple):
 def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
     """Run the codec once for each group of leaves with the same varying axes.
 
-    If leaves of different types were packed together, each would vary over the axes of all. The
-    state that is not ``PerLeaf`` is computed from the same old state for each group, and that of
-    the last group is kept.
+    If leaves of different types were packed together, each would vary over the axes of all the
+    leaves. State outside a ``PerLeaf`` is computed from the same old state for each group, and the
+    last group's state is kept.
     """
     rows: dict[int, tuple[Any, ...]] = {}
     kept = state
-    # This is the largest of all groups, and 0 without leaves.
+    # The result is the largest capacity of all groups, and 0 without leaves.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
@@ -261,7 +261,7 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
 
 
 def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
-    """Return the old values, with new ones for the leaves of a group."""
+    """Return the old values, with new values for the leaves of a group."""
     return list((dict(enumerate(old)) | dict(zip(kind, new, strict=True))).values())
 
 
@@ -274,7 +274,7 @@ def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Add ``late`` to this replica's slices, in place; return the growth of their squares too."""
+    """Add ``late`` to this replica's slices, in place; also return the growth of their squares."""
     held, growth = list(residual), list[jax.Array]()
     for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):
         size = more.shape[dim]
@@ -288,13 +288,13 @@ def _with_late(
 
 
 def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
-    """Return a tree of the chosen leaves, with ``None`` for the others."""
+    """Return a tree of the chosen leaves, with ``None`` for other leaves."""
     kept = dict(zip(chosen, values, strict=True))
     return treedef.unflatten([kept.get(i) for i in range(treedef.num_leaves)])
 
 
 def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
-    """Return whether each leaf travels dense, as the argument ``dense`` says."""
+    """Return whether each leaf is sent dense, by the argument ``dense``."""
     if dense is None:
         return [False] * len(jax.tree.leaves(tree))
     if callable(dense):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that train on their own: local SGD, DiLoCo and rotating averages.
+"""Replicas that train separately between averages: local SGD, DiLoCo and partial averages.
 
-Params differ per replica. Between calls they stand in a ``PerReplica`` and have a leading axis of
+Params differ per replica. Between calls they are in a ``PerReplica`` with a leading axis of
 replicas. Inside the mapped function each replica has its own params, typed as varying.
 """
 
@@ -19,8 +19,8 @@ from boostax._core.describe import PyTree, Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 
-# An average takes a state without the inner one and the last arguments of ``through``, or a
-# replica's params; it returns a value and the new state.
+# An average takes a state without the inner state, and the last arguments of ``through`` or a
+# replica's params. It returns a value and the new state.
 Average = Callable[..., Stepped]
 Extended = optax.GradientTransformationExtraArgs
 # Whether each fragment is synchronized in a step.
@@ -90,30 +90,31 @@ class _Own(NamedTuple):
     def in_turn(
         self, groups: Any, due: Any, average: Average, states: Any, own: PyTree, *step: Any
     ) -> tuple[PyTree, list[Any]]:
-        """Average each group of leaves that is due, in a branch of its own.
+        """Average each group of leaves that is due, in a separate branch.
 
         Args:
           groups: the indices of the leaves in each group.
-          due: a bool scalar for each, equal on all replicas.
+          due: a bool scalar for each group, equal on all replicas.
           average: takes the state of a group and its params; see ``through``.
           states: the state of each group.
-          own: see ``through``, like ``step``, which is its ``value`` and ``apply``.
+          own: see ``through``; ``step`` is the ``value`` and ``apply`` of ``through``.
         """
         (value, apply), found = step, list[Stepped]()
         for group, now, state in zip(groups, due, states, strict=True):
             old = _part(value, group)
             given = functools.partial(average, state), _part(own, group), old, apply
             heavy = functools.partial(through, *given)
-            # In one switch over all leaves XLA:CPU and XLA:GPU copy those that only pass through.
+            # In one switch over all leaves XLA:CPU and XLA:GPU would copy the leaves that only pass
+            # through.
             found.append(gate.run_or_hold(now, heavy, old, state, apply=True, who=self.who))
         return _joined(value, groups, [x for x, _ in found]), [x for _, x in found]
 
 
 def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: bool) -> Stepped:
-    """Average the params that ``value`` stands for; return the new value and the average's state.
+    """Average the params or updates in ``value``; return the new value and the average's state.
 
     Args:
-      average: takes params after a step; returns averaged ones and a state.
+      average: takes params after a step; returns averaged params and a state.
       own: a replica's params before the step.
       value: the params after the step (``apply``), or the updates to them.
       apply: see ``value``.
@@ -131,9 +132,10 @@ class LocalUpdatesState(NamedTuple):
       since_sync: i32, steps since all params were last synchronized together.
       syncs: i32, the number of steps that synchronized params.
       anchor: tree like the params, in their dtypes: the params after their last synchronization.
-      reduction_state: a tuple with a state of the reduction for each fragment; leaves of other
-        fragments are ``None`` in it.
-      outer_state: such a tuple of the outer optimizer, the same on all replicas.
+      reduction_state: a tuple with a state of the reduction for each fragment, in which leaves of
+        other fragments are ``None``.
+      outer_state: a tuple of the same form with the outer optimizer's states, equal on all
+        replicas.
       inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
     """
 
@@ -186,7 +188,7 @@ class _Rounds(NamedTuple):
         return LocalUpdatesState(since, syncs, anchor, reduced, outer_state, inner)
 
     def average(self, state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        """Synchronize what is due after a step."""
+        """Synchronize the fragments that are due after a step."""
         since = state.since_sync + 1
         warm, due = self._turns(state, since)
         if self.warmup:
@@ -199,18 +201,18 @@ class _Rounds(NamedTuple):
         return value, state._replace(since_sync=jnp.where(together, 0, since))
 
     def close(self, state: LocalUpdatesState, own: PyTree) -> Stepped:
-        """Synchronize all fragments but those of the last step."""
+        """Synchronize all fragments except the fragments that the last step synchronized."""
         since = state.since_sync
         due = [(since > 0) & ~now for now in self._turns(state, since)[1]]
         value, state = self._met(state, due, own, own, True)
         return value, state._replace(since_sync=jnp.zeros_like(since))
 
     def _turns(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
-        """Return whether all params, and whether each fragment is due ``since`` steps after all."""
+        """Return whether all params, and each fragment, are due ``since`` steps after the last."""
         every, count = self.every, len(state.outer_state)
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
-        # Audits see that one branch of a step is taken if a number is compared.
+        # The comparison of one number shows an audit that a step takes only one of the branches.
         due = [phase == -(-k * every // count) % every for k in range(1, count + 1)]
         return phase == -1, due
 
@@ -252,7 +254,7 @@ def local_updates(
     reduction: optax.GradientTransformation | None = None,
     warmup: int = 0,
 ) -> Extended:
-    r"""Train every replica on its own for ``every`` steps, then synchronize: local SGD, DiLoCo.
+    r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
     From a common anchor :math:`a` each replica takes :math:`H` steps of ``inner`` on its own
     gradients. The mean distance of the replicas from the anchor is the gradient of ``outer``:
@@ -265,8 +267,8 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. The transformation
-    stands outermost, inside gates only: ``dynamic_loss_scale(local_updates(...), axis_name=...)``.
+    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Put ``local_updates``
+    outermost, with only gates around it: ``dynamic_loss_scale(local_updates(...), axis_name=...)``.
     Only applied steps count. ``boostax.flush`` synchronizes the replicas at once.
 
     Args:
@@ -275,21 +277,20 @@ def local_updates(
         ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       every: steps from one synchronization to the next; 1 synchronizes at each step.
       outer: an optimizer for the anchor, without collectives; it computes in f32 or wider.
-      fragments: synchronize parts of the params in turn, each every ``every`` steps, at steps as
-        far apart as they can be (Streaming DiLoCo): a number, which cuts runs of leaves of about
-        equal size, or the fragment of each leaf, like ``partitions`` of ``partial_average``.
+      fragments: synchronize fragments of the params in turn, each fragment once in ``every`` steps,
+        evenly spaced (Streaming DiLoCo). A number cuts the leaves into runs of about equal size; or
+        give the fragment of each leaf, like ``partitions`` of ``partial_average``.
       reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
         ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
-      warmup: after each of so many steps at the beginning all params are averaged, in f32 or wider;
-        ``every``, ``outer`` and ``reduction`` wait.
+      warmup: number of steps at the beginning after each of which all params are averaged, in f32
+        or wider; ``every``, ``outer`` and ``reduction`` apply after the warm-up.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
-      become bit-equal to the anchor. The pure ``update`` returns differences, so
-      ``params + updates`` is off by a rounding of the larger of old and new value; this error
-      enters the anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in
-      f32 or wider per ``every`` steps and no other collective; a copy of the params and the outer
-      state.
+      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
+      updates`` has a rounding error relative to the larger of old and new value, which changes the
+      anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
+      wider per ``every`` steps and no other collective; a copy of the params and the outer state.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -326,13 +327,13 @@ def local_updates(
 
 
 def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
-    """Return the leaves of a group, with ``None`` for the others."""
+    """Return the leaves of a group, with ``None`` for other leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([x if i in group else None for i, x in enumerate(leaves)])
 
 
 def _joined(tree: PyTree, groups: Sequence[Sequence[int]], parts: Sequence[PyTree]) -> PyTree:
-    """Return the tree with the leaves of each group from its part."""
+    """Return the tree with each group's leaves from the group's part."""
     leaves, structure = jax.tree.flatten(tree)
     for group, part in zip(groups, parts, strict=True):
         for i, leaf in zip(sorted(group), jax.tree.leaves(part), strict=True):
@@ -382,27 +383,28 @@ def partial_average(
 
     Every parameter is averaged once in :math:`K` steps; the state of ``inner`` is never averaged.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. It stands
-    outermost, inside gates only: ``dynamic_loss_scale(partial_average(...), axis_name=...)``.
-    A skipped step averages nothing and does not move the rotation. ``boostax.flush`` averages all.
+    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Put
+    ``partial_average`` outermost, with only gates around it:
+    ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A skipped step averages no params
+    and does not advance the rotation. ``boostax.flush`` averages all params.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
-      partitions: the number of partitions, at most one for each leaf: each is a run of consecutive
-        leaves, and the largest run is as small as it can be. Or the partition of each leaf,
-        numbered from 0: a tree of integers like the params, or a prefix of one.
-      bucket_bytes: instead of ``partitions``, the size of a partition, as SINGA cuts them: leaves
-        are added from the last to the first until they exceed this many bytes (of f32); a larger
-        leaf is a partition by itself. ``2**23`` is SINGA's default.
+      partitions: the number of partitions, at most the number of leaves; the leaves are cut into
+        runs, the largest as small as possible. Or the partition of each leaf, numbered from 0: a
+        tree of integers like the params, or a prefix of one.
+      bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``: leaves are added
+        from the last to the first until they exceed this many bytes (of f32); a larger leaf is a
+        partition by itself. ``2**23`` is SINGA's default.
 
     Returns:
       A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` the
       averaged params become bit-equal on all replicas. The pure ``update`` returns differences, so
-      ``params + updates`` is off by a rounding of the larger of old and new value, which the next
-      average removes. Cost: one all-reduce of a partition per step, in f32 or wider; no state
-      beyond the inner one.
+      ``params + updates`` has a rounding error relative to the larger of old and new value; the
+      next average removes this error. Cost: one all-reduce of a partition per step, in f32 or
+      wider; no state besides ``inner``'s.
 
     Raises:
       ValueError, TypeError: an argument out of range; more partitions than leaves, or labels that
@@ -492,7 +494,7 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
     def runs(limit: int) -> list[int]:
         labels, filled = [0], sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # Leave at least one leaf for each later run.
+            # At least one leaf must remain for each later run.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)

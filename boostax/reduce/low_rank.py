@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-rank reduction: a matrix has two thin factors, and one of them travels at each step."""
+"""The low-rank reduction: approximate a matrix by two thin factors, and send one per step."""
 
 import dataclasses
 import functools
@@ -20,10 +20,10 @@ _product = functools.partial(jnp.tensordot, precision=lax.Precision.HIGHEST)
 
 
 class Factors(NamedTuple):
-    """The factors that all replicas have.
+    """The factors, which are equal on all replicas.
 
     Attributes:
-      uses: for each matrix an i32 scalar, how often it was sent.
+      uses: for each matrix an i32 scalar, how often the matrix was sent.
       side: for each matrix an i32 scalar, the factor sent last: 0 for the left one, 1 the right.
       left: for each matrix ``(rows, rank)``, the last left factor.
       right: for each matrix ``(columns, rank)``, the last right factor.
@@ -37,10 +37,10 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PowerSgd(Codec):
-    """A step of the power method at each call, warm-started, for one side after the other.
+    """A warm-started step of the power method at each call, for alternating sides.
 
-    With an orthonormal basis ``Q`` of the last right factor, ``P = mean(M) Q`` travels and
-    ``P Q^T`` is the result. The next call takes a basis of ``P`` and sends ``mean(M)^T`` times it.
+    With an orthonormal basis ``Q`` of the last right factor, ``P = mean(M) Q`` is sent and ``P
+    Q^T`` is the result. The next call computes a basis ``U`` of ``P`` and sends ``mean(M)^T U``.
 
     Attributes:
       rank: rank of the approximation.
@@ -56,7 +56,7 @@ class PowerSgd(Codec):
     lossy = True
 
     def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Return whether a leaf is a real matrix whose two factors are at most half of it."""
+        """Return whether a leaf is a real matrix whose two factors have at most half its size."""
         if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
             return False
         rows, columns = sides(leaf.shape, self.outputs)
@@ -77,13 +77,14 @@ class PowerSgd(Codec):
 
     def reduce(self, leaves: Arrays, state: Factors, names: tuple[str, ...]) -> Message:
         """Send one factor of each matrix."""
-        # Leaves keep their dimensions: XLA would gather a sharded leaf to make a matrix of it.
+        # Leaves keep their dimensions, because XLA would gather a sharded leaf to reshape it to a
+        # matrix.
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
         ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in leaves]
 
         def send(left: bool) -> tuple[Any, Any, Factors]:
             old = (state.right if left else state.left).values
-            # QR completes zeros, so nothing becomes a NaN.
+            # QR completes zero columns to a basis, so no NaN arises.
             flat = [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(old, ranks, strict=True)]
             split = list(zip(leaves, flat, cuts, strict=True))
             bases = [q.reshape(*(x.shape[c:] if left else x.shape[:c]), -1) for x, q, c in split]
@@ -97,8 +98,8 @@ class PowerSgd(Codec):
 
         # All matrices send the same side, so one reduction of one shape suffices. The matrix that
         # was sent in the fewest steps decides: it sends the side that it did not send last. A
-        # matrix may take part only in some steps, such as every second one. If the step number
-        # decided, it would always send the same side.
+        # matrix may take part only in every second step. If the step number decided, such a matrix
+        # would always send the same side.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
         means, sent, state = gate.branch(left, lambda: send(True), lambda: send(False))
@@ -119,7 +120,7 @@ def _cut(ndim: int, outputs: int) -> int:
 
 
 def _contracted(x: jax.Array, basis: jax.Array, cut: int, last: bool) -> jax.Array:
-    """Multiply ``x`` by ``basis``, summed over the dimensions from ``cut`` on, or before it."""
+    """Multiply ``x`` by ``basis``, summed over the dimensions from, or before, ``cut``."""
     dims = range(cut, x.ndim) if last else range(cut)
     return _product(x, basis, (tuple(dims), tuple(range(len(dims)))))
 
@@ -130,7 +131,7 @@ def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 
 def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
-    """Write the factors into the first columns of the old ones, which may have more columns."""
+    """Write factors into the first columns of the old factors, which may have more columns."""
     flat = [f.reshape(-1, f.shape[-1]) for f in factors]
     pairs = zip(flat, old.values, strict=True)
     return PerLeaf([f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f) for f, o in pairs])
@@ -153,31 +154,33 @@ def power_sgd_reduce(
       R = \tfrac1n \sum_i M_i^\top U, \quad u = U R^\top \ \text{(odd steps)}
 
     for the replicas :math:`i`. ``Q`` is an orthonormal basis of the columns of the last ``R``, and
-    ``U`` is one of the columns of the last ``P``: a step of the power method on the part that
-    gradients have in common from step to step. It takes one all-reduce per step, where sending both
-    factors takes two, one after the other. All matrices send the same side. If ``scheduled_freeze``
-    leaves some matrices out, the matrix that was sent in the fewest steps decides: it sends the
-    side that it did not send last.
+    ``U`` is an orthonormal basis of the columns of the last ``P``. This is a step of the power
+    method on the part that the gradients of successive steps share. It takes one all-reduce per
+    step, while sending both factors takes two in sequence. All matrices send the same side. If
+    ``scheduled_freeze`` leaves some matrices out, the matrix that was sent in the fewest steps
+    decides: it sends the side that it did not send last.
 
     A leaf of more than two dimensions is treated as a matrix: the output dimension (the last one in
-    Flax's layout) by all other dimensions together. Vectors, and leaves whose two factors would be
-    more than half of them, take a plain mean.
+    Flax's layout) by all other dimensions together. Vectors, and leaves whose two factors would
+    have more than half the leaf's size, are averaged plainly.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
-        (``make_train_step``, ``on_mesh``).
-      rank: rank of the approximation, or a warm-up of it, ``{0: 8, 500: 2}``.
+      axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
+        ``make_train_step`` or ``on_mesh``.
+      rank: rank of the approximation, or a warm-up of the rank, ``{0: 8, 500: 2}``.
       seed: seed of the first basis.
-      layout: ``"equinox"`` or ``"torch"`` if kernels have their outputs first, ``(out, in, H,
-        W)``. With Flax's layout such a convolution would hardly shrink.
-      error_feedback: keep the part that was not sent. Without it most of a gradient is lost.
+      layout: ``"equinox"`` or ``"torch"`` if kernels have their outputs first, ``(out, in, H, W)``.
+        Read in Flax's layout, such a convolution would hardly be compressed.
+      error_feedback: whether to keep the part that was not sent; otherwise most of a gradient is
+        lost.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
-      dense: further leaves that take a plain mean.
+      dense: further leaves that are averaged without compression.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` a payload of
-      ``4 rank (m + k) / 2`` bytes on average, times ``2 (n-1)/n`` on a ring; three products with
-      its basis and a QR of that; a residual per replica, both factors; two sums of 8 bytes.
+      A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` a payload of ``4
+      rank (m + k) / 2`` bytes on average, times ``2 (n-1)/n`` on a ring; three products with the
+      basis and a QR of the basis; a residual per replica and both factors; two all-reduces of 8
+      bytes.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -195,8 +198,8 @@ def power_sgd_reduce(
       True
 
     References:
-      Vogels et al., PowerSGD, https://arxiv.org/abs/1905.13727, 2019; alternating as its authors'
-      later code does.
+      Vogels et al., PowerSGD, https://arxiv.org/abs/1905.13727, 2019; the alternation follows the
+      authors' later code.
     """
     who = "power_sgd_reduce"
 

@@ -26,7 +26,7 @@ class SumState(NamedTuple):
     """State of ``all_reduce(op="sum")``: it has no arrays and marks that gradients are summed."""
 
     def sums(self) -> None:
-        """Mark that windows of replicas around this reduction are shares of a sum."""
+        """Mark that the windows around this reduction are per-replica shares of a sum."""
 
 
 @bound_axis.reduction
@@ -44,42 +44,42 @@ def all_reduce(
 
     .. math:: u = \tfrac1n \sum_{r=1}^{n} \operatorname{clip}(g_r)
 
-    It stands first in the inner chain: ``accumulate(chain(all_reduce("data"), clip, adamw), 8)``
-    reduces once per window.
+    Put ``all_reduce`` first in the inner chain: ``accumulate(chain(all_reduce("data"), clip,
+    adamw), 8)`` reduces once per window.
 
-    With a half ``dtype`` the gradients travel in that dtype and are summed in f32. bf16 has the
-    range of f32. In f16 every leaf is divided by its own power of two, so neither a large
-    gradient nor the sum of many overflows, and small ones keep their digits.
+    With a half ``dtype`` the gradients are sent in that dtype and summed in f32. bf16 has the range
+    of f32. In f16 every leaf is divided by its own power of two, so neither large gradients nor
+    their sum overflow, and small gradients keep their digits.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
+        ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
       op: ``"mean"`` or ``"sum"``.
       dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
       clip: bound on the magnitude of every element of a local gradient, applied first. Elements
-        that are not finite stay so, for the loss scaler to see. ``None`` does not clip.
+        that are not finite stay so, because a loss scaler must detect them. ``None`` does not clip.
       divide: whether a mean divides ``"after"`` the sum or ``"before"`` it. Dividing before avoids
         overflow: the sum of four gradients of 1e38 exceeds f32.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together, which
-        saves collectives and costs one copy. ``None`` leaves it to XLA, which merges the reductions
-        of several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
-        replica's slice) and vectors, up to 8 MiB together. On CPUs of several processes, where
-        each leaf would be a message, ``None`` packs the whole leaves of a mean, up to 1 MiB
-        together, and sends shards (FSDP, ZeRO) to their owners in the messages of one ring.
-      noise: decay of the running means behind ``noise_scale`` in ``boostax.metrics``, the gradient
-        noise scale in batches of one replica; ``None`` does not measure it. Inside ``accumulate``
-        such a batch is a replica's window.
+        saves collectives and costs one copy. With ``None``, XLA merges the reductions of several
+        leaves; with ``None`` and ``dtype``, leaves below 64 KiB (or 4 KiB in a replica's slice) and
+        vectors are packed, up to 8 MiB together. Between processes on CPUs, where each leaf would
+        be a message, ``None`` packs the unsharded leaves of a mean, up to 1 MiB together, and
+        reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
+      noise: decay of the running means for ``noise_scale`` in ``boostax.metrics``, the gradient
+        noise scale in units of one replica's batch; ``None`` does not measure it. Inside
+        ``accumulate`` the unit is one replica's window.
 
     Returns:
       A transformation without state, or with a ``NoiseScaleState`` if ``noise`` is given. The sum
       is taken in f32 or wider and cast back to the gradients' dtype, saturating there. Cost:
       ``jax.lax.pmean`` of each leaf in its own shape, one all-reduce per leaf in the traced
       program, which XLA may merge (4 bytes an element on the wire, times ``2 (n-1)/n`` on a ring).
-      With ``dtype`` it takes 2 bytes an element, as an all-to-all and an all-gather of each leaf,
-      cut along one of its dimensions, and of each pack of small leaves; in f16 two more gathers,
-      of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and
-      1.56 (f16) times the cycles of the step with the f32 mean. ``noise`` adds an all-reduce of 4
-      bytes and a read of the local and of the reduced gradients.
+      With ``dtype`` it is 2 bytes an element, by an all-to-all and an all-gather of each leaf, cut
+      along one of its dimensions, and of each pack of small leaves; in f16 two more gathers of 4
+      bytes a leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and 1.56
+      (f16) times the cycles of the step with the f32 mean. ``noise`` adds an all-reduce of 4 bytes
+      and a read of the local and of the reduced gradients.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -115,7 +115,7 @@ def all_reduce(
         if axes.averaged():
             return updates, state
         axes.require_local(updates, names, who)
-        if op == "sum":  # The mean of equal gradients is right; their sum is not.
+        if op == "sum":  # A mean of equal gradients is correct, a sum is not.
             updates = placement.local_alone(updates, names, who)
         named, treedef = jax.tree_util.tree_flatten_with_path(updates)
         leaves = [x for _, x in named]
@@ -133,8 +133,8 @@ def all_reduce(
         elif op == "mean" and jax.process_count() > 1 and axes.sent_apart():
             leaves = _in_messages(who, names, dividing, [path for path, _ in named], leaves)
         else:
-            # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and is
-            # written anew.
+            # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and
+            # must be written.
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
@@ -163,8 +163,8 @@ def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Cal
 
 
 def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
-    """Return the mean or sum of a leaf over the replicas, in its dtype, taken in f32 or wider."""
-    if not x.size:  # Empty leaves are not sent: they are equal on all replicas.
+    """Return the mean or sum of a leaf over the replicas in its dtype, computed in f32 or wider."""
+    if not x.size:  # Empty leaves are equal on all replicas and are not sent.
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
     wide = x.astype(trees.wide_dtype(x))
@@ -197,7 +197,7 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
 def _in_messages(
     who: str, names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
 ) -> list[jax.Array]:
-    """Average leaves that would each be a message: whole ones packed, others to their owners."""
+    """Average leaves between CPU processes: pack unsharded leaves, send shards to their owners."""
     owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
     found = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
     whole = [i for i, dim in enumerate(owned) if dim == -1]
@@ -215,7 +215,7 @@ def _in_messages(
 
 
 def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -> list[jax.Array]:
-    """Reduce leaves to this replica's slices of them along ``dims``, in the messages of a ring."""
+    """Reduce leaves to this replica's slices along ``dims``, in the messages of a ring."""
     count = lax.axis_size(name)
     wide = [x.astype(trees.wide_dtype(x)) for x in leaves]
     wide = [x / count for x in wide] if divide == "before" else wide
@@ -228,7 +228,7 @@ def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -
 
 
 def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> list[jax.Array]:
-    """Reduce leaves; those that do not fill a bucket share a message."""
+    """Reduce leaves; leaves that do not fill a bucket share a message."""
     result: list[jax.Array] = []
     for pack in exchange.packs({i: x.nbytes for i, x in enumerate(leaves)}, bucket_bytes):
         part = [leaves[i] for i in pack]
@@ -241,7 +241,7 @@ def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> 
 def _narrow(
     names: Names, divide: Divide, wire: np.dtype[Any], bucket_bytes: int | None, leaves: Arrays
 ) -> list[jax.Array]:
-    """Reduce leaves that travel in half precision both ways; the sum is taken in f32."""
+    """Reduce leaves that are sent and returned in half precision; the sum is in f32."""
     sent = exchange.chunks(leaves, axes.size(names), bucket_bytes)
     arrays = [chunk.array(leaves) for chunk in sent]
     rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)

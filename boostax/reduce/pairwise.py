@@ -5,17 +5,17 @@ r"""The computation of AdaSum: the pairwise operator, and the tree of pairs over
   A(a, b) = \Bigl(1 - \frac{a \cdot b}{2 \|a\|^2}\Bigr) a
           + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b
 
-Orthogonal gradients add, parallel ones average. The operator is not associative, so the order is
-part of the definition: neighbours first, ((0,1),(2,3)), then neighbours of those; a row without a
-partner moves up unchanged. This file computes with arrays; ``exchange.py`` sends them.
+Orthogonal gradients are added, parallel gradients are averaged. The operator is not associative, so
+the order is part of the definition: neighbours first, ((0,1),(2,3)), then neighbouring pairs; a row
+without a partner moves up unchanged. This file computes with arrays; ``exchange.py`` sends them.
 
-``_read`` takes the dot products of all pairs. ``_weight`` computes the factors
-``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the
-factors of the rows of each node. ``_tree`` adds up the rows, each times its factors of all levels.
+``_read`` takes the dot products of all pairs. ``_weight`` computes the factors ``1 - a.b /
+2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the factors of the
+rows of each node. ``_tree`` adds up the rows, each multiplied by its factors of all levels.
 
-Every row has its own power of two, ``value = row * 2**exponent``, and the largest element of
-a row is just below one. Products with powers of two are exact, so nothing over- or underflows in
-f32, whatever the magnitude of the gradients, even if one replica's are 1e30 times another's.
+Every row has its own power of two, ``value = row * 2**exponent``, with which the largest element of
+a row is just below one. Products with powers of two are exact, so no value over- or underflows in
+f32, even if one replica's gradients are 1e30 times another's.
 
 References:
   Maleki et al., Scaling Distributed Training with Adaptive Summation,
@@ -35,7 +35,7 @@ from boostax.reduce.codec import Arrays, packed, unpacked
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
-# A sum in sequence loses digits, so runs of this many elements are summed first.
+# A sequential sum loses digits, so runs of this many elements are summed first.
 RUN = 256
 
 
@@ -45,8 +45,8 @@ class Bucket(NamedTuple):
     Attributes:
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
       owners: the leaf of every block of columns, or of all columns together.
-      copies: the number of devices with the same part of the rows, among those that ``total`` adds
-        over.
+      copies: the number of devices with the same part of the rows, among the devices over which
+        ``total`` sums.
     """
 
     rows: list[jax.Array]
@@ -85,8 +85,8 @@ class Rows(NamedTuple):
 class Factors(NamedTuple):
     """Factors ``above / below``, each ``(rows, leaves)``.
 
-    The division comes last before the product with a row: XLA:CPU computes a division once, but
-    repeats any cheaper operation for every element, which takes 4 to 8 times as long.
+    The product with a row follows directly on the division, because XLA:CPU computes a division
+    once but repeats any cheaper operation for every element, which takes 4 to 8 times as long.
     """
 
     above: jax.Array
@@ -98,8 +98,8 @@ class Nodes(NamedTuple):
 
     Attributes:
       level: up to ``2**level`` rows make a node.
-      exponents: i32 ``(nodes, leaves)``: their powers of two.
-      factors: the nodes are sums of the rows times these.
+      exponents: i32 ``(nodes, leaves)``: the powers of two of the nodes.
+      factors: the factors of the rows; a node is the sum of its rows times their factors.
     """
 
     level: int
@@ -126,7 +126,7 @@ class Products(NamedTuple):
 
 
 def exponent_of(largest: jax.Array) -> jax.Array:
-    """Return the power of two just above a magnitude; it and its reciprocal are normal numbers."""
+    """Return the exponent of the power of two just above a magnitude, limited to normal numbers."""
     low, high = (-100, 126) if largest.dtype == jnp.float32 else (-250, 250)
     return jnp.clip(jnp.frexp(largest)[1], low, high)
 
@@ -135,13 +135,13 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return ``2**exponent`` exactly, but at least the smallest normal number."""
     limits = jnp.finfo(dtype)
     biased = jnp.clip(exponent, limits.minexp, limits.maxexp - 1) + (limits.maxexp - 1)
-    # The number is made from its bits, because exp2 and pow are not exact on every backend.
+    # The number is built from its bits, because exp2 and pow are not exact on every backend.
     bits = biased.astype(jnp.int32 if limits.bits == 32 else jnp.int64) << limits.nmant
     return lax.bitcast_convert_type(bits, dtype)
 
 
 def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
-    """Return ``x * 2**exponents``, one exponent per leaf; finite stays finite despite rounding."""
+    """Return ``x * 2**exponents``, one exponent per leaf; finite values stay finite."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
     bounded = trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers)
     return (bounded * powers).reshape(x.shape)
@@ -150,7 +150,7 @@ def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
 def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` in blocks of columns, and ``values`` ``(*lead, leaves)`` broadcast to them.
 
-    ``x`` has the leading dimensions ``lead`` too.
+    ``x`` also has the leading dimensions ``lead``.
     """
     if len(owners) == 1:
         by_leaf = values[..., owners[0]]
@@ -172,9 +172,9 @@ def combine_replicas(
       together: whether all leaves share their dot products: AdaSum by the whole tree.
 
     Returns:
-      The values of a single row, by buckets; and an array ``(2, leaves)`` that tells how parallel
-      the rows were: the squared norm of their sum and the sum of their squared norms, in units of
-      ``4**exponents.max(0)``.
+      The values of a single row, by buckets; and an array ``(2, leaves)`` that measures how
+      parallel the rows were: the squared norm of their sum and the sum of their squared norms, in
+      units of ``4**exponents.max(0)``.
     """
     units = rows.exponents.max(0)
     if len(rows.exponents) == 1:
@@ -184,7 +184,8 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         products, of_sum = _read(rows, nodes, units)
-        # Dot products come in units of the exponents of their leaf, or the largest of all leaves.
+        # Dot products are in units of their leaf's exponents, or of the largest exponents of all
+        # leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [*(_of_tree(products, nodes.pairs, tops) if together else products)]
         if not nodes.level:
@@ -201,7 +202,7 @@ def combine_replicas(
 
 
 def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
-    """Join the rows of several kinds of leaves; ``copies`` counts the equal copies of each kind."""
+    """Join the rows of several kinds of leaves; ``copies`` has each kind's number of copies."""
     buckets: list[Bucket] = []
     leaves = 0
     for part, held in zip(parts, copies, strict=True):
@@ -212,7 +213,7 @@ def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
 
 
 def _blocks(x: jax.Array, owners: Owners) -> jax.Array:
-    # A leaf that is not packed keeps its shape, since another shape has another tiling on a TPU.
+    # A leaf that is not packed keeps its shape, because another shape has another tiling on a TPU.
     return x if len(owners) == 1 else x.reshape(*x.shape[:-1], len(owners), -1)
 
 
@@ -221,9 +222,9 @@ def _distinct(owners: Owners) -> Owners:
 
 
 def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
-    """Return the nodes of a level, summed as a tree, so that equal rows give exactly that row.
+    """Return the nodes of a level, summed as a tree, so that the result of equal rows is exact.
 
-    It goes row by row, so XLA:CPU reads rows where the exchange left them, without a copy.
+    The sum goes row by row, so XLA:CPU reads the rows of the exchange without a copy.
     """
     above, below = (x[:, _distinct(bucket.owners)] for x in factors)
     weights = above / below
@@ -318,9 +319,10 @@ def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
 
 
 def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
-    """Return the level above: each pair is one node, and its rows take the pair's factors too."""
+    """Return the next level: each pair becomes one node, and its rows get the pair's factors."""
     aa, ab, bb = products.dots
-    # Dot products are in units of the tops; their difference converts them to those of a and b.
+    # Dot products are in units of the tops; the difference of exponents converts to units of a and
+    # b.
     lead = tops[1] - tops[0]
     own_a, own_b = nodes.pairs
     cross_a, cross_b = own_a + lead, own_b - lead
@@ -348,13 +350,12 @@ def _weight(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
 
-    The factor of ``b`` follows by exchanging a and b. In powers of two it is
-    ``2**own - 2**cross * dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm`` for
-    ``|a|**2``. The factor of a zero row is ``2**own``; the factor of two equal rows is half of
-    that.
+    The factor of ``b`` follows by exchanging a and b. In powers of two it is ``2**own - 2**cross *
+    dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm`` for ``|a|**2``. The factor of a zero
+    row is ``2**own``; the factor of two equal rows is half of ``2**own``.
 
     ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
-    contracts some of them to fused multiply-adds. No comparison takes a NaN for a zero.
+    contracts some of them to fused multiply-adds. No comparison treats a NaN as a zero.
     """
     own, cross = power_of_two(own, dot.dtype), power_of_two(cross, dot.dtype)
     zero = norm <= jnp.finfo(dot.dtype).tiny

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantised reduction: every element travels in 8 bits.
+"""The quantised reduction: every element is sent in 8 bits.
 
-It takes *two shots*: an all-to-all brings codes to the replica that adds them up, and an all-gather
-brings the sum back, quantised again.
+It takes *two shots*: an all-to-all sends codes to the replica that sums them, and an all-gather
+returns the sum, quantised again.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ LEVELS = 127
 class Int8(Codec):
     """Two shots of int8 with a scale per row.
 
-    The replica that rounds a mean knows the error of this second rounding. The error goes into the
-    residual of that replica, times the number of replicas, so the mean of later steps makes up for
-    it.
+    The replica that rounds a mean adds the error of this second rounding, times the number of
+    replicas, to its residual, so the mean of later steps compensates for the error.
 
     Attributes:
-      block: the most elements of a row; ``None`` for 256, and 4096 on a TPU.
-      stochastic: round up or down at random, so that the mean is kept, instead of to the nearest.
+      block: the maximum of elements in a row; ``None`` for 256, or 4096 on a TPU.
+      stochastic: whether to round up or down at random, so that the mean is kept, instead of to
+        nearest.
       seed: seed of the rounding.
     """
 
@@ -52,13 +52,13 @@ class Int8(Codec):
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        # On a TPU shorter rows are a copy in another tiling.
+        # On a TPU shorter rows would need a copy in another tiling.
         block = self.block or (4096 if axes.platform() == "tpu" else 256)
         slices = _Slices.of(leaves, axes.size(names), block)
         rows = slices.rows
         codes, scales = quantize(rows, first)
         received = [axes.exchange(x, names) for x in codes]
-        # The scales of all leaves are one message.
+        # The scales of all leaves are sent as one message.
         theirs = unpacked(axes.exchange(packed(scales, 1), names), scales, 1)
         summed = dequantize(received, theirs, rows)
         means = [x.mean(0) for x in summed]
@@ -76,8 +76,8 @@ class _Slices(NamedTuple):
     """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
 
     Rows run along a leaf's last dimension, and are cut into equal parts if they are longer than a
-    block. If they are shorter than a TPU's vector, or the leaf is packed with others, the elements
-    are cut into rows in order.
+    block. If the rows are shorter than a TPU's vector, or the leaf is packed with other leaves, the
+    elements are cut into rows in order.
 
     Attributes:
       leaves: the leaves.
@@ -119,7 +119,7 @@ class _Slices(NamedTuple):
             more = replicas * lost[k]
             if isinstance(chunk, exchange.Alone) and not chunk.shape[chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
-                # Leaves of different dtypes are computed in the widest.
+                # Leaves of different dtypes are computed in the widest dtype.
                 late[chunk.leaf] = Late(chunk.dim, more.astype(self.leaves[chunk.leaf].dtype))
             else:
                 more += lax.dynamic_index_in_dim(held[k], replica, 0, keepdims=False)
@@ -164,31 +164,32 @@ def int8_reduce(
 
     .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{row}} |a| / 127
 
-    An all-to-all brings the codes to the replica that adds them up, in f32; an all-gather brings
-    the sum back, quantised again. It sends a quarter of a mean's bytes at any number of replicas;
-    gathering the codes of all replicas would save nothing from eight replicas on.
+    An all-to-all sends the codes to the replica that sums them, in f32; an all-gather returns the
+    sum, quantised again. This takes a quarter of a mean's bytes for any number of replicas, while
+    an all-gather of all replicas' codes would save no bytes from eight replicas on.
 
     A leaf is cut along one of its dimensions, and rows run along its last dimension, so it is not
-    flattened. Small leaves, leaves that no dimension cuts evenly among the replicas (1% of padding
-    is allowed), and leaves with rows of fewer than 128 elements are cut into rows of 256, or of up
-    to 1024 on a TPU.
+    flattened. Small leaves, leaves without a dimension that the replicas divide evenly (up to 1% of
+    padding), and leaves with rows of fewer than 128 elements are cut into rows of 256 elements, or
+    of up to 1024 on a TPU.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
-        (``make_train_step``, ``on_mesh``).
-      block: the most elements that share a scale: longer rows are cut into equal parts. ``None``
-        for 256; on a TPU, where that is a copy in another tiling, for 4096.
-      rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, so that the mean is kept.
+      axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
+        ``make_train_step`` or ``on_mesh``.
+      block: the maximum of elements that share a scale; longer rows are cut into equal parts.
+        ``None`` means 256, or on a TPU 4096, because shorter rows need a copy in another tiling.
+      rounding: ``"nearest"``, or ``"stochastic"`` for up or down at random, so that the mean is
+        kept.
       seed: seed of stochastic rounding.
-      error_feedback: keep the losses of both roundings for the next step.
+      error_feedback: whether to keep the errors of both roundings for the next step.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
-      dense: leaves that take a plain mean.
+      dense: leaves that are averaged without compression.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n (1 + 4 / row)`` bytes an
       element; an all-to-all and an all-gather of each leaf, of each pack of small leaves, and of
-      all scales together; a residual per replica, two sums of 8 bytes. Compiled for TPU v5e, a
-      train step of 67 M params takes 1.94 times the cycles of the step with the f32 mean.
+      all scales together; a residual per replica; two all-reduces of 8 bytes. Compiled for TPU v5e,
+      a train step of 67 M params takes 1.94 times the cycles of the step with the f32 mean.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest elements of an array, without sorting it.
 
-Counting finds the magnitude of the last element chosen, two bits in each reading of the array. A
-word of 32 bits says which elements in 32 rows of a column are chosen. Running sums of the ones in
-the words lead from the number of a chosen element to its position. No array of this size is
-written.
+Counting finds the magnitude of the last chosen element, two bits in each read of the array. A word
+of 32 bits marks the chosen elements in 32 rows of a column. Running sums of the ones in the words
+map the number of a chosen element to its position. No array of the input's size is written.
 """
 
 import jax
@@ -26,13 +25,13 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       count: number of elements to choose, up to all.
 
     Returns:
-      Positions, u32 ``(count,)``, ascending, which ``at`` reads; and bools like ``x``. Among equal
-      magnitudes the first are chosen; a device that flushes subnormal numbers to zero treats them
-      as equal.
+      Positions, u32 ``(count,)``, ascending, in the form that ``at`` takes; and bools like ``x``.
+      Among equal magnitudes the first elements are chosen; a device that flushes subnormal numbers
+      to zero treats subnormal numbers as equal.
     """
     size, least = jnp.abs(x), _last(x, count)
     above, equal = _words(size > least, size == least)
-    # Elements equal to the last chosen one are chosen up to this position.
+    # Elements of the same magnitude as the last chosen element are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
     part = (np.uint32(1) << cut % BITS) - np.uint32(1)
@@ -43,7 +42,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     words = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
     ones = chosen.ravel()[words]
     bit = _one(ones, slots - (ends[words] - _ones(ones)))
-    # The mask is not made from the words, which XLA would write out for each of their bits.
+    # The mask is not computed from the words, because XLA would write the words once for each bit.
     row, column = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (0, 1))
     position = (row // BITS * np.uint32(x.shape[1]) + column) * BITS + row % BITS
     mask = (size > least) | ((size == least) & (position < cut))
@@ -77,7 +76,7 @@ def _last(x: jax.Array, count: int) -> jax.Array:
     def narrower(i: jax.Array, found: jax.Array) -> jax.Array:
         unit = jnp.ones((), unsigned) << (bits - 2 - 2 * i).astype(unsigned)
         more = [found + step * unit for step in (1, 2, 3)]
-        # A larger number would set the first bit, which is the sign bit.
+        # A larger number would set the sign bit.
         fits = [(_reaching(x, as_float(m)) >= count) & (m >> (bits - 1) == 0) for m in more]
         return found + unit * sum(fit.astype(unsigned) for fit in fits)
 
@@ -86,15 +85,16 @@ def _last(x: jax.Array, count: int) -> jax.Array:
 
 
 def _reaching(x: jax.Array, least: jax.Array) -> jax.Array:
-    """Return how many elements reach a magnitude."""
+    """Return how many elements have at least a magnitude."""
     # XLA would write an array of the absolute values before the loop.
     reached = (x >= least) | (x <= -least)
-    # Rows are summed in f32, which is exact: XLA:CPU adds up integers with a copy of the array.
+    # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a copy of the
+    # array.
     return reached.astype(jnp.float32).sum(1).astype(jnp.int32).sum()
 
 
 def _words(*chosen: jax.Array) -> list[jax.Array]:
-    """Pack bools ``(rows, columns)`` into u32 ``(rows / BITS, columns)``, all in one reading."""
+    """Pack bools ``(rows, columns)`` into u32 ``(rows / BITS, columns)`` in one read."""
     bit = (np.uint32(1) << np.arange(BITS, dtype=np.uint32)).reshape(BITS, 1)
     bits = [jnp.where(x.reshape(-1, BITS, x.shape[1]), bit, np.uint32(0)) for x in chosen]
     merge = lambda a, b: tuple(map(lax.bitwise_or, a, b))  # noqa: E731
@@ -113,7 +113,7 @@ def _running(words: jax.Array) -> jax.Array:
 
 
 def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the position of the one after ``count`` ones, or behind all if there is none."""
+    """Return the position of the first one after ``count`` ones, or the end if there is none."""
     ends = _running(words)
     word = (ends <= count).sum()
     ones = words.ravel()[word]
@@ -122,7 +122,7 @@ def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _one(words: jax.Array, rank: jax.Array) -> jax.Array:
-    """Return the bit of the one of this rank in each word, by bisection."""
+    """Return the bit position of the k-th one in each word, by bisection."""
     rank, position = rank.astype(jnp.uint32), jnp.zeros_like(words)
     half = BITS // 2
     while half:

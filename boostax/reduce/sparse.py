@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse reductions: a few elements of every leaf travel, and the others wait.
+"""Sparse reductions: send a few elements of every leaf, and keep the rest in the residual.
 
-``Runs`` and ``Whole`` choose elements, take them and add them at their positions. A position is an
+``Runs`` and ``Whole`` choose elements, read them, and add them at their positions. A position is an
 index into a row, or into a whole leaf in the order of ``selection.py``.
 """
 
@@ -24,7 +24,7 @@ from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switche
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
-# Leaves of up to SMALL elements may be written anew, and sorted.
+# Leaves of up to SMALL elements may be copied and sorted.
 SMALL = 2**14
 TILE = 2048
 Bound = jax.Array | float
@@ -34,12 +34,12 @@ SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The rule for the elements that may be sent, and their form on the wire.
+    """The rule that selects elements, and their form on the wire.
 
     Attributes:
       threshold: smaller magnitudes are not sent; ``None`` allows any.
       relative: whether the threshold is in units of the leaf's root mean square.
-      value_dtype: dtype of values on the wire; ``None`` for their own.
+      value_dtype: dtype of values on the wire; ``None`` for the values' own dtype.
       bits: 2 to send ``two_bits`` of each value; ``None`` to send ``value_dtype``.
     """
 
@@ -55,7 +55,7 @@ class Cut:
         return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
     def reach(self, values: jax.Array, least: Bound) -> jax.Array:
-        """Return which elements are to be sent; zeros need no slot."""
+        """Return which elements are to be sent, without zeros."""
         return (jnp.abs(values) >= least) & (values != 0)
 
     def coded(self, values: jax.Array, least: Bound) -> jax.Array:
@@ -76,13 +76,14 @@ class Cut:
 def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return u8 codes ``(..., ceil(count / 4))`` and u16 ``(..., 2)``: two magnitudes of each row.
 
-    The first bit is the sign, the second says whether a magnitude is above the mean of its row. The
-    elements below and those above travel as the mean of their magnitudes, cut to bfloat16. It is
-    cut in integers, because XLA may leave out a rounding that it could follow by a widening.
+    The first bit is the sign, the second says whether a magnitude is above the mean of its row.
+    Elements above the mean are sent as the mean of their magnitudes, and likewise elements below,
+    truncated to bfloat16. The truncation works on integers, because XLA may remove a rounding that
+    is followed by a widening.
     """
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
-    # Each element is divided before the sum, which could overflow.
+    # Each element is divided before the sum, because the sum could overflow.
     parts = [
         jnp.where(x, sizes / jnp.maximum(x.sum(-1, keepdims=True), 1), 0) for x in (~large, large)
     ]
@@ -102,11 +103,12 @@ def of_two_bits(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
 
 
 def at(x: jax.Array, positions: jax.Array) -> Any:
-    """Return ``x.at`` of positions in each row; a flat index might not fit i32 in a large model."""
+    """Return ``x.at`` of positions in each row; a flat index could exceed i32 in a large model."""
     return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], positions.astype(jnp.int32)]
 
 
-# These are traced once for each shape: a large model has hundreds of leaves of a few shapes.
+# These functions are traced once per shape, because a large model has hundreds of leaves of few
+# shapes.
 _once = functools.partial(jax.jit, inline=True)
 _taken = _once(lambda x, positions: at(x, positions).get(mode="promise_in_bounds"))
 _marked = _once(lambda x, positions: at(x, positions).set(True, unique_indices=True))
@@ -157,7 +159,7 @@ class Runs(NamedTuple):
         return self.grid.slices(array[None])[0]
 
     def lacking(self, counts: jax.Array) -> jax.Array:
-        """Return how many elements find no slot, given their number in each row."""
+        """Return how many elements have no slot, given their number in each row."""
         return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
@@ -191,15 +193,15 @@ class Whole(Runs):
         return super().leaf(selection.rows(array))
 
     def lacking(self, counts: jax.Array) -> jax.Array:
-        """Return how many elements find no slot, given their number in each row."""
+        """Return how many elements have no slot, given their number in each row."""
         return super().lacking(counts.sum(dtype=jnp.int32))
 
 
 def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the sum over the replicas, added one after the other.
 
-    If all were added at once, the hardware would choose the order in which equal positions are
-    summed, and the replicas would drift apart by rounding.
+    In a single scatter-add the hardware would choose the order in which equal positions are summed,
+    and the replicas would diverge by rounding.
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -214,7 +216,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
       leaves: their indices.
-      array: the leaf; for several leaves a vector, zero below the threshold of each leaf.
+      array: the leaf, or for several leaves a vector that is zero below each leaf's threshold.
       least: the threshold of the array.
       view: its rows.
     """
@@ -227,13 +229,14 @@ class _Bucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Largest(Codec):
-    """The elements of largest magnitude of every leaf, or bucket of leaves, with their positions.
+    """Send the elements of largest magnitude of every leaf, or bucket of leaves, and positions.
 
     Attributes:
       count: returns how many elements are sent from a number of
-      block: choose from each run of this many elements; ``None`` chooses from a leaf.
+      block: the length of the runs from which elements are chosen; ``None`` chooses from a whole
+        leaf.
       cut: see ``Cut``.
-      bucket_bytes: choose from several leaves together, up to this many bytes of f32.
+      bucket_bytes: bytes of f32 up to which several leaves share one choice.
       lossy: see ``Codec``.
     """
 
@@ -245,7 +248,7 @@ class Largest(Codec):
     lossy: bool = True
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Gather the choices of all replicas, and add them up."""
+        """Gather the chosen elements of all replicas, and add them up."""
         least = [self.cut.least(x) for x in leaves]
         buckets = self._buckets(leaves, least)
         found = (bucket.view.largest(bucket.array) for bucket in buckets)
@@ -256,8 +259,8 @@ class Largest(Codec):
         arrays, structure = jax.tree.flatten((wires, positions))
         received = structure.unflatten(_gathered(arrays, names))
         summed = self._summed(buckets, *received)
-        # The barrier writes the sums once. A TPU's compiler would move their readers before the
-        # transposition, and write the results of each reader too.
+        # With the barrier the sums are written once. A TPU's compiler would otherwise move their
+        # readers before the transposition, and also write the result of each reader.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
@@ -277,17 +280,18 @@ class Largest(Codec):
         return [view.leaf(added(view, values, i)) for view, values, i in read]
 
     def fits(self, leaves: Arrays) -> jax.Array:
-        """Return whether all elements that are to be sent have slots, in every bucket."""
+        """Return whether all selected elements have slots, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
             reached = bucket.view.rows(self.cut.reach(bucket.array, bucket.least))
-            # Rows are summed in f32, which is exact: XLA:CPU adds up integers with a copy.
+            # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a
+            # copy.
             counts = reached.astype(jnp.float32).sum(1).astype(jnp.int32)
             lacking = jnp.maximum(lacking, bucket.view.lacking(counts))
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Bound]) -> list[_Bucket]:
-        """Return a bucket of each leaf, or of each few leaves of one dtype."""
+        """Return a bucket for each leaf, or for each group of leaves of one dtype."""
         groups = [[i] for i in range(len(leaves))]
         if self.bucket_bytes is not None:
             sizes = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
@@ -317,14 +321,14 @@ class Largest(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """The elements that reach a threshold: sparse if they have slots, else a dense mean.
+    """Send the elements that reach a threshold: sparse if they have slots, else as a dense mean.
 
     Shapes are static, so both forms are branches with their own shapes, and the replicas agree on a
-    branch before anything is sent.
+    branch before they send.
 
     Attributes:
       capacity: share of a leaf that has slots on the sparse wire; 1 is always dense.
-      sparse: sends that share.
+      sparse: the codec that sends that share.
       lossy: see ``Codec``.
     """
 
@@ -345,14 +349,14 @@ class Threshold(Codec):
         return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[form])
 
     def _dense(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Send the elements that reach the threshold as a plain mean, in which the rest is zero."""
+        """Average the leaves with all elements below the threshold set to zero."""
         cut = self.sparse.cut
         sent = [cut.coded(x, cut.least(x)).astype(x.dtype) for x in leaves]
         return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
 
 
 def _apart(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[jax.Array]:
-    """Split each bucket's array back into its leaves."""
+    """Split each bucket's array into the bucket's leaves."""
     found: dict[int, jax.Array] = {}
     for bucket, array in zip(buckets, arrays, strict=True):
         ends = np.cumsum([leaves[i].size for i in bucket.leaves])
@@ -372,8 +376,8 @@ def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
     for kind in exchange.kinds(arrays):
         part = [arrays[i] for i in kind]
         flat = packed(part)
-        # A TPU's compiler makes an all-reduce of a gather that does not end with a tile: twice the
-        # bytes.
+        # A TPU's compiler turns a gather that does not end with a tile into an all-reduce, with
+        # twice the bytes.
         flat = exchange.padded(flat, 0, TILE) if flat.size >= 32 * TILE else flat
         result |= zip(kind, unpacked(axes.gather(flat, names), part), strict=True)
     return [result[i] for i in range(len(arrays))]
@@ -397,47 +401,47 @@ def top_k_reduce(
     decay: float = 1.0,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send the elements of largest magnitude of every leaf; the rest waits.
+    r"""Send the elements of largest magnitude of every leaf; keep the rest for later steps.
 
     .. math::
       a_r = g_r + e_r, \quad u = \tfrac1n \sum_r \operatorname{top}_k(a_r), \quad
       e_r \leftarrow a_r - \operatorname{top}_k(a_r)
 
-    It stands first in the inner chain, instead of ``all_reduce``. The elements sent are exact, so
-    nothing is lost: sent and held back add up bit for bit.
+    Put ``top_k_reduce`` first in the inner chain, instead of ``all_reduce``. The sent elements are
+    exact, so the sent and the kept parts add up bit for bit.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
         (``make_train_step``, ``on_mesh``).
-      density: share of each leaf that travels, ``ceil(density * size)`` elements; or a warm-up of
-        it, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by calls that were not skipped.
-      count: number of elements of each leaf (or block) instead.
+      density: share of each leaf that is sent, ``ceil(density * size)`` elements; or a warm-up of
+        the share, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by the number of applied steps.
+      count: number of elements per leaf (or block), instead of ``density``.
       block: choose from each run of this many elements, along the last dimension if it is long.
-        Positions then take 2 bytes; the choice keeps 87 to 99% of the energy. Try 1000. Runs are
-        sorted, whole leaves are not: on a TPU leave it out.
-      bucket_bytes: choose from several leaves together. They are fused from the last to the first
+        Positions then take 2 bytes, and the chosen elements have 87 to 99% of the energy of the
+        best choice. Try 1000, but not on a TPU, because runs are sorted.
+      bucket_bytes: choose from several leaves together. Leaves are fused from the last to the first
         until they exceed this many bytes (of f32); a larger leaf has its own choice. The number of
-        elements sent stays the same, and they come from the leaves where they are largest. This
-        costs one copy of the fused leaves. ``2**23`` is SINGA's default. ``None`` chooses from
-        every leaf.
-      momentum: correct for the momentum of the optimizer (DGC): momentum is applied here, before
-        the choice, and stops for elements that have been sent. The optimizer must have none.
+        sent elements stays the same, but leaves with larger elements send more. This costs one copy
+        of the fused leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+      momentum: coefficient of momentum correction (DGC), which applies momentum before the choice,
+        and resets it for sent elements. The optimizer must then have no momentum.
       value_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
         errors stay in the residual.
       bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
         (or leaf). The mean magnitudes above and below take 4 bytes a block. Errors stay in the
-        residual. ``None`` for ``value_dtype``.
-      error_feedback: keep the elements that were not sent. Without it most elements never move.
+        residual. ``None`` sends values in ``value_dtype``.
+      error_feedback: whether to keep the elements that were not sent; otherwise most params never
+        change.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
-      dense: leaves that take a plain mean: ``lambda path, leaf: leaf.ndim < 2`` for norms and
-        biases, or a tree of bools.
+      dense: leaves that are averaged without compression: ``lambda path, leaf: leaf.ndim < 2`` for
+        norms and biases, or a tree of bools.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
       or block of up to 65536 elements, 4 if also ``value_dtype`` is half, 2.25 with ``bits=2``),
-      gathered from all replicas: k elements of each take ``(n-1) k`` times that on a ring, less
-      than a mean's ``8 (n-1)/n N`` bytes only while ``density < 1/n``; one residual of the size of
-      the gradients in f32 per replica (two with ``momentum``); two sums of 8 bytes.
+      gathered from all replicas. With k elements per replica a ring takes ``(n-1) k`` times these
+      bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``. One residual of the size
+      of the f32 gradients per replica (two with ``momentum``); two all-reduces of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -455,7 +459,7 @@ def top_k_reduce(
       Aji and Heafield, Sparse Communication for Distributed Gradient Descent,
       https://arxiv.org/abs/1704.05021, 2017. Lin et al., Deep Gradient Compression,
       https://arxiv.org/abs/1712.01887, 2018. Apache SINGA's ``backward_and_sparse_update``, whose
-      comparison truncates magnitudes to integers and so takes the first k below one.
+      comparison truncates magnitudes to integers, so below one it takes the first k elements.
     """
     who = "top_k_reduce"
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
@@ -488,14 +492,14 @@ def threshold_reduce(
     decay: float = 1.0,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send the elements of every leaf that reach a threshold, however many they are.
+    r"""Send all elements of every leaf that reach a threshold.
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
     Shapes are static, so a share of each leaf has slots on a sparse wire. At every step the
     replicas count the elements that reach the threshold. If all these elements have slots, in every
     leaf of every replica, they are sent with their positions; otherwise they are sent as a plain
-    mean in which all other elements are zero. So no element that reaches the threshold is lost,
+    mean in which all other elements are zero. So every element that reaches the threshold is sent,
     with error feedback or without.
 
     Args:
@@ -503,24 +507,24 @@ def threshold_reduce(
         (``make_train_step``, ``on_mesh``).
       threshold: magnitude from which an element is sent.
       capacity: share of each leaf that has slots on the sparse wire, which sends fewer bytes than
-        the mean while ``capacity < 1/n``; 1.0 always sends the mean.
-      relative: take the threshold in units of the root mean square of gradient plus residual. A
-        larger residual then raises the threshold.
+        the mean if ``capacity < 1/n``; 1.0 always sends the mean.
+      relative: whether the threshold is in units of the root mean square of gradient plus residual,
+        so that a larger residual raises the threshold.
       block: see ``top_k_reduce``.
-      bucket_bytes: leaves share their slots as in ``top_k_reduce``; else one short leaf without a
-        free slot would make a step dense. The same elements are sent. ``None`` gives each leaf its
-        own slots.
-      value_dtype: see ``top_k_reduce``; a dense step sends such values in f32.
+      bucket_bytes: bytes up to which leaves share their slots, as in ``top_k_reduce``. The same
+        elements are sent, but fewer steps are dense because one leaf lacks slots. ``None`` gives
+        each leaf its own slots.
+      value_dtype: see ``top_k_reduce``; a dense step sends f32.
       error_feedback: keep the elements that were not sent.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: a sparse step sends what
-      ``top_k_reduce(density=capacity)`` sends, on a ring ``8 (n-1) capacity N`` bytes; a dense step
-      sends what a mean sends, ``8 (n-1)/n N``. Before sending, the replicas agree by 4 bytes, which
-      takes one reading of the gradients. ``boostax.metrics`` has ``capacity``, the share that had
-      slots at the last step: 1.0 for a dense step.
+      A transformation with a ``CompressedState``. Cost: a sparse step sends the bytes of
+      ``top_k_reduce(density=capacity)``, on a ring ``8 (n-1) capacity N``; a dense step sends the
+      bytes of a mean, ``8 (n-1)/n N``. The agreement before sending takes 4 bytes and one read of
+      the gradients. ``boostax.metrics`` has ``capacity``, the share of elements with slots at the
+      last step, 1.0 for a dense step.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -539,7 +543,7 @@ def threshold_reduce(
     References:
       Strom, Scalable distributed DNN training using commodity GPU cloud computing, 2015. Apache
       SINGA's ``backward_and_sparse_update(topK=False)``, which pads to the largest count of any
-      replica at each step and so cannot be compiled.
+      replica at each step, so its shapes are not static.
     """
     who = "threshold_reduce"
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")

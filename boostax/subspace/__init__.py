@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train in subspaces: bases, recorded trajectories, DimReduce."""
+"""Training in subspaces: bases, recorded trajectories, DimReduce."""
 
 from boostax._core.late import late as _late
 from boostax.subspace.basis import Basis as Basis

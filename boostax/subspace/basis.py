@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find directions in the space of the params, leaf by leaf, and compute along them.
 
-No matrix here has as many rows and columns as there are params. With the m snapshots as rows of
-``X`` (m, n), only matrices of m x m or m x k are decomposed. The n-sized work is products of ``X``
-with thin matrices, which sum over leaves and leave each leaf its sharding. The params are far
-larger than the distance that training moves them, so ``X`` is centred through differences to one
-snapshot. The search only begins with the Gram matrix of ``X``: it holds squares, so in f32 it loses
-directions below 3e-4 of the largest, which a product with ``X`` itself finds.
+With the m snapshots as rows of ``X`` (m, n), only matrices of m x m or m x k are decomposed. All
+work of size n is products of ``X`` with thin matrices, which are sums over leaves and keep each
+leaf's sharding. Training moves the params by much less than their size, so ``X`` is centred by
+differences to one snapshot. The Gram matrix of ``X`` gives only the first approximation: it has
+squares, so in f32 it loses directions below 3e-4 of the largest, which a product with ``X`` itself
+finds.
 """
 
 import functools
@@ -29,7 +29,7 @@ PyTree = Any
 Dtype = DTypeLike | None
 _WHO = "pca_basis"
 _FEW = "It is the dimension of the subspace; 32 to 40 are usual."
-# The number of additional rows, which catch directions that the first product missed.
+# The number of additional rows, which find directions that the first product missed.
 _SPARE = 2
 
 
@@ -37,10 +37,10 @@ class Basis(NamedTuple):
     """Orthonormal directions in the space of the params.
 
     Attributes:
-      components: tree like the params of ``(k, *leaf.shape)``, the widest direction first. A row of
-        all leaves together has norm 1, and its largest element is positive.
+      components: tree like the params of ``(k, *leaf.shape)``, the direction of largest variance
+        first. A row over all leaves has norm 1, and its largest element is positive.
       mean: tree like the params, f32 or wider: the mean of the snapshots.
-      explained: f32 ``(k,)``, the share of the variance along each.
+      explained: f32 ``(k,)``, the share of the variance along each component.
     """
 
     components: PyTree
@@ -53,11 +53,11 @@ class Basis(NamedTuple):
         The arrays are ``components/layer/kernel``, ``mean/layer/kernel`` and ``explained``.
 
         Args:
-          path: path of the file. An old file stays until all is written.
+          path: path of the file. An old file is replaced only when the new file is complete.
 
         Raises:
-          ValueError, TypeError: another suffix, or a dtype that the format lacks. OSError: no such
-            folder, no space.
+          ValueError, TypeError: another suffix, or a dtype that the format does not have. OSError:
+            no such folder, no space.
 
         Example:
           >>> import boostax, jax.numpy as jnp, pathlib, tempfile
@@ -79,10 +79,11 @@ class Basis(NamedTuple):
           params: a tree of arrays or shapes, with the names and shapes of the basis.
 
         Returns:
-          The ``Basis``, bit for bit. Cost: one copy of it.
+          The ``Basis``, bit for bit. Cost: one copy of the basis.
 
         Raises:
-          ValueError: params of other names, shapes or kinds; a broken file, or one without a basis.
+          ValueError: params of other names, shapes or kinds; a broken file, or a file without a
+            basis.
           FileNotFoundError: no such file.
         """
         found = files.read("Basis.load", path, ".npz")
@@ -91,7 +92,7 @@ class Basis(NamedTuple):
         rows = jax.tree.map(lambda x: x.update(shape=(k, *x.shape)), mean)
         like: Any = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
         basis = jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
-        fits, hint = bool(norms.all_finite(basis)), "Compute it of finite snapshots."
+        fits, hint = bool(norms.all_finite(basis)), "Compute it from finite snapshots."
         checks.require("Basis.load", "path", str(path), "a file of finite numbers", fits, hint)
         return basis
 
@@ -100,8 +101,8 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     """Return the first components in a file, for params of the same names and shapes.
 
     Args:
-      path: a file of ``Basis.save``; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce has it:
-        the leaves of the params, in the order of ``jax.tree.leaves``, one behind the other.
+      path: a file of ``Basis.save``; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce writes
+        it, with the leaves of the params concatenated in the order of ``jax.tree.leaves``.
       params: a tree of arrays or shapes.
       n_components: number of components.
 
@@ -109,7 +110,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
       A ``Basis``; from an ``.npy`` a tree of the components.
 
     Raises:
-      ValueError: the file has fewer components, or rows that are not orthonormal; or as
+      ValueError: the file has fewer components, or rows that are not orthonormal; errors of
         ``Basis.load``.
     """
     who = "saved_basis"
@@ -144,7 +145,7 @@ def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
-    """Draw orthonormal components at random, which a useful basis must beat.
+    """Draw random orthonormal components, as a baseline for a basis.
 
     Args:
       params: a tree of arrays.
@@ -182,30 +183,30 @@ def pca_basis(
 ) -> Basis:
     r"""Find the directions in which snapshots of the params differ most.
 
-    For snapshots :math:`w_1 \dots w_m` and their mean these are the leading eigenvectors of the
-    covariance, :math:`p_j = \sum_i v_{ij} (w_i - \bar w) / \sigma_j`, where
+    For snapshots :math:`w_1 \dots w_m` with mean :math:`\bar w` the directions are the leading
+    eigenvectors of the covariance, :math:`p_j = \sum_i v_{ij} (w_i - \bar w) / \sigma_j`, where
 
     .. math:: (w_i - \bar w) \cdot (w_l - \bar w) = \sum_j v_{ij} \sigma_j^2 v_{lj}
 
     is only m x m.
 
-    Each of the ``n_components`` directions is as large as the params. Snapshots from late in a run
-    give directions worth training in. The first snapshots of a run differ most from the others, and
-    would take up all directions.
+    Each of the ``n_components`` directions has the size of the params. Use snapshots from late in a
+    run; the first snapshots differ most from the others, and would determine all directions.
 
     Args:
       snapshots: a tree like the params of ``(m, *leaf.shape)``; or a list or an iterator of m trees
-        like the params, which is stacked.
+        like the params, which are stacked.
       n_components: number of directions, less than m.
       dtype: dtype of the components; ``None`` for f32 or wider.
-      stacked: whether ``snapshots`` is one tree; with ``None`` a list or an iterator is many trees.
+      stacked: whether ``snapshots`` is one stacked tree; with ``None`` a list or an iterator is
+        many trees.
 
     Returns:
-      A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
-      pairs of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params
-      and m centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded
-      leaves only matrices of ``m x m`` or ``m x k`` cross the devices, in f32. Outside ``jit``
-      those are decomposed on the host in f64.
+      A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
+      of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params and m
+      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded leaves
+      devices communicate only matrices of ``m x m`` or ``m x k`` in f32. Outside ``jit`` these
+      matrices are decomposed on the host in f64.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
@@ -268,7 +269,7 @@ def principal(
 
 
 def _stack(snapshots: Iterable[PyTree]) -> PyTree:
-    """Stack trees a leaf at a time."""
+    """Stack trees leaf by leaf."""
     found = list(snapshots)
     kinds = [(jax.tree.structure(x), [*map(np.shape, jax.tree.leaves(x))]) for x in found]
     other = next((f"others at number {i}" for i, x in enumerate(kinds) if x != kinds[0]), "")
@@ -277,7 +278,7 @@ def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     checks.require(_WHO, "snapshots", other, allowed, not other, hint)
 
     def stacked(*leaves: Any) -> Any:
-        # NumPy's arrays stay on the host, and go to the device a leaf at a time.
+        # NumPy arrays stay on the host, and are copied to the device leaf by leaf.
         return (np if all(isinstance(x, np.ndarray) for x in leaves) else jnp).stack(leaves)
 
     return jax.tree.map(stacked, *found) if found else None
@@ -298,16 +299,16 @@ def _counted(who: str, snapshots: PyTree, n_components: int) -> int:
     return m
 
 
-# Products with a basis go leaf by leaf: no leaf loses its sharding, and nothing is flattened.
-# Narrow components are widened inside the sum that reads them: XLA fuses both without a wide copy.
+# Products with a basis are computed leaf by leaf, so each leaf keeps its shape and sharding. Narrow
+# components are widened inside the sum that reads them, so XLA makes no wide copy.
 
 
 def project(
     components: PyTree, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
 ) -> jax.Array:
-    """Return the coordinates ``(k,)`` of a tree: its products with the components.
+    """Return the coordinates ``(k,)`` of a tree, its products with the components.
 
-    Cost: one read of the components; for sharded leaves a sum of ``4k`` bytes over the devices.
+    Cost: one read of the components; for sharded leaves an all-reduce of ``4k`` bytes.
     """
 
     def part(p: jax.Array, g: ArrayLike) -> jax.Array:
@@ -323,7 +324,7 @@ def project(
 def lift(components: PyTree, columns: jax.Array) -> PyTree:
     """Return the trees, stacked to ``(c, *leaf.shape)``, with coordinates ``(k, c)``.
 
-    Leaves are f32 or wider. Cost: one read of the components; nothing crosses the devices.
+    Leaves are f32 or wider. Cost: one read of the components; no communication.
     """
 
     def sums(p: jax.Array) -> jax.Array:
@@ -336,7 +337,7 @@ def lift(components: PyTree, columns: jax.Array) -> PyTree:
 
 
 def stored(tree: PyTree, dtype: Dtype) -> PyTree:
-    """Return a copy with real leaves in ``dtype``, or in their own dtypes if it is ``None``."""
+    """Return a copy with real leaves in ``dtype``, or in their own dtypes for ``None``."""
     kept = lambda p: p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype  # noqa: E731
     return jax.tree.map(lambda p: jnp.array(p, kept(p), copy=True), tree)
 
@@ -392,8 +393,8 @@ def mix(turn: ArrayLike, rows: ArrayLike) -> jax.Array:
 def _orthonormal(rows: PyTree, times: int = 2) -> PyTree:
     """Return the nearest orthonormal rows of the same span; rows of zeros stay zero.
 
-    It multiplies by the inverse root of the Gram matrix of the rows. Unlike Cholesky's factor, the
-    root has no NaN when rows depend on each other. A single pass squares the error.
+    The rows are multiplied by the inverse root of their Gram matrix. Unlike Cholesky's factor, the
+    root has no NaN if rows are linearly dependent. A single pass squares the error.
     """
     for _ in range(times):
         gram = total(jax.tree.map(lambda z: dot(z, z), rows))
@@ -427,7 +428,7 @@ def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _centred(x: jax.Array) -> jax.Array:
-    """Subtract the mean of the snapshots; the first is subtracted before, so nothing cancels."""
+    """Subtract the snapshots' mean; first subtract one snapshot, which avoids cancellation."""
     gaps = wide(x) - wide(x[:1])
     return gaps - gaps.mean(0, keepdims=True)
 
@@ -438,7 +439,7 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 def _of_gaps(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Make a function of snapshots that computes a product of the centred ones."""
+    """Make a function of snapshots that computes a product of the centred snapshots."""
     return jax.jit(lambda x, *others: product(_centred(x), *others))
 
 

@@ -2,7 +2,7 @@
 """Take quasi-Newton steps in the principal subspace of a training trajectory.
 
 ``learn``, ``search`` and ``conclude`` compute directions and a backtracking line search in a few
-coordinates; ``dim_reduce`` makes a transformation of them.
+coordinates; ``dim_reduce`` makes a transformation from these functions.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ class SubspaceRule:
     r"""The constants of directions and of line searches.
 
     Attributes:
-      tries: number of lengths tried, 1, shrink, shrink**2, ...
+      tries: number of step lengths that are tried: 1, shrink, shrink**2, ... ...
       shrink: in (0, 1).
-      slope: the share of the decrease predicted by the slope that is enough (Armijo's constant).
-      slack: the relative increase of the loss that counts as rounding.
+      slope: the sufficient share of the decrease that the slope predicts (Armijo's constant).
+      slack: the relative increase of the loss that is treated as rounding.
       curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|``,
-      least_curvature: and if ``y.s`` is above this.
+      least_curvature: and if ``y.s`` is above this value.
       scaled: whether the first matrix is ``y.s / y.y`` times the identity.
-      failure: the new matrix when no length suffices: ``"reset"`` for the identity times the last
-        length tried, or ``"rollback"`` for the matrix before the step.
-      towards_mean: whether the first step goes to the mean of the snapshots, if that is known and
-        lies downhill.
+      failure: the new matrix if no length is accepted: ``"reset"`` for the identity times the last
+        tried length, or ``"rollback"`` for the matrix before the step.
+      towards_mean: whether the first step goes to the mean of the snapshots, if the mean is known
+        and lies downhill.
     """
 
     tries: int = 10
@@ -55,7 +55,7 @@ class SubspaceRule:
     towards_mean: bool = True
 
 
-# MindSpore 2.10 tries two lengths, begins with the identity, and rolls back when both fail.
+# MindSpore 2.10 tries two lengths, begins with the identity, and rolls back if both lengths fail.
 MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False)
 RULES: dict[RuleName, SubspaceRule] = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
 
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
       inverse: f32 or wider ``(k, k)``, the estimate of the inverse Hessian.
       gradient: ``(k,)``, the last gradient.
       step: ``(k,)``, the last step taken.
-      started: bool, whether there is a last gradient.
+      started: bool, whether ``gradient`` is set.
       paired: bool, whether any pair has been used.
     """
 
@@ -82,10 +82,10 @@ class Search(NamedTuple):
     """The result of a line search.
 
     Attributes:
-      length: scalar of the loss's dtype, 0 if none suffices.
+      length: scalar of the loss's dtype, 0 if no length is accepted.
       accepted: bool scalar.
-      tries: i32 scalar, losses computed.
-      last: the last length tried.
+      tries: i32 scalar, number of computed losses.
+      last: the last tried length.
     """
 
     length: jax.Array
@@ -101,7 +101,7 @@ def empty(k: int, dtype: Dtype) -> Memory:
 
 
 def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
-    r"""Update the inverse Hessian by BFGS with a new gradient, if the pair can be trusted.
+    r"""Update the inverse Hessian by BFGS, if the new pair passes ``rule.curvature``.
 
     .. math:: H \leftarrow V^\top H V + \rho s s^\top, \quad V = I - \rho y s^\top, \quad
       \rho = 1 / y^\top s
@@ -133,13 +133,13 @@ def search(
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
 
-    A loss that is not finite never suffices.
+    A loss that is not finite is never accepted.
 
     Args:
-      loss: :math:`L`, of a length along the direction.
+      loss: :math:`L`, a function of the length along the direction.
       value: :math:`L(0)`.
       slope: :math:`L'(0)`, the gradient times the direction.
-      rule: its constants.
+      rule: the constants of the search.
     """
     shrink = jnp.asarray(rule.shrink, value.dtype)
     slack = rule.slack * jnp.abs(value)
@@ -162,13 +162,13 @@ def search(
 def conclude(
     before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search: with its step, or as ``rule.failure`` says."""
+    """Return the memory after a line search: with the step, or by ``rule.failure``."""
     ok, step = found.accepted, found.length * direction
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
         return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, back)
-    # The direction was too long by the factor of the search, so the next one is shorter.
+    # The direction was too long by the factor of the search, so the next direction is shorter.
     size = jnp.trace(memory.inverse) / step.size
     shorter = jnp.eye(step.size, dtype=step.dtype) * size * found.last
     return memory._replace(
@@ -185,15 +185,15 @@ class DimReduceState(NamedTuple):
       basis: tree like the params of ``(k, *leaf.shape)``, orthonormal over all leaves together.
       explained: f32, the share of the snapshots' variance in the span; ``None`` if unknown.
       memory: the curvature learnt in the k coordinates.
-      to_mean: ``(k,)``, coordinates of the mean of the snapshots, seen from the params at ``init``;
-        zeros if the mean is unknown.
+      to_mean: ``(k,)``, coordinates of the mean of the snapshots relative to the params at
+        ``init``; zeros if the mean is unknown.
       steps: i32, steps taken.
-      accepted: i32, steps whose line search found a length that suffices.
-      tries: i32, losses computed by line searches.
-      skipped: i32, calls that did nothing, because the loss or gradient was not finite.
+      accepted: i32, steps whose line search accepted a length.
+      tries: i32, number of losses computed by line searches.
+      skipped: i32, calls that were skipped because the loss or gradient was not finite.
       finite: bool, whether the loss and gradient of the last call were finite.
       energy: f32, ``|P g|**2 / |g|**2``: the share of the last gradient in the span.
-      length: f32, the last length; 0 if none sufficed.
+      length: f32, the last length; 0 if no length was accepted.
       residual_state: state of the residual optimizer.
     """
 
@@ -228,7 +228,7 @@ class DimReduceState(NamedTuple):
         """Return the state with another basis and without the learnt curvature."""
         rows, explained, _ = _opened(basis)
         was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
-        hint = "A compiled step serves both only if they are alike."
+        hint = "A compiled step takes only equal shapes and dtypes."
         checks.require("replace_basis", "basis", now, f"of the shapes {was}", was == now, hint)
         coordinates = self.memory.gradient
         return self._replace(
@@ -241,14 +241,14 @@ class DimReduceState(NamedTuple):
     passed = taken = gate.told_by("finite")
 
 
-# The branch of a step does not touch these fields: two of them say whether it was taken.
+# The branch of a step does not change these fields.
 _APART = ("basis", "explained", "to_mean", "skipped", "finite")
 
 
 def _opened(basis: Basis | PyTree) -> tuple[PyTree, jax.Array | None, PyTree]:
     """Return the components, the share of the variance in their span and the mean.
 
-    The last two are ``None`` unless ``basis`` is a ``Basis``.
+    Share and mean are ``None`` unless ``basis`` is a ``Basis``.
     """
     if isinstance(basis, Basis):
         return basis.components, jnp.sum(basis.explained), basis.mean
@@ -259,10 +259,10 @@ def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array |
     """Return the parts of the argument ``basis`` as ``_opened`` does, with components in ``dtype``.
 
     Raises:
-      ValueError: they do not fit the params.
+      ValueError: the components do not fit the params.
     """
     if not jax.tree.leaves(params):
-        # optax.tree.map_params asks for the structure of the state of no params.
+        # optax.tree.map_params calls ``init`` without params for the structure of the state.
         return params, _opened(None if callable(basis) else basis)[1], None
     rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
     if any(map(trees.is_masked, trees.nodes(params))):
@@ -323,10 +323,10 @@ def _searched(
     learnt = learn(state.memory, inside, rule)
     direction = -learnt.inverse @ inside
     if rule.towards_mean:
-        # If the snapshots swing about a valley, the floor of the valley is near their mean.
+        # If the snapshots oscillate around a minimum, the minimum is near their mean.
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
-    # Both are mapped back in one reading of the basis.
+    # One read of the basis maps both back.
     columns = [direction, inside] if both else [direction]
     lifted = lift(state.basis, jnp.stack(columns, 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
@@ -372,38 +372,38 @@ def dim_reduce(
     .. math::
       d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
 
-    where :math:`t` is the first of 1, 1/2, 1/4, ... that makes the loss small enough. If none of
-    ten does, only the residual steps, and the next direction is shorter. The first direction leads
-    to the mean of the snapshots, if that is known and lies downhill. Use it to end a run: about ten
-    of its steps replace a longer decay of the learning rate, and more than ten change little.
-
-    A call whose loss or gradient is not finite changes only a counter.
+    where :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If ten
+    lengths fail, only the residual optimizer steps, and the next direction is shorter. The first
+    direction leads to the mean of the snapshots, if the mean is known and lies downhill. Use
+    ``dim_reduce`` to end a run: about ten steps replace a longer decay of the learning rate, and
+    further steps change little. A call whose loss or gradient is not finite changes only a counter.
 
     Args:
-      basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of
-        ``(k, *leaf.shape)`` with orthonormal rows; or a function of the params that returns one. A
-        copy goes into the state; ``replace_basis`` puts another there without compiling again.
+      basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of ``(k,
+        *leaf.shape)`` with orthonormal rows; or a function of the params that returns a basis. The
+        state has a copy of the basis; ``replace_basis`` exchanges it without a recompilation.
       residual: any Optax optimizer, for the part of the gradient outside the span.
-      rule: ``"boostax"``; ``"mindspore"`` for the rule of MindSpore 2.10, faults included; or a
-        ``SubspaceRule`` of your own.
-      dtype: floating dtype in which the basis is kept. ``None`` keeps its dtypes.
+      rule: ``"boostax"``; ``"mindspore"`` for the exact rule of MindSpore 2.10; or your own
+        ``SubspaceRule``.
+      dtype: floating dtype in which the basis is stored; ``None`` keeps the basis's dtypes.
       axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
-        averaged over them, and a ``residual`` must reduce the rest of the local gradients,
-        :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"), adamw(...))``. ``None``
-        after a reduction.
+        averaged over these axes, and a ``residual`` must reduce the remainder of the local
+        gradients, :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"),
+        adamw(...))``. Use ``None`` after a reduction.
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
       A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
       ``value_fn=`` (params to the loss: same batch, same key, unscaled), which ``make_train_step``
       passes. If an earlier transformation has changed ``updates``, it also needs ``grad=``, the
-      gradient of ``value_fn``. Cost: k copies of the params in ``dtype``, sharded like them and
-      read twice; two to four params for a moment; on average one or two more forward passes; over
-      replicas ``4k`` bytes, 8 for the energy and 4 for each loss; over shards the same.
+      gradient of ``value_fn``. Cost: k copies of the params in ``dtype``, sharded like the params
+      and read twice per step; two to four temporary copies of the params; on average one or two
+      more forward passes; all-reduces of ``4k`` bytes, 8 bytes for the energy and 4 bytes for each
+      loss, over replicas and over shards.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no
-        ``value_fn`` or ``value``, gradients that are reduced already.
+        ``value_fn`` or ``value``, or gradients that are already reduced.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -484,17 +484,16 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
     """Replace the basis in a state, and forget the curvature learnt in the old basis.
 
     Args:
-      opt_state: any state that holds one of ``dim_reduce``.
-      basis: ``pca_basis(...)`` or its components, with as many directions as before; it is stored
-        in the old dtypes.
+      opt_state: any state that contains a ``DimReduceState``.
+      basis: ``pca_basis(...)`` or its components, with as many directions as before, stored in the
+        old dtypes.
 
     Returns:
-      The state, in the same shapes and dtypes, so that a compiled step serves both. Counters and
-      the residual optimizer's state stay. It can be called inside ``jit``. Cost: one copy of the
-      basis.
+      The state, in the same shapes and dtypes, so that a compiled step takes both. Counters and the
+      residual optimizer's state stay. This works inside ``jit``. Cost: one copy of the basis.
 
     Raises:
-      ValueError: nothing in the state has a basis, or the new one does not fit.
+      ValueError: the state has no ``DimReduceState``, or the new basis does not fit.
 
     Example:
       >>> import boostax, jax.numpy as jnp

@@ -35,7 +35,7 @@ def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
     for name, x in host.items():
         # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
         holds, got = x.dtype.isbuiltin == 1 or x.dtype == jnp.bfloat16, f"{x.dtype} at {name!r}"
-        allowed, hint = "of NumPy's dtypes or bfloat16", "A basis of another dtype= is one."
+        allowed, hint = "of NumPy's dtypes or bfloat16", "Give the basis another dtype=."
         checks.require(who, "path", got, allowed, holds, hint, TypeError)
     unfinished = target.with_name(f"{target.name}.tmp")
     with unfinished.open("wb") as file:
@@ -44,14 +44,14 @@ def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = None) -> Any:
-    """Return the arrays in a file by their names, or only those that are ``wanted``.
+    """Return the arrays in a file by name, or only the ``wanted`` arrays.
 
-    From an ``.npy`` it returns the one array.
+    For an ``.npy`` file return its only array.
 
     Raises:
       FileNotFoundError, ValueError: no such file, another suffix, or a broken file.
     """
-    # NumPy would not close a file that it cannot read.
+    # NumPy does not close a file that it cannot read.
     with _known(who, path, suffix).open("rb") as raw:
         try:
             file = np.load(raw, allow_pickle=False)
@@ -74,7 +74,7 @@ def _known(who: str, path: Path, suffix: str) -> pathlib.Path:
 
 
 def chosen(who: str, path: Path, like: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return the arrays in a tree; shapes must be those of ``like``, and complex stays complex."""
+    """Return the arrays in a tree of the shapes of ``like``; complex arrays stay complex."""
     names = named(who, like)
     for name, x in names.items():
         _require(who, path, name, x, found)
@@ -108,21 +108,21 @@ def checkpoint_snapshots(
 
     Args:
       directory: directory of a ``Checkpointer`` or of any orbax ``CheckpointManager``, with one
-        subdirectory for each step, named by its number. Or a folder of ``.npz`` files, one for each
-        step, in the order of the numbers in their names, with an array for each path in the params,
-        ``layer/kernel``; other arrays and files there are ignored.
+        subdirectory for each step, named by its number. Or a folder of ``.npz`` files, one file per
+        step, in the order of the numbers in the files' names, with an array for each path in the
+        params, ``layer/kernel``; other arrays and files are ignored.
       params: a tree of arrays or shapes, for names, shapes and dtypes.
-      last: number of the latest steps; ``None`` for all.
+      last: number of the latest steps to read; ``None`` for all steps.
       item: orbax item with the params, in subdirectories; ``None`` if a step has no items.
-      inside: key of the params in that item; ``None`` if it holds nothing else.
+      inside: key of the params in that item; ``None`` if the item has only the params.
 
     Returns:
       A list of trees of NumPy arrays. Cost: the params of these steps, on the host; no other part
       of a checkpoint is read.
 
     Raises:
-      ValueError, TypeError: ``last`` out of range, or params that differ from the saved ones.
-      FileNotFoundError: no steps there.
+      ValueError, TypeError: ``last`` out of range, or params that differ from the saved params.
+      FileNotFoundError: the directory has no steps.
       ImportError: orbax is not installed.
 
     Example:

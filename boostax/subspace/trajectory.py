@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the path of the params in a ring buffer, beside any optimizer.
+"""Record snapshots of the params in a ring buffer, beside any optimizer.
 
-A snapshot is written into its slot, and other slots are not touched: the write is in a branch, and
-the compilers for CPU, TPU v5e and H100 do it in place.
+A snapshot is written into its slot only. The write is in a branch, and the compilers for CPU, TPU
+v5e and H100 write in place.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class TrajectoryState(NamedTuple):
 
     Attributes:
       steps: i32, calls so far.
-      recorded: i32, snapshots so far; the next one goes to the slot ``recorded % size``.
+      recorded: i32, snapshots so far; the next snapshot goes to the slot ``recorded % size``.
       snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
     """
 
@@ -36,7 +36,7 @@ class TrajectoryState(NamedTuple):
     holds = Holds(("recorded", "snapshots"), params=True)
 
     def whole_params(self) -> None:
-        """Mark that snapshots hold all params, so no transformation around it may mask some."""
+        """Mark that snapshots have all params, so outer transformations must not mask params."""
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -48,25 +48,26 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
-    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params given
-    to ``update`` are stored, which are the params *before* that update. In a full buffer the oldest
-    snapshot is overwritten. Inside a loss scaler or a window, in a chain with the optimizer, only
-    applied steps count as calls.
+    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params in the
+    call of ``update`` are stored, which are the params *before* that update. A full buffer
+    overwrites its oldest snapshot. Inside a loss scaler or a window only applied steps count as
+    calls.
 
-    A basis from the last snapshots of a run is better than one from all of them, because the first
-    snapshots differ by far the most.
+    A basis from the last snapshots of a run is better than a basis from all snapshots, because the
+    first snapshots differ by far the most.
 
     Args:
-      size: snapshots kept, at least two.
+      size: number of kept snapshots, at least two.
       every: number of calls from one snapshot to the next.
-      start: calls before the first snapshot.
-      dtype: dtype of the snapshots; f64 and complex leaves keep their kind. bf16 only resolves
+      start: number of calls before the first snapshot.
+      dtype: dtype of the snapshots; f64 and complex leaves stay f64 and complex. bf16 resolves only
         differences of more than 0.4% of a weight.
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
-      sharded like them; at a snapshot one read of the params and one write of a slot, nothing at
-      other calls. No copy of the buffer or of donated params on CPU, TPU v5e and H100.
+      sharded like the params; a call with a snapshot reads the params and writes one slot, and
+      other calls cost nothing. There is no copy of the buffer or of donated params on CPU, TPU v5e
+      and H100.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, ``update`` without params.
@@ -99,13 +100,14 @@ def record_trajectory(
     @describe(_WHO, "recorder")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_params(params, _WHO, "They are what is recorded.")
-        # The count of steps need not pass the branch.
+        # The count of steps is updated outside the branch.
         held, since = state._replace(steps=None), state.steps - start
         write = lambda: ((), _written(held, params))  # noqa: E731
         due = jnp.logical_and(since >= 0, since % every == 0)
         _, new = gate.run_or_hold(due, write, (), held, apply=True, who=_WHO)
-        # XLA would copy donated params, which it may overwrite before the branch reads them, unless
-        # the updates depend on the branch. The count is never negative, but no compiler knows that.
+        # XLA may overwrite donated params before the branch reads them, so it would copy them
+        # unless the updates depend on the branch. The count is never negative, but compilers do not
+        # know that.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))
@@ -125,16 +127,16 @@ def _written(state: TrajectoryState, params: PyTree) -> TrajectoryState:
 
 
 def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
-    """Return the recorded snapshots, the oldest first. Call it on the host.
+    """Return the recorded snapshots, the oldest first, outside of ``jit``.
 
     Args:
-      opt_state: any state that holds one of ``record_trajectory``.
+      opt_state: any state that contains a ``TrajectoryState``.
 
     Returns:
       A tree like the params of ``(count, *leaf.shape)``, and ``count``. Cost: a copy of the buffer.
 
     Raises:
-      ValueError: nothing in the state records.
+      ValueError: the state has no ``TrajectoryState``.
     """
     state, size = _recorded("trajectory", opt_state)
     recorded = int(state.recorded)
@@ -153,23 +155,24 @@ def trajectory_basis(
 ) -> Basis:
     """Return the leading directions of the recorded snapshots.
 
-    The current ``params`` can be one more snapshot. A ``dim_reduce`` that begins at these params
-    needs that, and all directions but one: the span then contains what sets the params apart.
+    The current ``params`` can be one more snapshot. For a ``dim_reduce`` that begins at these
+    params pass them, and take all directions but one, so that the span contains their distance from
+    the mean.
 
     Args:
-      opt_state: any state that holds one of ``record_trajectory``.
+      opt_state: any state that contains a ``TrajectoryState``.
       n_components: number of directions, less than the number of snapshots.
-      params: added as the latest snapshot, instead of the oldest one.
+      params: the latest snapshot, which replaces the oldest snapshot.
       dtype: dtype of the components; ``None`` for f32 or wider.
-      complete: whether it is an error if the snapshots differ in fewer directions; with ``False``
-        the missing components are zero, as inside ``jit``.
+      complete: whether to raise an error if the snapshots differ in fewer directions; with
+        ``False`` the missing components are zero, as inside ``jit``.
 
     Returns:
-      The ``Basis`` that ``pca_basis`` of the same snapshots returns. Cost: that of ``pca_basis``; a
-      full buffer is copied only with ``params``. Inside ``jit`` the buffer must be full.
+      The ``Basis`` that ``pca_basis`` of the same snapshots returns. Cost: as ``pca_basis``;
+      ``params`` causes a copy of a full buffer. Inside ``jit`` the buffer must be full.
 
     Raises:
-      ValueError: nothing in the state records, or as ``pca_basis``.
+      ValueError: the state has no ``TrajectoryState``; errors of ``pca_basis``.
 
     Example:
       >>> import boostax, jax.numpy as jnp

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a boostax transformation as runnable laws, for ours and for yours.
+"""The contract of a boostax transformation as runnable laws, also for your own transformations.
 
-Each law says which promise of ``docs/contract.md`` it tests, and each promise names its laws there.
+Each law names the promise of ``docs/contract.md`` that it tests, and each promise lists its laws.
 The laws are in ``_single.py`` (one device; what Optax and Python do to any transformation),
 ``_mapped.py`` (replicas and sharded params) and ``_pairs.py`` (pairs of programs, drawn from a
 seed).
@@ -39,10 +39,10 @@ Those in ``PAIR_LAWS`` also take a seed, which draws the programs that they comp
 
 
 def laws_for(case: Case) -> dict[str, Law]:
-    """Return the laws that have a meaning for a case, by name.
+    """Return the laws that apply to a case, by name.
 
     A reduction has no laws on a single device. Laws about skipping need a transformation that
-    skips, and the law of residuals needs one that has residuals.
+    skips, and the law of residuals needs a transformation with residuals.
     """
     single = SINGLE_LAWS.keys() - INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}

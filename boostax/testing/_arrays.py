@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The params and gradients that laws use, and how they compare results."""
+"""The params and gradients that laws use, and comparisons of results."""
 
 import dataclasses
 import itertools
@@ -42,19 +42,19 @@ def example_params(dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
 
 
 def even_params() -> PyTree:
-    """Make params whose first dimension divides by eight devices."""
+    """Make params whose first dimension is a multiple of eight."""
     return {"w": _wave((16, 4), 1.0, jnp.float32), "b": _wave((8,), 2.0, jnp.float32)}
 
 
 def example_grads(params: PyTree, seed: int) -> PyTree:
-    """Make gradients of moderate size in the dtypes of the params; they differ by seed."""
+    """Make gradients of moderate size in the params' dtypes; each seed gives other gradients."""
     index = itertools.count()
     wave = lambda p: _wave(p.shape, 7.0 + seed + 0.3 * next(index), p.dtype)  # noqa: E731
     return jax.tree.map(wave, params)
 
 
 def draws(params: PyTree, count: int, first: int = 0) -> list[PyTree]:
-    """Make ``count`` gradients, with the seeds from ``first`` on."""
+    """Make ``count`` gradients with consecutive seeds from ``first`` on."""
     return [example_grads(params, first + i) for i in range(count)]
 
 
@@ -64,7 +64,7 @@ def _wave(shape: tuple[int, ...], phase: float, dtype: jax.typing.DTypeLike) -> 
 
 
 def poison(grads: PyTree, value: float, at: tuple[int, ...] | None = None) -> PyTree:
-    """Replace one element of the first leaf, by default its first one."""
+    """Replace one element of the first leaf, by default the first element."""
     leaves, treedef = jax.tree.flatten(grads)
     leaves[0] = leaves[0].at[at or (0,) * leaves[0].ndim].set(value)
     return jax.tree.unflatten(treedef, leaves)
@@ -78,7 +78,7 @@ def assert_same(left: PyTree, right: PyTree, what: str) -> None:
 
 
 def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6) -> None:
-    """Compare within a tolerance that compilation in another context explains."""
+    """Compare within a tolerance for compilation in another context."""
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=what)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases that laws test: a transformation, its properties, and steps with it."""
+"""The cases that laws test: a transformation, its properties, and training steps."""
 
 import dataclasses
 import functools
@@ -28,22 +28,22 @@ class Case:
 
     Attributes:
       name: its name in tests.
-      make: ``make(inner, axis_name)`` builds it around (or chains it before) the optimizer
-        ``inner``; ``axis_name`` is ``None`` on a single device.
-      reduces: it takes local gradients and reduces them itself.
-      own_params: each replica keeps its own params.
-      skips: it skips steps whose gradients have an element of ``bad``.
-      distributed: it has a meaning inside a mapped function.
-      by_shard: it treats each shard of a leaf as a leaf.
-      calls: calls per change of the params.
-      skip_calls: calls from a bad gradient to the decision to skip.
-      skip_view: the part of the state that a skip must not change by a bit.
+      make: ``make(inner, axis_name)`` builds the transformation around the optimizer ``inner``, or
+        chains it before ``inner``; ``axis_name`` is ``None`` on a single device.
+      reduces: whether it takes local gradients and reduces them.
+      own_params: whether each replica keeps its own params.
+      skips: whether it skips steps whose gradients contain a number of ``bad``.
+      distributed: whether it can be used inside a mapped function.
+      by_shard: whether it treats each shard of a leaf as a leaf.
+      calls: number of calls per change of the params.
+      skip_calls: number of calls from a bad gradient to the decision to skip.
+      skip_view: a function that returns the part of the state that a skip must keep bit for bit.
       scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, if it has several
         scales.
       bad_arguments: functions that must raise, each with a part of its message.
-      compresses: at every call it passes to ``inner`` the part of local gradients that a codec
-        sends, and keeps the rest in a residual.
-      bad: numbers that no step may apply; squares of the finite one overflow.
+      compresses: whether at every call it passes to ``inner`` the part of local gradients that a
+        codec sends, and keeps the rest in a residual.
+      bad: numbers that no step may apply; the square of the finite number overflows.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Case:
     def mapped(
         self, axis_name: AxisName, inner: Any = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Make the transformation for a mapped function, with a mean if it does not reduce."""
+        """Make the transformation for a mapped function; add a mean if it does not reduce."""
         inner = optimizer() if inner is None else inner
         if not self.reduces:
             inner = optax.chain(all_reduce(axis_name), inner)
@@ -76,7 +76,7 @@ class Case:
 
 
 def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation take the gradients that a test draws, as if they were scaled.
+    """Make a transformation accept a test's gradients as if they were scaled.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -113,13 +113,13 @@ def laws_in(names: dict[str, Any]) -> dict[str, Law]:
 
 
 def optimizer() -> optax.GradientTransformationExtraArgs:
-    """Make an optimizer with all that a skipped step must not change: moments, schedule, decay."""
+    """Make an optimizer with everything that a skip must not change: moments, schedule, decay."""
     rate = optax.linear_schedule(1e-1, 1e-3, 20)
     return optax.chain(optax.clip_by_global_norm(10.0), optax.adamw(rate, weight_decay=1e-2))
 
 
 def raises(fn: Callable[[], Any], *parts: str) -> None:
-    """Require an error whose message has these parts."""
+    """Require an error whose message contains these texts."""
     said = "nothing raised"
     try:
         fn()
@@ -132,7 +132,7 @@ def raises(fn: Callable[[], Any], *parts: str) -> None:
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     """Make a step of ``apply_gradients`` from params, state and gradients to params and state.
 
-    Inside a mapped function each replica may have params of its own, which stay marked.
+    Inside a mapped function, per-replica params stay in their ``PerReplica``.
     """
 
     def step(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
@@ -144,14 +144,14 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
 
 
 def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) -> Carry:
-    """Make the first params and state, as they are outside of a mapped function."""
+    """Make the first params and state, in their form outside of a mapped function."""
     params = arrays.even_params()
     carry = PerReplica(params) if case.own_params and replicas else params, tx.init(params)
     return carry if replicas is None else stack_replicas(carry, replicas)
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
-    """Take a step for each of these gradients."""
+    """Take a step with each of these gradients."""
     return functools.reduce(lambda carry, grad: step(*carry, grad), grads, carry)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of a loss: on every road to a mesh it trains as it does on one device."""
+"""The law of a loss: every way to train on a mesh gives the same result as one device."""
 
 import functools
 import importlib.util
@@ -27,23 +27,21 @@ _STEPS, _RATE = 2, 0.05
 def check_loss(
     loss_fn: Loss, params: PyTree, batch: PyTree, *, rtol: float = 1e-5, only: str = ""
 ) -> None:
-    """Check that a loss trains on every road to a mesh as it does on one device.
+    """Check that every way to train a loss on a mesh gives the same result as one device.
 
-    The roads: ``step``, ``FSDP``, ``ZeRO-1``, ``HSDP``, ``another axis``,
-    ``micro-batches``, ``own loop``,
-    ``explain``, ``audit``, and ``nnx.Optimizer`` where Flax is installed. Each takes two steps of
-    gradient descent over four devices.
+    The ways are ``step``, ``FSDP``, ``ZeRO-1``, ``HSDP``, ``another axis``, ``micro-batches``,
+    ``own loop``, ``explain``, ``audit``, and ``nnx.Optimizer`` if Flax is installed. Each takes two
+    steps of gradient descent over four devices.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the mean over the rows of the batch, or a dict of terms.
       params: tree of floating arrays.
-      batch: tree of arrays ``[rows, ...]``; eight must divide the rows.
-      rtol: relative tolerance of the losses, and of the params, relative to the largest element of
-        each.
-      only: the name of a single road to take; all roads if empty.
+      batch: tree of arrays ``[rows, ...]``; the number of rows is a multiple of eight.
+      rtol: relative tolerance of the losses, and of each param relative to its largest element.
+      only: the name of a single way to check; all ways if empty.
 
     Raises:
-      AssertionError: the name of a road on which training differs.
+      AssertionError: training differs; the message names the way.
 
     Example:
       >>> import boostax.testing, jax, jax.numpy as jnp
@@ -83,7 +81,7 @@ def _mesh(**sizes: int) -> Mesh:
 
 
 def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
-    """Return the spec of a param that is cut along its first dimension that the axis divides."""
+    """Return the spec that shards a param's first dimension that is a multiple of the axis size."""
     fits = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
     return PartitionSpec(*[None] * fits[0], axis) if fits else PartitionSpec()
 
@@ -141,7 +139,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
 
 def _read(loss_fn: Loss, params: PyTree, batch: PyTree, *, compiled: bool) -> None:
-    """Explain or audit a step; the road returns nothing to compare."""
+    """Explain or audit a step; there is no result to compare."""
     from boostax.inspect import audit, explain
 
     step = make_train_step(loss_fn, _reduced(), mesh=_mesh(data=4))

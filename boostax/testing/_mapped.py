@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of replicas, in mapped functions of every kind and on params that XLA shards."""
+"""Laws of replicas, in all kinds of mapped functions and on params that XLA shards."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ MODES = ("checked", "unchecked", "pmap", "vmap")
 
 
 def replica_grads(seed: int, replicas: int) -> PyTree:
-    """Draw different gradients for every replica, on a leading dimension."""
+    """Draw different gradients for every replica, stacked on a leading dimension."""
     return arrays.stack(arrays.draws(arrays.even_params(), replicas, 100 * seed))
 
 
@@ -65,13 +65,13 @@ def over_devices(
 def assert_like(
     case: Case, params: PyTree, stacked: PyTree, what: str, tolerance: float = 1e-6
 ) -> None:
-    """Compare params outside of a mapped function with those of every replica."""
+    """Compare params outside of a mapped function with every replica's params."""
     one = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
     arrays.assert_close(params.local if case.own_params else params, one, what, tolerance)
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
-    """Promise 6: bit-equal on all replicas; checking on, off, pmap and vmap agree.
+    """Promise 6: params are bit-equal on all replicas; checking on, off, pmap and vmap agree.
 
     Params that each replica keeps for itself need not be equal.
     """
@@ -107,13 +107,13 @@ def results_are_typed_equal(case: Case) -> None:
 
 
 def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
-    """Promise 7: one NaN on one replica skips the step on all, in every mode."""
+    """Promise 7: one NaN on one replica skips the step on all replicas, in every mode."""
     for mode in MODES:
         skips(case, functools.partial(run, case, mode), jax.device_count(), mode)
 
 
 def skips(case: Case, run: Callable[..., Carry], replicas: int, what: str) -> None:
-    """Require that a run with bad gradients on one replica ends as if they had never been."""
+    """Require that a run with bad gradients on one replica ends like a run without them."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     ruined = arrays.poison(replica_grads(99, replicas), jnp.nan)
     rest = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
@@ -123,7 +123,7 @@ def skips(case: Case, run: Callable[..., Carry], replicas: int, what: str) -> No
 
 
 def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
-    """Promise 5: all NaN on all replicas, a hundred times, in every mode: nothing moves."""
+    """Promise 5: a hundred steps of NaN on all replicas change nothing, in every mode."""
     tx, replicas = case.mapped(AXIS), jax.device_count()
     nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, replicas))
 
@@ -140,7 +140,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Promise 6: gradients that autodiff has already summed raise, and the error names the fix."""
+    """Promise 6: gradients that autodiff has summed raise an error that names the fix."""
     raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
@@ -150,7 +150,7 @@ def local_params_give_local_gradients(case: Case) -> None:
 
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
-    """Trace a step in a checked ``shard_map``, differentiating by ``prepare(params)``."""
+    """Trace a step in a checked ``shard_map``, with the gradient at ``prepare(params)``."""
     tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
@@ -165,7 +165,7 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
 
 
 def what_is_not_sent_waits(case: Case) -> None:
-    """Promise 15: the mean of gradients plus old residuals is the sent mean plus new residuals."""
+    """Promise 15: the mean of gradients and old residuals is the sent mean plus new residuals."""
     tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), arrays.even_params(), 4
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name=AXIS))
@@ -210,7 +210,7 @@ class Placed:
     Attributes:
       name: its common name.
       specs: the specs of the params.
-      mesh: its first axis is that of the replicas; there may be another one.
+      mesh: a mesh whose first axis is the replica axis; there may be a second axis.
       shard_optimizer: see ``on_mesh``.
     """
 
@@ -230,7 +230,7 @@ class Placed:
         return jax.tree.map(where, params, self.specs)
 
     def stack(self, stacked: PyTree) -> PerReplica:
-        """Place a stacked tree like the params on the mesh, each replica's part on its devices."""
+        """Place a stacked tree like the params, each replica's part on the replica's devices."""
         specs = {x: PartitionSpec(AXIS, *without(y, (AXIS,))) for x, y in self.specs.items()}
         return PerReplica(dataclasses.replace(self, specs=specs).place(stacked))
 
@@ -276,7 +276,7 @@ def run_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
 
 
 def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
-    """Train replicas by ``vmap`` with a named axis: with whole params, or shard by shard."""
+    """Train replicas by ``vmap`` with a named axis, with unsharded params or shard by shard."""
     count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
 
     def shard(index: int, tree: PyTree, before: int) -> PyTree:
@@ -293,12 +293,12 @@ def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
 
 
 def any_placement_means_the_same(case: Case) -> None:
-    """Promise 11: replicated, ZeRO, FSDP, HSDP and tensor parallel train as with whole params."""
+    """Promise 11: replicated, ZeRO, FSDP, HSDP and tensor parallel give the same results."""
     _means_the_same(case, AxisType.Auto)
 
 
 def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
-    """Promise 11: training is the same if JAX types every array by its sharding."""
+    """Promise 11: training gives the same results on an Explicit mesh."""
     _means_the_same(case, AxisType.Explicit)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of pairs of programs, drawn from a seed: two different programs with equal results."""
+"""Laws about two different programs with equal results, drawn from a seed."""
 
 import dataclasses
 import functools
@@ -33,8 +33,9 @@ class Setting:
 
     Attributes:
       case: the transformation.
-      rng: the generator of everything that is drawn.
-      replicas: ``None`` on one device, else their number under ``jax.vmap`` with a named axis.
+      rng: the generator of all random choices.
+      replicas: ``None`` on one device, else the number of replicas under ``jax.vmap`` with a named
+        axis.
     """
 
     case: Case
@@ -43,7 +44,7 @@ class Setting:
 
     @classmethod
     def of(cls, case: Case, seed: int) -> "Setting":
-        """Draw the setting: one device or replicas, always replicas if the case reduces."""
+        """Draw one device or several replicas; always replicas if the case reduces."""
         rng = np.random.default_rng(seed)
         replicas = int(rng.integers(2, 5)) if case.distributed else None
         return cls(case, rng, replicas if case.reduces or rng.random() < 0.3 else None)
@@ -54,30 +55,30 @@ class Setting:
         return None if self.replicas is None else AXIS
 
     def tx(self) -> optax.GradientTransformationExtraArgs:
-        """Make it around an optimizer that depends on the scale of gradients, unlike Adam."""
+        """Make the case around an optimizer that depends on the scale of gradients, unlike Adam."""
         rate = optax.linear_schedule(1e-1, 1e-3, 20)
         steep = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(rate, momentum=0.9))
         return self.case.single(steep) if self.axis is None else self.case.mapped(self.axis, steep)
 
     def grads(self, count: int) -> Grads:
-        """Draw the gradients of ``count`` calls in eighths, whose sums and halves are exact."""
+        """Draw gradients of ``count`` calls in eighths, whose sums and halves are exact."""
         lead = () if self.replicas is None else (self.replicas,)
         draw = lambda p: np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8  # noqa: E731
         whole = lambda p: jnp.asarray(draw(p), jnp.float32)  # noqa: E731
         return [jax.tree.map(whole, arrays.even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
-        """Replace one element, anywhere in the first leaf, by one of ``case.bad``."""
+        """Replace a random element of the first leaf by a number of ``case.bad``."""
         shape = jax.tree.leaves(grads)[0].shape
         at = tuple(int(self.rng.integers(size)) for size in shape)
         return arrays.poison(grads, self.case.bad[int(self.rng.integers(len(self.case.bad)))], at)
 
     def start(self, tx: optax.GradientTransformation) -> Carry:
-        """Make the first params and state, as they are outside of a mapped function."""
+        """Make the first params and state, in their form outside of a mapped function."""
         return _case.start(self.case, tx, self.replicas)
 
     def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
-        """Compile one call of it: ``step(params, state, grads)``."""
+        """Compile one call of the transformation, ``step(params, state, grads)``."""
 
         def one(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
             given = assume_scaled(self._scaled(grads, state), state)
@@ -90,7 +91,7 @@ class Setting:
         return jax.jit(jax.vmap(one, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS))
 
     def _scaled(self, grads: PyTree, state: PyTree) -> PyTree:
-        """Multiply gradients as a scaled loss would: exactly, by powers of two."""
+        """Multiply gradients by powers of two, as a scaled loss would."""
         if self.case.scaled is not None:
             return self.case.scaled(grads, state)
         product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
@@ -127,7 +128,7 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
 
 
 def scale_changes_nothing(case: Case, seed: int = 0) -> None:
-    """Promise 12: any power of two as scale, around it or in its scaler, gives the same params."""
+    """Promise 12: every power of two as loss scale gives the same params."""
     setting = Setting.of(case, seed)
     tx, grads = setting.tx(), setting.grads(2 * case.calls)
     scale = 2.0 ** int(setting.rng.integers(1, 16))
@@ -142,9 +143,9 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
-    """Promise 14: a window of micro-batches around it is one call with their mean gradient.
+    """Promise 14: a window of micro-batches gives the result of one call with the mean gradient.
 
-    It is not the sum, because the losses of micro-batches are means, like that of the big batch.
+    The mean is right because losses of micro-batches are means, like the loss of the big batch.
     """
     setting = Setting.of(case, seed)
     every = int(setting.rng.choice([2, 4]))
@@ -170,9 +171,9 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
-    """Promise 8: a run saved at any call, also in an open window, and loaded ends in the same bits.
+    """Promise 8: a run that is saved and loaded at any call, also in a window, ends bit-equal.
 
-    It is saved by pickle, and by Flax's bytes if Flax is installed.
+    The state is saved by pickle, and by Flax's serialization if Flax is installed.
     """
     setting = Setting.of(case, seed)
     tx, grads = setting.tx(), setting.grads(3 * case.calls)
@@ -191,7 +192,7 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: a state moved to a chain with one more wrapper and back is the same to the bit.
+    """Promise 8: a state that is migrated to a chain with one more wrapper and back is bit-equal.
 
     Training in the other chain is tested in tests/test_migrate.py.
     """
@@ -211,7 +212,7 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: a state moved to 2 or 4 times as many replicas and back is the same to the bit.
+    """Promise 8: a state that is resharded to 2 or 4 times as many replicas and back is bit-equal.
 
     The replicas are in one process and one placement; ``jax.device_put`` between placements is
     tested in tests/test_kill_placements.py.
@@ -223,7 +224,8 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
     there = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(there, 2), carry, "there and back")
-    # Training continues with more replicas. A state may hold an infinity, as a limit not yet known.
+    # Training continues with more replicas. A state may contain an infinity, such as an unset
+    # limit.
     params, on = follow(more.step(tx), there, more.grads(case.calls))
     floats = [x for x in jax.tree.leaves(on) if jnp.issubdtype(x.dtype, jnp.inexact)]
     assert norms.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"

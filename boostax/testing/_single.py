@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of one device, of arrays sharded under plain ``jit``, and of what Optax and Python do."""
+"""Laws on one device, on arrays sharded under plain ``jit``, and about Optax and Python."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ PyTree = Any
 
 
 def is_a_transformation_with_array_state(case: Case) -> None:
-    """Promise 1: ExtraArgs, NamedTuple state, jax arrays of strong dtype."""
+    """Promise 1: extra arguments are taken; the state is arrays with strong dtypes."""
     tx = case.make(optimizer(), None)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     state = tx.init(arrays.example_params())
@@ -44,7 +44,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
 
 
 def keeps_types_and_traces_once(case: Case) -> None:
-    """Promise 3: f16, bf16, f32, complex; state and updates keep their types; one trace."""
+    """Promise 3: f16, bf16, f32 and complex states and updates keep their types in one trace."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
         tx, params = case.single(optax.adam(1e-2)), arrays.example_params(dtype)
         start, traces = (params, tx.init(params)), list[Any]()
@@ -72,7 +72,7 @@ def works_in_float64(case: Case) -> None:
 
 
 def passes_masked_nodes(case: Case) -> None:
-    """Promise 3: MaskedNode leaves stay where they are."""
+    """Promise 3: ``optax.MaskedNode`` leaves are unchanged."""
     tx = case.single()
     params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
     updates: PyTree = tx.update(params, tx.init(params), params)[0]
@@ -92,7 +92,7 @@ def init_can_be_donated_at_once(case: Case) -> None:
 
 
 def works_in_every_optax_wrapper(case: Case) -> None:
-    """Promise 2: chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
+    """Promise 2: works in chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
     params = arrays.example_params()
     grads = arrays.draws(params, 2 * case.calls)
     alone, _ = steps(case.single(), params, grads)
@@ -142,7 +142,7 @@ def vmap_over_an_ensemble(case: Case) -> None:
 
 
 def meta_gradients_are_finite(case: Case) -> None:
-    """Promise 2: one can differentiate through a step."""
+    """Promise 2: a step can be differentiated."""
     tx, params = case.single(optax.sgd(0.1)), {"w": jnp.arange(3.0)}
 
     def after(grads: PyTree) -> jax.Array:
@@ -153,7 +153,7 @@ def meta_gradients_are_finite(case: Case) -> None:
 
 
 def sharded_arrays_under_plain_jit(case: Case) -> None:
-    """Promise 2: Auto and Explicit meshes; params and moments keep their sharding."""
+    """Promise 2: on Auto and Explicit meshes params and moments keep their sharding."""
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(kind,))
         sharding = NamedSharding(mesh, PartitionSpec("x"))
@@ -170,7 +170,7 @@ def sharded_arrays_under_plain_jit(case: Case) -> None:
 
 
 def metrics_are_flat_scalars(case: Case) -> None:
-    """Promise 10: named scalars, through any wrapper."""
+    """Promise 10: metrics are named scalars, through any wrapper."""
     state = optax.chain(case.make(optimizer(), None)).init(arrays.example_params())
     for name, value in metrics(state).items():
         assert isinstance(name, str) and value.shape == (), f"{name}: {value.shape}"
@@ -182,11 +182,11 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
         raises(build, part, "must", "got")
 
 
-# Laws of what Optax and Python do to any transformation.
+# Laws about operations of Optax and Python on any transformation.
 
 
 def survives_what_python_does_to_objects(case: Case) -> None:
-    """Promise 1: mapped, copied, pickled, rebuilt from its fields: the same program."""
+    """Promise 1: a mapped, copied, pickled or rebuilt transformation gives the same program."""
     tx, params = case.single(), arrays.even_params()
     grads = arrays.draws(params, case.calls)
     text = lambda tx: jax.jit(lambda p: train(tx, p, grads)).lower(params).as_text()  # noqa: E731
@@ -205,7 +205,7 @@ def survives_what_python_does_to_objects(case: Case) -> None:
 
 
 def updates_have_the_dtypes_of_the_params(case: Case) -> None:
-    """Promise 3: updates have the dtypes of the params, in wrappers with a ``where`` too."""
+    """Promise 3: updates have the dtypes of the params, also in wrappers with a ``where``."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         tx, params = case.single(), arrays.example_params(dtype)
         finite = optax.apply_if_finite(tx, 3)
@@ -225,7 +225,7 @@ def init_takes_shapes(case: Case) -> None:
 
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
-    """Promise 1: ``optax.tree.map_params`` goes through the state and leaves the rest alone."""
+    """Promise 1: ``optax.tree.map_params`` maps the state's param-like arrays and no others."""
     tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), arrays.even_params()
     state = tx.init(params)
     seen: list[Any] = []
@@ -235,7 +235,7 @@ def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
 
 
 def takes_trees_without_arrays(case: Case) -> None:
-    """Promise 3: an empty tree, ``None`` and Python numbers are trees like any other."""
+    """Promise 3: an empty tree, ``None`` and Python numbers are accepted as trees."""
     tx = case.single()
 
     def updated(params: PyTree) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train steps: the gradient function, applying gradients, the compiled step and its state."""
+"""Train steps: the gradient function, its application, the compiled step and its state."""
 
 from boostax._core.axes import local_params as local_params
 from boostax._core.late import late as _late

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update and apply in one call."""
+"""Update and apply in one call, so that a skipped step writes no params."""
 
 from typing import Any
 
@@ -19,21 +19,21 @@ def apply_gradients(
 ) -> tuple[types.Params, types.State]:
     """Run ``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
 
-    A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated
-    buffers the compilers for CPU, TPU v5e and H100 leave params where they are. A gate inside an
-    Optax wrapper such as ``optax.chain`` cannot be seen from here; then the function makes those
-    two calls.
+    A skipped step, or a micro-step inside an accumulation window, writes no params: with donated
+    buffers the compilers for CPU, TPU v5e and H100 leave params in place. A gate that is hidden
+    inside an Optax wrapper such as ``optax.chain`` is not found; then ``update`` and
+    ``apply_updates`` are called one after the other.
 
     Args:
-      tx: any Optax transformation; the gain is with boostax's gates outermost.
-      grads: gradients as ``tx`` needs them: scaled if it unscales, local if it reduces.
+      tx: any Optax transformation; only gates of boostax that are outermost skip without writing.
+      grads: gradients as ``tx`` needs them: scaled if ``tx`` unscales, local if ``tx`` reduces.
       opt_state: state of ``tx``.
       params: the params; a leaf without a gradient (``None``), such as a function in an Equinox
         module, is returned unchanged.
-      **extra_args: handed to ``tx.update``: ``weight=``, ``value=``, ...
+      **extra_args: passed to ``tx.update``: ``weight=``, ``value=``, ...
 
     Returns:
-      ``(params, opt_state)``, params in their own dtypes.
+      ``(params, opt_state)``; params keep their dtypes.
 
     Raises:
       ValueError: a ``weight`` for ``optax.MultiSteps``, which weighs all micro-steps alike.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A train step's programs: gradients, transformation and state in one, compiled and donated."""
+"""The compiled programs of a train step, which donate the state."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ from boostax.train.state import Placing, TrainState, metrics
 
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
-# Keywords that a step, or ``lower``, takes itself or hands to the loss from its state.
+# Keywords that a step or ``lower`` takes itself, or passes to the loss from the state.
 _OWN = ("active", "depth", "key", "model_state", "scales")
 
 
@@ -45,8 +45,8 @@ _OWN = ("active", "depth", "key", "model_state", "scales")
 class TrainStep:
     """The compiled step that ``make_train_step`` returns: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated: use the returned one. It is compiled once for each structure of the state
-    and for each set of types and shardings of the params.
+    The state is donated, so use the returned state. The step is compiled once for each structure of
+    the state and for each set of types and shardings of the params.
 
     Attributes:
       tx: the optimizer.
@@ -86,7 +86,7 @@ class TrainStep:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Return the depths of a ``scheduled_freeze`` for which a step was compiled so far."""
+        """Return the depths of ``scheduled_freeze`` for which a step is compiled."""
         keys = (key for programs in self._programs.values() for key in programs.compiled)
         return tuple(sorted({x for kind, x in keys if kind == "step" and x is not None}))
 
@@ -97,12 +97,12 @@ class TrainStep:
         """Make the first state, placed on the mesh.
 
         Args:
-          params: initial params; copied, so that donation never takes the caller's arrays. From
-            ``jax.ShapeDtypeStruct`` it makes a state of them, with shardings, to lower the step for
-            devices that are not attached (``boostax.inspect.target_devices``).
-          key: PRNG key handed to the loss as ``key=``, different at each call, micro-batch and
+          params: initial params; copied, so that donation never takes the caller's arrays. With
+            ``jax.ShapeDtypeStruct`` the result is a state of types with shardings, to lower the
+            step for devices that are not present (``boostax.inspect.target_devices``).
+          key: PRNG key from which the loss gets ``key=``, different at each call, micro-batch and
             replica.
-          model_state: handed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
+          model_state: passed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
 
         Returns:
           A ``TrainState``.
@@ -131,7 +131,7 @@ class TrainStep:
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
-        """Return the sharding of each leaf of a state, with which a checkpoint restores it."""
+        """Return the sharding of each leaf of a state, for restoring a checkpoint."""
         if self.placing is None:
             where = jax.tree.map(lambda x: x.sharding, state)
         else:
@@ -142,24 +142,25 @@ class TrainStep:
     def __call__(
         self, state: TrainState[types.Params], batch: PyTree, **given: PyTree
     ) -> tuple[TrainState[types.Params], dict[str, jax.Array]]:
-        """Take a whole step, or a micro-step of an ``accumulate`` window.
+        """Take an optimizer step, or a micro-step of an ``accumulate`` window.
 
         Args:
-          state: from ``init`` or the last call; donated.
+          state: the state from ``init`` or the last call; donated.
           batch: tree of arrays whose first dimension is the global batch; on a mesh of several
-            processes the rows that belong to this one (see ``rows``).
-          **given: keywords of the loss for what belongs to the call and not to its rows, such as
-            ``beta=0.1``: arrays, numbers, or trees of them, equal in all processes. Each
-            micro-batch and replica gets them whole. They are traced, a number as an array of its
-            default dtype, so a new value compiles nothing.
+            processes, this process's rows (see ``rows``).
+          **given: keyword arguments of the loss that are not split by rows, such as ``beta=0.1``:
+            arrays, numbers, or trees of them, equal in all processes. Each micro-batch and replica
+            gets the same values. They are traced, a number as an array of its default dtype, so a
+            new value causes no recompilation.
 
         Returns:
-          The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
-          the params changed), ``boostax.metrics(opt_state)``, ``Aux.metrics`` and ``means``.
+          The new state and a dict of scalars: ``loss`` (unscaled, the mean over all rows),
+          ``applied`` (whether the params changed), ``boostax.metrics(opt_state)``, ``Aux.metrics``
+          and ``Aux.means``.
 
         Raises:
-          ValueError, TypeError: rows that do not divide; a keyword that the loss does not take, one
-            that the step uses itself, or one that is no array.
+          ValueError, TypeError: a number of rows that does not divide; a keyword that the loss does
+            not take, that the step uses itself, or that is not an array.
 
         Example:
           >>> import boostax, jax.numpy as jnp, optax
@@ -191,7 +192,7 @@ class TrainStep:
     def jitted(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> tuple[Any, tuple[TrainState, PyTree, PyTree]]:
-        """Return the ``jax.jit`` function of a call, at a depth, and its arguments."""
+        """Return the ``jax.jit`` function for a call at a depth, and the function's arguments."""
         with mismatch.explaining(self._explain, state, batch):
             depth = self._coming(state) if depth is None else depth
             programs = self._of(state)
@@ -201,7 +202,7 @@ class TrainStep:
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> jax.stages.Lowered:
-        """Lower the program, also from shapes alone, for its text, memory and cost."""
+        """Lower the program, also from shapes, to read its text, memory and cost."""
         with mismatch.explaining(self._explain, state, batch):
             program, args = self.jitted(state, batch, depth=depth, **given)
             return program.lower(*args)
@@ -209,7 +210,7 @@ class TrainStep:
     def jaxpr(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
     ) -> Any:
-        """Trace the program, for counts of collectives and bytes."""
+        """Trace the program, to count collectives and bytes."""
         with mismatch.explaining(self._explain, state, batch):
             program, args = self.jitted(state, batch, depth=depth, **given)
             return jax.make_jaxpr(program)(*args)
@@ -219,9 +220,9 @@ class TrainStep:
         return _mean_of_replicas(state.params) if is_per_replica(state.params) else state.params
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
-        """Return the rows of a global batch of ``size`` that this process hands to the step.
+        """Return the rows of a global batch of ``size`` that this process passes to the step.
 
-        Rows are ascending. These are all rows unless the mesh spans several processes.
+        The row numbers are ascending, and are all rows unless the mesh spans several processes.
         """
         here = self.placing
         return np.arange(size) if here is None else own_rows(here.rows_sharding, size)
@@ -259,8 +260,8 @@ class TrainStep:
     def _coming(self, state: TrainState) -> int | None:
         """Return the depth of the next call without advancing the schedule.
 
-        ``None`` if the program reads it from the state. The end of a schedule does not raise here,
-        because an open window may still have to be flushed.
+        The result is ``None`` if the program reads the depth from the state. The end of a schedule
+        does not raise here, because an open window may still have to be flushed.
         """
         if not self._varies_on_host(state):
             return None
@@ -271,9 +272,9 @@ class TrainStep:
         return int(coming)
 
     def _require_fit(self, state: TrainState) -> None:
-        """Refuse an optimizer state of other params, which could broadcast unnoticed."""
+        """Refuse an optimizer state of other params, which could silently broadcast."""
         wanted = jax.eval_shape(self._stacked, local_types(state.params))
-        hint = "It is of other params: step.init makes one."
+        hint = "It belongs to other params: use step.init."
         trees.require_shapes("TrainStep", "opt_state", state.opt_state, wanted, hint)
 
     def _stacked(self, params: PyTree) -> PyTree:
@@ -281,7 +282,7 @@ class TrainStep:
         return stack_replicas(self._unplaced(params, None, None).opt_state, self.replicas)
 
     def _explain(self, state: Any, batch: PyTree = ()) -> None:
-        """Refuse a state that this step did not make, and arguments in another order."""
+        """Refuse a state of another step, and swapped arguments."""
         who, call = "TrainStep", "step(state, batch)"
         mismatch.require_order(who, call, batch=batch, state=state)
         fits, hint = hasattr(state, "opt_state"), "step.init(params) makes, and restores, one."
@@ -295,9 +296,9 @@ class TrainStep:
 
 
 class Programs:
-    """The programs of a step for states of one structure, and the part of a state for each program.
+    """The programs of a step for one structure of the state, and each program's part of a state.
 
-    Every array that a call passes costs host time, even if unused, so moments of frozen params are
+    Every argument array costs host time per call, even if unused, so moments of frozen params are
     not passed.
 
     Attributes:
@@ -322,7 +323,7 @@ class Programs:
             self.coming = self._variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
-        """Return the positions in a state of the leaves that a program for this depth receives."""
+        """Return the positions of the state leaves that the program for this depth receives."""
         if depth not in self._parts:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
@@ -341,7 +342,7 @@ class Programs:
             if self._placement is not None:
                 where = self.part(depth).take(self._where)
             elif self._kept is not None:
-                # XLA would give params the sharding of a state that users shard themselves.
+                # Otherwise XLA would give params the sharding of a state that the user has sharded.
                 where = TrainState(None, self._kept, None, None, None)
             where = (where, None) if kind == "step" else where
             checked = functools.partial(self._checked, kind, depth)
@@ -374,7 +375,7 @@ class Programs:
         seen = self._gathering(params, opt_state)
         (loss, aux), grads = self._oracle.with_aux(seen(params), opt_state, batch, active, given)
         aux = as_aux(aux)
-        # This is for line searches; without one it is not called and not compiled.
+        # Only line searches call this function; otherwise it is not compiled.
         loss_at, wanted = self._oracle.loss_at(batch, **given), asked(step.tx)
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
@@ -389,7 +390,8 @@ class Programs:
         params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
-            # An overflow in the forward pass reaches statistics of the model before any gradient.
+            # An overflow in the forward pass affects the model's statistics even if gradients are
+            # skipped.
             keep = outermost_passed(opt_state) & all_finite(aux.model_state)
             choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
             model_state = jax.tree.map(choose, aux.model_state, model_state)
@@ -404,10 +406,10 @@ class Programs:
         return new_state, given_by_loss | reported
 
     def _gathering(self, params: PyTree, opt_state: PyTree) -> Callable[[PyTree], PyTree]:
-        """Return the function from params to those that the loss gets."""
+        """Return the function from the stored params to the params that the loss gets."""
         if self._step.gather is None:
             return lambda params: params
-        # A carried leaf is not a weight, so its history is not rounded.
+        # A carried leaf is not a weight, so it is not rounded.
         exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
         exact = exact | dict.fromkeys(self._oracle.gathers(params))
         return gathering("make_train_step", self._step.gather, self._placement, exact)
@@ -422,9 +424,9 @@ def _mean_gradient(grads: PyTree) -> PyTree:
 
 
 def _placed(params: PyTree) -> PyTree | None:
-    """Return the shardings of params that the user has placed on a mesh."""
+    """Return the shardings of params that the user placed on a mesh."""
     leaves = jax.tree.leaves(params)
-    # Inside another program params are traced, and their sharding may be a type's alone.
+    # Inside another program params are traced, and may have a sharding only as part of the type.
     known = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
     here = known and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
     return jax.tree.map(lambda x: x.sharding, params) if here else None
@@ -432,12 +434,12 @@ def _placed(params: PyTree) -> PyTree | None:
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
-    # In this form the mean of equal params is exact.
+    # In this form the mean of bit-equal params is exact.
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
 
 
 def _strong(path: Any, x: Any) -> Any:
-    """Return an array of a call in a strong dtype, so that a number and an array trace once."""
+    """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
     fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
@@ -447,6 +449,6 @@ def _strong(path: Any, x: Any) -> Any:
 
 
 def _own(x: Any) -> jax.Array:
-    """Copy an array, so that it can be donated, in a strong dtype, so that a step traces once."""
+    """Copy an array for donation, in a strong dtype, so that a step is traced once."""
     copy = jnp.array(x, copy=True)
     return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gathers of sharded params in fewer bits than their owners keep."""
+"""All-gathers of sharded params in a lower precision than the stored shards."""
 
 import functools
 import math
@@ -24,29 +24,30 @@ _WHO = "gather_params"
 def gather_params(
     params: types.Params, dtype: Gather, *, axis_name: axes.AxisName
 ) -> Callable[[types.Params], types.Params]:
-    r"""All-gather sharded params (FSDP) in bf16 or int8; their owners keep them exact.
+    r"""All-gather sharded params (FSDP) in bf16 or int8, while the shards stay exact.
 
-    The loss and its gradient see :math:`Q(w)`, the optimizer updates :math:`w`, so roundings do not
-    add up. With ``"int8"`` each block of at least 128 elements of a shard has its own scale,
-    :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127` of the block, rounded to
-    the nearest; an element that is not finite makes its block NaN. Params that are not sharded over
-    the replica axes, and leaves that are not floating arrays, are returned unchanged.
+    The loss and its gradient use :math:`Q(w)` and the optimizer updates :math:`w`, so rounding
+    errors do not accumulate. With ``"int8"`` each block of at least 128 elements of a shard has its
+    own scale, :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127` over the
+    block, rounded to nearest; an element that is not finite makes its block NaN. Params that are
+    not sharded over the replica axes, and leaves that are not floating arrays, are returned
+    unchanged.
 
-    For plain ``jit``, where params are global arrays; ``make_train_step(gather=)`` calls it itself.
+    Use it in plain ``jit``, where params are global arrays; ``make_train_step(gather=)`` calls it
+    for you.
 
     Args:
-      params: as in ``on_mesh``: only mesh and shardings are read.
+      params: as in ``on_mesh``; only mesh and shardings are read.
       dtype: ``"bfloat16"`` or ``"int8"``.
       axis_name: the replica axis, or axes, over which the batch is split.
 
     Returns:
-      A function from params to params that are whole over the replica axes, for
+      A function from params to params that are replicated over the replica axes, for
       ``boostax.value_and_grad(mesh=)``. Cost: one all-gather per sharded leaf, of 2 bytes an
-      element, or of 1 byte an element and an f32 per block; a copy of the whole params.
+      element, or of 1 byte an element and an f32 per block; a copy of the gathered params.
 
     Raises:
-      ValueError, TypeError: an argument out of range; params none of which is sharded over the
-        replica axes.
+      ValueError, TypeError: an argument out of range; no param is sharded over the replica axes.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -60,7 +61,7 @@ def gather_params(
       True
 
     References:
-      Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023 (weights gathered in int8 by
+      Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023 (all-gathers of weights in int8
       blocks).
     """
     return gathering(_WHO, dtype, placement_of(_WHO, params, axis_name))
@@ -69,8 +70,8 @@ def gather_params(
 def gathering(
     who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
-    """Return ``gather_params`` of a known placement; leaves named in ``exact`` are left out."""
-    checks.choice(who, "dtype", dtype, Gather, "Leave it out for whole elements.")
+    """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
+    checks.choice(who, "dtype", dtype, Gather, "Leave it out for full precision.")
     cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
@@ -100,7 +101,7 @@ def gathering(
 
 
 def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather) -> jax.Array:
-    """Return an array that is whole over the replica axes, sent in the bits of ``dtype``."""
+    """Return an array gathered over the replica axes in ``dtype``."""
     entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
     names = [each if isinstance(each, tuple) else (each,) if each else () for each in entries]
     shards = [math.prod(place.mesh.shape[name] for name in each) for each in names]
@@ -119,16 +120,17 @@ def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather
 def rounded(
     x: jax.Array, shards: Sequence[int], dtype: Gather, travel: Callable[..., Any] = lambda x: x
 ) -> jax.Array:
-    """Return an array as it arrives from ``shards`` shards along each dimension.
+    """Return an array as received from ``shards`` shards along each dimension.
 
     The function ``travel`` sends its argument: ``x`` in bf16, or codes and scales of shape
     ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
-        # XLA may drop a pair of conversions and gather in the wide dtype; it keeps this rounding.
+        # XLA may remove a pair of conversions and gather in the wide dtype, but it keeps this
+        # rounding.
         low = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return travel(low.astype(jnp.bfloat16)).astype(x.dtype)
-    # Shape ``[*shards, *shard]``, so that no block spans two shards.
+    # The shape is ``[*shards, *shard]``, so that no block spans two shards.
     sizes = [size for n, shard in zip(x.shape, shards, strict=True) for size in (shard, n // shard)]
     there = (*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
     back = tuple(there.index(dim) for dim in range(2 * x.ndim))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient function of a step whose loss scans layers: what happens in the backward loop.
+"""The gradient function of a step whose loss scans layers, with work in the backward loop.
 
-A stack's gradients are added up in the loop, whole or in the shards of its params, or its optimizer
-runs there. See ``boostax.train.layers`` for the loop, and ``boostax.train.stacks`` for the stacks.
+The loop sums a stack's gradients, unsharded or in the shards of the params, or runs the stack's
+optimizer. See ``boostax.train.layers`` for the loop, and ``boostax.train.stacks`` for the stacks.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class LayeredOracle(Oracle):
     plan: Any = None
 
     def placed(self, types: PyTree, place: Placement | None, wire: str | None) -> "LayeredOracle":
-        """Return it for params of these types at their place."""
+        """Return the gradient function for params of these types and this placement."""
         self.plan.layers.require_stacked(types)
         plan = dataclasses.replace(self.plan, types=types, place=place, wire=wire)
         plan.cuts  # noqa: B018, it refuses layers that are sharded along their number
@@ -75,7 +75,7 @@ class LayeredOracle(Oracle):
         return (params, states), (plan.layers.joined(of_head, of_stacks), of_states)
 
     def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
-        """Return the specs of what a ``Swept`` has besides local gradients."""
+        """Return the specs of a ``Swept``'s fields besides local gradients."""
         layers: Layers = self.plan.layers
         if layers.once:
             return ()
@@ -99,23 +99,23 @@ class LayeredOracle(Oracle):
 
     @property
     def reads(self) -> bool:
-        """Return whether the loss is read before it is differentiated."""
+        """Return whether the loss's program is read before differentiation."""
         return True
 
     def judge(self, program: Any, trained: PyTree) -> None:
-        """Refuse a loss that uses the layers in another way than by the scan that runs them."""
+        """Refuse a loss that uses the layers' params outside of ``scan_layers``."""
         if self.mesh is not None:
             super().judge(program, trained)
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(trained))
         require_scanned(program, [self.plan.layers.stack_of(path) is not None for path in paths])
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that it gathers itself."""
+        """Return the names of the params that this function gathers itself."""
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
         return tuple(trees.path_name(path) for path in paths if self.plan.layers.stack_of(path))
 
     def shardings(self, state: PyTree, where: PyTree) -> PyTree:
-        """Return the shardings of a state, with those of the layers' in the host's memory."""
+        """Return the shardings of a state; the layers' state may be in host memory."""
         if not self.plan.layers.host:
             return where
 
@@ -128,7 +128,7 @@ class LayeredOracle(Oracle):
         return jax.tree.map(hosted, state, where, is_leaf=lambda x: isinstance(x, LayersState))
 
     def settled(self, state: PyTree) -> PyTree:
-        """Return a step's first state where it belongs."""
+        """Return a step's first state, placed in device or host memory."""
         if not self.plan.layers.host:
             return state
         here = SingleDeviceSharding(jax.devices()[0])
@@ -152,8 +152,8 @@ class _Sweep:
 
     Attributes:
       oracle: the gradient function.
-      given: the params of the stacks, as the device holds them.
-      states: for ``release`` the states of their layers.
+      given: the params of the stacks, as stored on the device.
+      states: with ``release``, the states of the stacks' layers.
       batch: the batch of this replica.
     """
 
@@ -179,7 +179,7 @@ class _Sweep:
 
     @functools.cached_property
     def stacks(self) -> Stacks:
-        """The params that the loop reads: shards, or what is gathered once."""
+        """The params that the loop reads: shards, or params that are gathered once."""
         once, sent_ = self.plan.layers.once, self.plan.sent
         return {k: sent_(k, x, True) if once else x for k, x in self.given.items()}
 
@@ -192,9 +192,9 @@ class _Sweep:
     def run(
         self, head: PyTree, given: dict[str, Any], scale: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], Swept]:
-        """Return loss, aux and gradients; those of ``once`` are local like the head's."""
+        """Return loss, aux and gradients; with ``once`` the stacks' gradients are local."""
         names, layers, oracle = self.plan.names, self.plan.layers, self.oracle
-        # The loss gets zeros in the place of the layers.
+        # The loss gets zeros in place of the layers.
         shown = layers.joined(head, jax.tree.map(_zeros, self.plan.stacks))
         how: Any = {"accumulator_dtype": oracle.accumulator_dtype}
         how["more"] = {"threaded": (self.sinks(), jnp.asarray(True))}
@@ -212,7 +212,7 @@ class _Sweep:
         if layers.once:
             return (loss, aux), Swept(grads)
         if not layers.release:
-            # The mean over the replicas of the weights divides the mean of what they weigh.
+            # The mean of the weighted sums over the replicas is divided by the mean of the weights.
             total = self.slices if weight is None else weight
             sums = {k: _mean(x, total) for k, x in sinks.items()}
             return (loss, aux), Swept(grads, layers.joined(masked(head), sums))
@@ -223,20 +223,20 @@ class _Sweep:
         return (loss, aux), Swept(grads, done=done)
 
     def sinks(self) -> dict[str, PyTree]:
-        """Return what the backward loop begins with."""
+        """Return the initial sinks of the backward loop."""
         if not self.plan.layers.release:
             dtype = self.oracle.accumulator_dtype
             return {k: trees.buffers(x, dtype) for k, x in self.stacks.items()}
         found: dict[str, PyTree] = {}
         for name, leaves in self.stacks.items():
             bits, none = sent(self.states[name]), jnp.zeros(len(leaves[0]), jnp.float32)
-            # A step's argument is typed as the device's, wherever it is.
+            # A step's argument has a device type, even if it is in host memory.
             bits = moved(bits, jax.memory.Space.Host, self.away(name))
             found[name] = Sink(leaves, bits, none)
         return found
 
     def away(self, name: str) -> list[bool]:
-        """Return for each array of a layer's state whether it is in the host's memory."""
+        """Return for each array of a layer's state whether it is in host memory."""
         return [self.plan.layers.host and _away(x) for x in jax.tree.leaves(self.types[name])]
 
     def evaluate(
@@ -250,7 +250,7 @@ class _Sweep:
         threaded: tuple[dict[str, PyTree], jax.Array],
         **given: Any,
     ) -> tuple[tuple[jax.Array, PyTree], PyTree, Any]:
-        """Return loss, aux and the head's gradient of one micro-batch, and the sinks after it."""
+        """Return loss, aux and other params' gradient of one micro-batch, and the new sinks."""
         oracle, layers, (sinks, finite) = self.oracle, self.plan.layers, threaded
         factor = self.factor(params, rows, given)
         head, shown = layers.split(params)
@@ -266,7 +266,7 @@ class _Sweep:
             value, pull, (loss, aux) = jax.vjp(scaled_loss, head, sinks, has_aux=True)
         seed = jnp.ones_like(value)
         if layers.release:
-            # A replica without items has no say; without any the step is held.
+            # A replica without items is ignored; if no replica has items, the step is held.
             counted = jnp.asarray(True) if factor is None else factor > 0
             finite = axes.agree(jnp.isfinite(value) | ~counted, self.plan.names)
             finite &= ~axes.agree(~counted, self.plan.names)
@@ -278,10 +278,10 @@ class _Sweep:
         return (loss, aux), grads, (sinks, finite)
 
     def factor(self, params: PyTree, rows: PyTree, given: dict[str, Any]) -> jax.Array | None:
-        """Return the weight of a micro-batch's gradients in the loop; ``None`` if all are alike.
+        """Return the weight of a micro-batch's gradients in the loop; ``None`` for equal weights.
 
-        It is known before the pass that needs it: XLA removes from this one what only the loss
-        needs.
+        The weight must be known before the backward pass, so the loss is evaluated once more; XLA
+        removes all but the weight.
         """
 
         def weight(params: PyTree, rows: PyTree) -> Any:
@@ -298,7 +298,7 @@ class _Sweep:
         return local * self.replicas / jnp.where(total > 0, total, 1)
 
     def traced(self, sinks: Any, factor: Any) -> Run:
-        """Return the stacks of a trace of the loss; without sinks, of a forward pass alone."""
+        """Return the stacks for a trace of the loss; without sinks, for a forward pass."""
         plan, policy = self.plan, self.plan.policy
         cast = None
         if policy is not None and policy.only_matmuls:
@@ -339,16 +339,16 @@ def _mean(sums: Arrays, weight: Any) -> Arrays:
 
 
 def _weighed(g: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Return a gradient times its weight; 0 without items, of which a mean is 0/0."""
+    """Return a gradient times its weight; 0 without items, because their mean is 0/0."""
     if factor is None:
         return g
     return jnp.where(factor == 0, 0, g.astype(trees.wide_dtype(g)) * factor)
 
 
 def _away(x: Any, rank: int = 1) -> bool:
-    """Return whether an array of a state can be kept in the host's memory.
+    """Return whether an array of a state can be kept in host memory.
 
-    Integers travel as other numbers, which a device computes, and counts are scalars of a layer.
+    Integers and per-layer scalars stay on the device, because the scan converts integers to floats.
     """
     return trees.is_inexact(x.dtype) and x.ndim >= rank
 
@@ -358,7 +358,7 @@ def _zeros(x: Any) -> jax.Array:
 
 
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
-    """Return a gradient function that runs layers, for params that it is not told yet."""
+    """Return a gradient function that runs layers; its params are set later by ``placed``."""
     hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
     fits = oracle.count == 1 or not plan.layers.release
     checks.require(_WHO, "microbatches", oracle.count, "1 with release=True", fits, hint)
@@ -368,24 +368,25 @@ def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
         return oracle.loss_fn(showing(trees.restored(params)), *args, **kwargs)
 
     fields = {x.name: getattr(oracle, x.name) for x in dataclasses.fields(oracle)}
-    # The policy casts what the loss is shown, so its leaves are noted behind it.
+    # The loss gets the leaves that the policy has cast, so these leaves are noted.
     fields["computed"] = of_model if policy is None else policy.compute(of_model)
     return LayeredOracle(**fields, plan=dataclasses.replace(plan, policy=policy))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayeredUpdate(gate.GatedUpdate):
-    """The ``update`` of an optimizer on a mesh, which knows how its layers run.
+    """The ``update`` of an optimizer on a mesh, with the plan of its layers.
 
     Attributes:
-      around: returns a gradient function that runs them, from a plain one and its policy.
+      around: returns a gradient function that runs the layers, from a plain gradient function and
+        its policy.
     """
 
     around: Callable[[Oracle, Policy | None], Oracle]
 
 
 def on_place(update: Any, plan: Plan, types: PyTree, place: Placement) -> LayeredUpdate:
-    """Return the ``update`` of an optimizer on a mesh for params of these types at their place."""
+    """Return the ``update`` of an optimizer on a mesh, for params of these types and placement."""
     hint = "boostax.make_train_step(layers=) returns a state that is in the host's memory."
     checks.require(_WHO, "host", True, "False in on_mesh", not plan.layers.host, hint)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scan over stacked layers whose backward loop does more than collect gradients.
+"""A scan over stacked layers that reduces gradients, or runs the optimizer, in its backward loop.
 
-Only the loss has the loop over layers, and in its backward pass a layer's gradient exists before
-that of the next. So what a step wants to do layer by layer happens there: gather the layer's
-weights, reduce its gradient, add it to a sum, or run the optimizer.
+The loss contains the loop over layers, and its backward loop computes one layer's gradient at a
+time. So work per layer happens there: gather the layer's weights, reduce its gradient, add the
+gradient to a sum, or run the optimizer.
 
 The scan is a ``jax.custom_vjp``. Its *sink* is a tree with a slice for each layer: sums of
-gradients, or params and optimizer state. The backward loop carries the sink and updates a slice in
-place, and the cotangent of the sink *is its new value*. The gradients of all layers never exist
-together.
+gradients, or params and optimizer state. The backward loop carries the sink and updates one slice
+at a time in place, and the cotangent of the sink *is its new value*. So the gradients of all layers
+never exist together.
 """
 
 import contextvars
@@ -25,10 +25,11 @@ from boostax._core import checks, interpret, trees
 
 PyTree = Any
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-# The same with the weights of a layer apart from what else is scanned.
+# The same body with a layer's weights and other scanned values as two arguments.
 Layer = Callable[[PyTree, list[jax.Array], list[Any]], tuple[PyTree, PyTree]]
 _WHO = "scan_layers"
-# A cotangent is a float, so integers, bools and keys travel as the bits of floats of their size.
+# A cotangent must be a float, so integers, bools and keys are passed as the bits of floats of equal
+# size.
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 _RUN: contextvars.ContextVar["Run | None"] = contextvars.ContextVar("run", default=None)
 
@@ -38,24 +39,25 @@ def scan_layers(
 ) -> tuple[PyTree, PyTree]:
     """Scan over stacked layers like ``jax.lax.scan``, for a step with ``layers=``.
 
-    Write it in the place of ``lax.scan`` in the loss. By itself it is ``lax.scan``. In a step with
-    ``make_train_step(layers=...)`` it gathers the weights of each layer, reduces its gradient or
-    runs its optimizer in the backward loop: see ``boostax.train.Layers``. Then the forward pass
-    keeps only what ``body`` carries, and the backward pass computes each layer again.
+    Use it in place of ``lax.scan`` in the loss; elsewhere it behaves like ``lax.scan``. In a step
+    with ``make_train_step(layers=...)`` it gathers each layer's weights, and in the backward loop
+    reduces the layer's gradient or runs the layer's optimizer; see ``boostax.train.Layers``. The
+    forward pass then stores only the carry of ``body``, and the backward pass computes each layer
+    again.
 
     Args:
-      body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Casts of the weights belong here.
+      body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Cast weights inside ``body``.
       init: the first carry.
-      xs: the params of the stacked layers, themselves: each leaf ``[layers, ...]``; beside them, in
-        one tree, anything else that is scanned, such as keys of dropout.
-      remat: scan ``jax.checkpoint(body)`` where no step runs the layers.
+      xs: the unmodified params of the stacked layers, each leaf ``[layers, ...]``; or a tree of
+        these params and other scanned values, such as dropout keys.
+      remat: whether to scan ``jax.checkpoint(body)`` outside of such a step.
 
     Returns:
       ``(carry, ys)`` as ``lax.scan`` does.
 
     Raises:
-      ValueError: within a step with ``layers=``: some layers of a stack are missing, or the stack
-        was scanned before in this loss, or under ``jax.vmap``.
+      ValueError: in a step with ``layers=``, some params of a stack are missing, the stack is
+        scanned twice, or the scan is under ``jax.vmap``.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -76,8 +78,8 @@ class Sink(NamedTuple):
 
     Attributes:
       params: the params of the layers.
-      bits: the state of their optimizer, ``sent``.
-      skipped: f32, how often each was skipped in this call.
+      bits: the optimizer state of the layers, converted by ``sent``.
+      skipped: f32, how often each layer was skipped in this call.
     """
 
     params: list[jax.Array]
@@ -90,16 +92,17 @@ class Stack:
     """A stack of layers in one trace of a loss.
 
     Attributes:
-      name: its path in the params.
-      weights: its params, as the device holds them.
-      read: ``read(weights)`` of a layer returns its weights as ``body`` gets them.
-      sink: see the module; a ``Sink`` has the params in it. ``()`` in a forward pass alone.
-      update: ``update(sink, gradient, finite)`` of a layer returns its new sink; ``finite`` says
-        whether the cotangent of what the layers return is finite.
-      host: for each array of the state in the sink, whether it is in the host's memory; or ``()``.
-      wrap: what is done to the body, or ``None``.
-      shown: the leaves that the loss was shown in the place of the params; it may not use them.
-      scanned: whether the loss has scanned it.
+      name: the path of the stack in the params.
+      weights: the stack's params, as stored on the device.
+      read: ``read(weights)`` returns a layer's weights as ``body`` gets them.
+      sink: see the module; a ``Sink`` contains the params. ``()`` for a forward pass only.
+      update: ``update(sink, gradient, finite)`` returns a layer's new sink; ``finite`` is whether
+        the cotangent of the layers' results is finite.
+      host: for each array of the state in the sink, whether it is in host memory; or ``()``.
+      wrap: a transformation of the body, such as a policy's, or ``None``.
+      shown: the leaves that the loss gets in place of the stack's params, which it may only pass to
+        the scan.
+      scanned: whether the loss has scanned the stack.
     """
 
     name: str
@@ -113,7 +116,7 @@ class Stack:
     scanned: bool = False
 
     def scan(self, body: Body, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-        """Do the work of ``scan_layers``."""
+        """Run ``scan_layers`` for this stack."""
         leaves, treedef = jax.tree.flatten(xs)
         mine = {id(x): i for i, x in enumerate(self.shown)}
         order = [mine.get(id(x)) for x in leaves]
@@ -147,7 +150,7 @@ class Run:
     stacks: list[Stack]
 
     def show(self, params: PyTree) -> PyTree:
-        """Note the leaves that stand for the stacks in the params that the loss gets."""
+        """Note the leaves that represent the stacks in the params that the loss gets."""
         named = [(name, x) for name, x in trees.named(params)]
         for stack in self.stacks:
             stack.shown = [x for name, x in named if inside(name, stack.name)]
@@ -155,7 +158,7 @@ class Run:
         return params
 
     def found(self, xs: PyTree) -> Stack | None:
-        """Return the stack of which ``xs`` has a leaf."""
+        """Return the stack that has a leaf in ``xs``."""
         leaves = {id(x) for x in jax.tree.leaves(xs)}
         own = (x for x in self.stacks if any(id(leaf) in leaves for leaf in x.shown))
         return next(own, None)
@@ -170,11 +173,11 @@ class Run:
 
 
 def require_scanned(program: Any, shown: Sequence[bool]) -> None:
-    """Refuse a loss that does not scan a stack that a step runs, or uses its params besides.
+    """Refuse a loss that does not scan a stack, or that also uses the stack's params elsewhere.
 
     Args:
-      program: the loss, of params.
-      shown: for each of its inputs, whether it stands for a param of a stack.
+      program: the loss as a function of the params.
+      shown: for each input of the program, whether it represents a param of a stack.
     """
     run = _RUN.get()
     if run is None:
@@ -193,7 +196,7 @@ def require_scanned(program: Any, shown: Sequence[bool]) -> None:
 
 
 def showing(params: PyTree) -> PyTree:
-    """Return params, and note their leaves if a step runs the layers of the loss that gets them."""
+    """Return params unchanged, and note their leaves if a step runs the layers of the loss."""
     run = _RUN.get()
     return params if run is None else run.show(params)
 
@@ -216,14 +219,14 @@ def _refuse(size: int, batched: Any, x: jax.Array) -> Any:
 
 
 def _unmapped(x: Any) -> Any:
-    """Refuse an array that ``jax.vmap`` maps: updates of the sink would be added up."""
+    """Refuse an array that ``jax.vmap`` maps, because the sink's cotangents would be summed."""
     _look(lax.stop_gradient(x))
     return x
 
 
 def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple[PyTree, PyTree]:
-    """Scan, with a backward loop that updates the sink."""
-    # The params in a sink are read there: its cotangent, not theirs, is the new value.
+    """Scan with a backward loop that updates the sink."""
+    # Params in a sink are read from the sink, whose cotangent is the new value.
     change: Any = stack.update
     in_sink = isinstance(stack.sink, Sink)
     mine = lambda weights, sink: sink.params if in_sink else weights  # noqa: E731
@@ -273,9 +276,9 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
 
 
 def _hoisted(fn: Callable[..., Any], *args: PyTree) -> tuple[list[Any], Callable[..., Any]]:
-    """Return what ``fn`` closes over, and a function of that and of its arguments.
+    """Return the values in the closure of ``fn``, and a function of these values and the arguments.
 
-    A ``custom_vjp`` differentiates arguments alone.
+    A ``custom_vjp`` differentiates only arguments.
     """
     replay, _ = trees.trace_once(fn, *args)
 
@@ -288,7 +291,7 @@ def _hoisted(fn: Callable[..., Any], *args: PyTree) -> tuple[list[Any], Callable
 def _written(
     stack: Stack, sink: PyTree, away: PyTree, i: jax.Array, update: Callable[[Any], Any]
 ) -> tuple[PyTree, PyTree]:
-    """Update layer ``i`` of a sink in place; of its state in the host's memory return the new."""
+    """Update layer ``i`` of a sink in place; return new state in host memory separately."""
     old = _at(sink, i)
     if stack.host:
         new = update(old._replace(bits=moved(away, jax.memory.Space.Device, stack.host)))
@@ -300,7 +303,7 @@ def _written(
 
 
 def moved(bits: PyTree, space: Any, which: Sequence[bool]) -> PyTree:
-    """Move some arrays of a state to a memory."""
+    """Move the marked arrays of a state to a memory."""
     leaves, treedef = jax.tree.flatten(bits)
     pairs = zip(leaves, which, strict=True)
     return treedef.unflatten([jax.device_put(x, space) if move else x for x, move in pairs])
@@ -309,8 +312,8 @@ def moved(bits: PyTree, space: Any, which: Sequence[bool]) -> PyTree:
 def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     """Compute all new slices of layer ``i`` before one of them is written.
 
-    XLA:CPU would compute each where it is written, from the old arrays, and copy these first. It
-    drops barriers, so the new slices pass through a branch that is always taken.
+    XLA:CPU would compute each slice where it is written, from copies of the old arrays. XLA:CPU
+    removes barriers, so the new slices pass through a branch that is always taken.
     """
 
     def taken(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
@@ -324,7 +327,7 @@ def _at(tree: PyTree, i: Any) -> PyTree:
 
 
 def _moves(x: Any) -> bool:
-    """Return whether an array, or a cotangent, is of a number that can be differentiated."""
+    """Return whether an array or a cotangent has an inexact dtype."""
     return trees.is_inexact(x.dtype)
 
 
@@ -333,7 +336,7 @@ def _floats(tree: PyTree) -> list[Any]:
 
 
 def _filled(like: PyTree, floats: Sequence[Any]) -> PyTree:
-    """Return a cotangent of ``like`` from those of its floating leaves."""
+    """Return a cotangent of ``like`` from the cotangents of its floating leaves."""
     found = iter(floats)
     return jax.tree.map(lambda x: next(found) if _moves(x) else _none(x), like)
 
@@ -349,7 +352,7 @@ def _finite(cotangents: PyTree) -> jax.Array:
 
 
 def sent(tree: PyTree) -> PyTree:
-    """Return a tree whose integers, bools and keys travel as the bits of floats."""
+    """Convert integers, bools and keys of a tree to the bits of floats."""
 
     def bits(x: Any) -> Any:
         if trees.is_inexact(x.dtype):
@@ -363,7 +366,7 @@ def sent(tree: PyTree) -> PyTree:
 
 
 def received(tree: PyTree, like: PyTree) -> PyTree:
-    """Return the tree that ``sent`` has sent, of the types of ``like``."""
+    """Invert ``sent``; ``like`` has the types of the result."""
 
     def read(x: Any, y: Any) -> Any:
         if trees.is_inexact(y.dtype):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer on global arrays: params in any placement, gradients local to each replica."""
+"""An optimizer on global arrays, with params in any placement and gradients local to replicas."""
 
 import dataclasses
 import functools
@@ -31,40 +31,41 @@ def on_mesh(
     shard_optimizer: bool = False,
     layers: Layers | str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run ``tx`` in plain ``jit``, on params that XLA shards over the mesh in any way.
+    """Run ``tx`` in plain ``jit`` on params with any sharding over a mesh.
 
-    For a loop of your own in which params are global arrays: replicated, sharded over the axis of
-    the batch (FSDP), over another axis (HSDP), over a model axis (tensor parallel), or several.
-    ``boostax.value_and_grad(mesh=, axis_name=)`` gives gradients that are local to each replica,
-    ``PerReplica`` of stacked arrays; ``tx`` takes them as it does inside ``shard_map``. Its parts
-    need no ``axis_name``: reductions, and gates around them, use the ``axis_name`` that is given
-    here. Up to the reduction every replica has its own gradients. From there on gradients, params
-    and state are ordinary global arrays, so any optimizer is right for any sharding. Reductions
-    other than the mean see the shards of each device.
+    Use ``on_mesh`` in your own loop if params are global arrays: replicated, or sharded over the
+    axis of the batch (FSDP), another axis (HSDP), a model axis (tensor parallel), or several axes.
+    ``boostax.value_and_grad(mesh=, axis_name=)`` returns gradients that are local to each replica,
+    a ``PerReplica`` of stacked arrays. The parts of ``tx`` need no ``axis_name``: reductions, and
+    gates around them, use the ``axis_name`` of ``on_mesh``. Before the reduction every replica has
+    its own gradients. After it gradients, params and state are ordinary global arrays, so any
+    optimizer is correct for any sharding. Reductions other than the mean get the shards of each
+    device.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
-      params: arrays, or ``jax.ShapeDtypeStruct`` with shardings, placed on one
-        mesh by ``NamedSharding``. Only mesh and shardings are read. A leaf that is not an array has
-        no state and no update.
+      params: arrays, or ``jax.ShapeDtypeStruct`` with shardings, on one mesh by ``NamedSharding``.
+        Only mesh and shardings are read. A leaf that is not an array has no state and no update.
       axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
         of the mesh.
-      shard_optimizer: shard over the replicas all optimizer state that is equal on all of them
-        (ZeRO). Each leaf is sharded along its first whole dimension that their number divides.
-      layers: how the stacked layers run that the loss scans with ``boostax.train.scan_layers``: see
-        ``boostax.train.Layers``. Pass the result to ``boostax.value_and_grad(layers=)``.
+      shard_optimizer: shard over the replicas all optimizer state that is equal on all replicas
+        (ZeRO). Each leaf is sharded along its first unsharded dimension that the number of replicas
+        divides.
+      layers: options for stacked layers that the loss scans with ``boostax.train.scan_layers``; see
+        ``boostax.train.Layers``. Pass the resulting optimizer to
+        ``boostax.value_and_grad(layers=)``.
 
     Returns:
       A gate, used like the other gates of boostax. ``init`` makes a placed state: an array shaped
-      like a param is sharded like it, and per-replica state leads with the replicas. ``update``
-      takes ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh,
-      gradients of the mean loss that JAX has left unreduced over the replica axes. Cost: that of
-      ``tx``; with ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new
-      params whenever they change.
+      like a param is sharded like the param, and per-replica state has a leading dimension of
+      replicas. ``update`` takes ``PerReplica`` gradients or the stacked arrays inside, or, on an
+      Explicit mesh, gradients of the mean loss that are unreduced over the replica axes. Cost: as
+      ``tx``; with ``shard_optimizer`` ``1/n`` of the state and arithmetic, and an all-gather of the
+      new params whenever they change.
 
     Raises:
-      ValueError, TypeError: params that are not on one mesh, an axis that it lacks; at trace time,
-        gradients that are reduced already, updates that are not reduced.
+      ValueError, TypeError: params that are not on one mesh, or an axis that is not in the mesh; at
+        trace time, already reduced gradients, or updates that are not reduced.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -100,7 +101,7 @@ def on_mesh(
 def placed_on(
     tx: optax.GradientTransformation, place: Placement, shard_optimizer: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``on_mesh`` of a known placement."""
+    """Return ``on_mesh`` for a known placement."""
     inner = optax.with_extra_args_support(tx)
 
     specs = functools.partial(specs_of, place, shard_optimizer)
@@ -146,7 +147,8 @@ def placed_on(
         of_arrays = lambda x: all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))  # noqa: E731
         arrays = {k: x for k, x in extra.items() if of_arrays(x)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
-        # Pinned to the shards of the params, gradients are cut where they are computed.
+        # Gradients are pinned to the params' shardings, so that XLA shards them where they are
+        # computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
         swept = grads._replace(raw=swept._replace(local=raw))
         new, state = run(change, params, state, swept, arrays)
@@ -195,7 +197,7 @@ def specs_of(
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
-    """Return the mesh of the params, its replica axes, and the spec of each param by its path."""
+    """Return the mesh of the params, the replica axes, and the spec of each param by path."""
     leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
@@ -209,9 +211,9 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
 
 
 def _stacked(grads: PyTree, place: Placement) -> PyTree:
-    """Stack gradients that JAX left unreduced, by their types; return others unchanged.
+    """Stack gradients that are typed as unreduced; return other gradients unchanged.
 
-    A device holds one term of the sum over the replicas, which is ``1/n`` of the gradient of its
+    Each device has one term of the sum over the replicas, which is ``1/n`` of the gradient of the
     replica's mean loss.
     """
 
@@ -233,7 +235,7 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
-    """Refuse gradients that are reduced already: shaped like the params, without the replicas."""
+    """Refuse gradients shaped like the params, which are already reduced."""
     types = jax.tree_util.tree_leaves_with_path(local_types(params))
     shapes = {path: x.shape for path, x in types}
     hint = "boostax.value_and_grad(loss, mesh=mesh) returns such; jax.grad's are reduced already."
@@ -245,6 +247,6 @@ def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -
 
 
 def local_types(params: PyTree) -> PyTree:
-    """Return the types of one replica's params; params that are not ``PerReplica`` unchanged."""
+    """Return the types of one replica's params; leave params outside a ``PerReplica`` unchanged."""
     cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
     return jax.tree.map(cut, params.local) if is_per_replica(params) else params

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient function: scaled, local gradients from a loss and the optimizer's state."""
+"""The gradient function, which returns scaled, local gradients of a loss."""
 
 import dataclasses
 import functools
@@ -91,64 +91,65 @@ def value_and_grad(
 ) -> "Oracle":
     r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax.
 
-    The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
-    multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
-    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean
-    of the local gradients is the gradient of the mean of what ``loss_fn`` returns on each replica,
-    also where the loss averages or sums over the replicas itself (``lax.pmean`` of batch
-    statistics, or of the whole loss). If the loss returns ``Aux(weight=...)``, replica :math:`r`'s
-    gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean
-    over all tokens. Leaves that ``boostax.carry`` names are returned as the loss makes them, and
-    micro-batches are combined by its rules.
+    The loss is multiplied in f32 by the loss scale in ``opt_state``, so the gradients are
+    multiplied by the scale; the returned loss is unscaled. With ``axis_name`` the gradients are
+    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas. The mean
+    of the local gradients is the gradient of the mean of all replicas' losses, even if ``loss_fn``
+    itself averages or sums over the replicas (``lax.pmean`` of batch statistics, or of the whole
+    loss). If the loss returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
+    :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens. Gradients
+    of leaves that ``boostax.carry`` names are returned unscaled and unaveraged, and combined over
+    micro-batches by the rules of ``carry``.
 
-    A loss of several terms, each a mean over something else (tokens, rows), returns
-    ``{"ce": (sum, count), "z": (0.1 * sum, count)}`` in place of a number. The loss is
-    :math:`\sum_t S_t / N_t` with sums and counts of the whole batch, whatever micro-batches and
-    replicas cut it into; a term without a count is 0. Arrays are summed in f32 or wider. Counts
-    are not differentiated; they are added up before the one backward pass. Over the calls of a
-    window, name the terms in ``boostax.accumulate(normalize=)``.
+    A loss of several terms, each a mean with its own count (of tokens, of rows), returns ``{"ce":
+    (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then :math:`\sum_t S_t
+    / N_t` with sums and counts of the whole batch, however it is divided into micro-batches and
+    replicas; a term with count 0 is 0. Sums and counts may be arrays, which are added up in f32 or
+    wider. Counts are not differentiated, and are added up before the single backward pass. For a
+    window over several calls, name the terms in ``boostax.accumulate(normalize=)``.
 
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
-    ``mesh`` the result is called in plain ``jit``, on global arrays: it maps the loss over the
-    replica axes alone, without types, so that any loss runs; XLA handles the other axes (or, on an
-    Explicit mesh, the loss does). Gradients are ``PerReplica`` of stacked arrays, for
+    ``mesh``, call the result in plain ``jit`` on global arrays: the loss is mapped over the replica
+    axes only, with ``check_vma=False``, so any loss works. Other axes are left to XLA, or on an
+    Explicit mesh to the loss. Gradients are a ``PerReplica`` of stacked arrays, for
     ``boostax.on_mesh``. Only the loss and ``Aux`` are reduced.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if they are given, and
-        ``scales=`` if the state has a loss scale per group (see ``scale_boundary``). Returns a
-        scalar loss or a dict of terms, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
-      axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap``, or of
+      loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if these are given,
+        and with ``scales=`` if the state has a loss scale per group (see ``scale_boundary``). It
+        returns a scalar loss or a dict of terms, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
+      axis_name: replica axis (or axes) of the surrounding ``shard_map`` or ``pmap``, or of
         ``mesh``; by default the only axis of ``mesh``.
-      mesh: for plain ``jit``, the mesh over whose replica axes the loss is mapped.
-      policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
-      microbatches: split the batch and scan: see ``boostax.train.microbatch``; ``"stacked"`` for a
-        batch ``[k, rows, ...]`` as ``lax.scan`` takes it, whose rows the replicas share.
-      has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined over micro-batches and
-        replicas. Any other aux is returned. Micro-batches stack its leaves on a leading dimension
-        ``[microbatches]``; inside ``shard_map`` or ``pmap`` each replica returns its own; with
-        ``mesh`` it is a ``PerReplica`` of stacked arrays, like the gradients.
+      mesh: for plain ``jit``, the mesh with the replica axes.
+      policy: precision policy for ``loss_fn``; see ``boostax.policy``.
+      microbatches: number of micro-batches to scan over; see ``boostax.train.microbatch``.
+        ``"stacked"`` is for a batch ``[k, rows, ...]`` as for ``lax.scan``, whose rows are split
+        over the replicas.
+      has_aux: as in ``jax.value_and_grad``. A ``boostax.Aux`` is combined over micro-batches and
+        replicas. Any other aux is returned unchanged: stacked over micro-batches on a leading
+        dimension ``[microbatches]``; local to the replica inside ``shard_map`` or ``pmap``; with
+        ``mesh`` a ``PerReplica`` of stacked arrays, like the gradients.
       accumulator_dtype: dtype of the gradient sum over micro-batches.
-      layers: the optimizer that ``boostax.on_mesh(layers=)`` returns, if it runs the layers.
+      layers: the optimizer from ``boostax.on_mesh(layers=)``, if the loss uses ``scan_layers``.
 
     Returns:
       ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
       like the params, or a prefix of one: an inactive leaf is not differentiated, and its gradient
-      is an ``optax.MaskedNode``; or ``tx.choice(params, opt_state)`` of a ``scheduled_freeze``,
-      which the program reads. A leaf of the params that is not an array reaches the loss unchanged,
-      and its gradient is ``None``: a function in an Equinox module, a bool, and beside traced
-      arrays any Python number. Cost: with ``axis_name`` one scalar collective for the loss, one per
-      leaf of ``Aux`` and three per term; see ``boostax.train.microbatch``. The counts of terms cost
-      what the loss computes for them: a mask, but not the model.
-      ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone, for
-      line searches: the same loss, without a gradient and without a new state of the model.
+      is an ``optax.MaskedNode``. ``active`` may also be ``tx.choice(params, opt_state)`` of a
+      ``scheduled_freeze``, which is evaluated in the program. A leaf that is not an array is passed
+      to the loss unchanged, and its gradient is ``None``: a function in an Equinox module, a bool,
+      or beside traced arrays a Python number. Cost: with ``axis_name`` one scalar all-reduce for
+      the loss, one all-reduce per leaf of ``Aux`` and three per term; see
+      ``boostax.train.microbatch``. The counts of terms cost only their own computation, such as a
+      mask, not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the loss as
+      a function of only the params, for line searches.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
-        scalar, a batch that does not divide, an unbound axis, terms in a window that does not keep
-        them apart, a weight beside terms or for a loss whose gradient crosses replicas, with
-        ``mesh`` a loss that differentiates a sum over the replicas itself.
+      ValueError, TypeError: an argument out of range; at trace time, a loss that is not a floating
+        scalar, a batch that does not divide, an unbound axis, a window that does not name the
+        loss's terms, a weight together with terms, a weight for a loss whose gradient crosses
+        replicas, or with ``mesh`` a loss that itself differentiates a sum over the replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -184,16 +185,16 @@ class Oracle(Generic[Value, Params, Grads]):
     """The gradient function that ``value_and_grad`` returns.
 
     Attributes:
-      loss_fn: the loss as it was given.
-      computed: the loss under the policy.
+      loss_fn: the user's loss.
+      computed: the loss with the policy applied.
       names: the replica axes.
       count: micro-batches of a call.
       has_aux: see ``value_and_grad``.
       accumulator_dtype: dtype of the gradient sum over micro-batches.
-      mesh: over whose replica axes alone the loss is mapped, on global arrays; ``None`` where it is
-        called within a mapped function, or on one device.
-      watch: is told, in each trace, which backward rules of the loss are not linear; ``None`` where
-        no scale makes them wrong.
+      mesh: the mesh over whose replica axes the loss is mapped, on global arrays; ``None`` inside a
+        mapped function, or on one device.
+      watch: called in each trace with the nonlinear backward rules of the loss; ``None`` without a
+        loss scale.
     """
 
     loss_fn: Callable[..., Any]
@@ -206,26 +207,26 @@ class Oracle(Generic[Value, Params, Grads]):
     watch: Callable[[list[str]], None] | None = None
 
     def placed(self, types: PyTree, place: Any, wire: str | None) -> "Oracle":
-        """Return it for params of these types at their place."""
+        """Return the gradient function for params of these types and this placement."""
         del types, place, wire
         return self
 
     def shardings(self, state: PyTree, where: PyTree) -> PyTree:
-        """Return the shardings of a step's state, which without it would be ``where``."""
+        """Return the shardings of a step's state; the default is ``where``."""
         del state
         return where
 
     def settled(self, state: PyTree) -> PyTree:
-        """Return a step's first state where it belongs."""
+        """Return a step's first state, placed in device or host memory."""
         return state
 
     def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return what ``swept`` differentiates, and its specs; ``None`` for whole params."""
+        """Return the arguments that ``swept`` differentiates, and their specs, if it has layers."""
         del opt_state
         return params, None
 
     def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
-        """Return the specs of what a ``Swept`` has besides local gradients."""
+        """Return the specs of a ``Swept``'s fields besides local gradients."""
         del specs
         return ()
 
@@ -235,17 +236,17 @@ class Oracle(Generic[Value, Params, Grads]):
         return value, Swept(grads)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that it gathers itself."""
+        """Return the names of the params that this function gathers itself."""
         del params
         return ()
 
     @property
     def reads(self) -> bool:
-        """Return whether the loss is read before it is differentiated."""
+        """Return whether the loss's program is read before differentiation."""
         return self.mesh is not None
 
     def judge(self, program: Any, trained: PyTree) -> None:
-        """Refuse a loss by its program, a function of the leaves of ``trained``."""
+        """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
         del trained
         _require_own(program, self.names)
 
@@ -267,7 +268,7 @@ class Oracle(Generic[Value, Params, Grads]):
     def with_aux(
         self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
     ) -> tuple[Any, PyTree]:
-        """Return ``((loss, aux), grads)``, also if the loss has no aux: its terms have counts."""
+        """Return ``((loss, aux), grads)``, even if ``loss_fn`` has no aux."""
         whole, params = params, trees.aside(params)
         said: PyTree = True
         if active is not True:
@@ -329,7 +330,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return lambda params: loss(trees.aside(params))
 
     def replayed(self, batch: PyTree, /, *, seen: Any = None, **kwargs: Any) -> Replay:
-        """Return what ``boostax.precision.check_replicas`` compares of the gradients of a batch."""
+        """Return the ``Replay`` of a batch, for ``boostax.precision.check_replicas``."""
         return Replay(self, batch, _given(kwargs), seen or (lambda params: params))
 
     def _local(
@@ -342,7 +343,7 @@ class Oracle(Generic[Value, Params, Grads]):
         rules: carried.Rules,
         apart: tuple[str, ...] | None = None,
     ) -> tuple[Any, PyTree]:
-        """Return loss, aux and gradient of one replica; of each term of ``apart`` its gradient."""
+        """Return one replica's loss, aux and gradient; with ``apart``, a gradient per term."""
         hint = "boostax.states.enter_replica(params).local is."
         got, fits = type(params).__name__, not is_per_replica(params)
         checks.require(_WHO, "params", got, "those of this replica", fits, hint)
@@ -358,8 +359,8 @@ class Oracle(Generic[Value, Params, Grads]):
                 loss, by_term, aux = auxiliary.of_slice(
                     result, counts, apart, replicas / self._slices(batch)
                 )
-                # In a typed map a loss that is averaged inside has the type of a value that is
-                # equal on all replicas, and its gradient would be 1/n of that in an untyped map.
+                # In a typed map a loss that is averaged over the replicas is typed as equal, and
+                # its gradient would be 1/n of the gradient in an untyped map.
                 loss, by_term = axes.to_varying((loss, by_term), names)
                 return (by_term if apart else loss) * scale.astype(loss.dtype), (loss, aux)
 
@@ -369,15 +370,15 @@ class Oracle(Generic[Value, Params, Grads]):
                 if weight is not None:
                     _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, names)
             if weight is not None:
-                # A mean over no tokens is 0/0, which must not lower the scale like an overflow.
+                # A mean over zero tokens is 0/0, which must not lower the scale as an overflow
+                # would.
                 new = carried.unless_empty(grads, params, rules, weight)
                 loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
                 grads = carried.put(grads, new)
             return (loss, aux), grads
 
         how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
-        # Carried records of cotangents must equal the records of the whole batch, however it is
-        # cut.
+        # Carried records of cotangents must equal the records of the whole batch for any split.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
         sliced = self._sliced(evaluate, params, batch, given, scale, **how)
@@ -395,9 +396,9 @@ class Oracle(Generic[Value, Params, Grads]):
     def _sliced(
         self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, more: Any = (), **how: Any
     ) -> Any:
-        """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches, and the terms.
+        """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches, and terms.
 
-        ``counts`` is ``None``, or of a loss of terms their mean counts in a slice. ``more`` are
+        ``counts`` has the mean counts of a loss's terms per slice, or is ``None``. ``more`` has
         keywords that only ``fn`` gets.
         """
         params = axes.to_varying(params, self.names)
@@ -411,7 +412,8 @@ class Oracle(Generic[Value, Params, Grads]):
             terms, aux = self._loss_and_aux(params, params, rows, given)
             return (jnp.zeros(()), Aux(None, as_aux(aux).model_state, means=terms)), ()
 
-        # XLA removes what the counts do not need, so the count of a mask does not cost a pass.
+        # XLA removes operations that the counts do not need, so counting a mask costs no forward
+        # pass.
         (_, aux), _ = microbatch(counted, self.count, has_aux=True)(params, batch, **given)
         counts = {x: total(n, self.names) / self._slices(batch) for x, (_, n) in aux.means.items()}
         return run(params, batch, counts, *args, **given, **dict(more)), tuple(counts)
@@ -424,7 +426,7 @@ class Oracle(Generic[Value, Params, Grads]):
     def _loss_and_aux(
         self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any, scale: Any = None
     ) -> Any:
-        """Return the result of the loss, for params of which only some are trained."""
+        """Return the result of the loss from the trained params and all params."""
 
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
             mismatch.require_taken(_WHO, self.loss_fn, kwargs)
@@ -439,13 +441,13 @@ class Oracle(Generic[Value, Params, Grads]):
         if watch is not None and interpret.has(program, interpret.CUSTOM[1]):
             from boostax._core import degrees
 
-            # A keyword may be the scale itself.
+            # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
             watch(degrees.nonlinear(program, sure))
         return run(trained)
 
     def _loss(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
-        """Return the loss alone."""
+        """Return the loss without the aux."""
 
         def forward(params: PyTree, batch: PyTree, counts: Any, /, **kwargs: Any) -> Any:
             result = self._loss_and_aux(params, params, batch, kwargs)
@@ -459,7 +461,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return auxiliary.over_replicas(loss, aux, (), self.names)[0] if self.names else loss
 
     def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
-        """Return the gradient of the loss, the mean over the replicas."""
+        """Return the gradient of the loss, averaged over the replicas."""
         _, grads = self._local(params, batch, jnp.ones(()), given, True, {})
         return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads))
 
@@ -484,14 +486,14 @@ class Oracle(Generic[Value, Params, Grads]):
                 whole,
                 *(whole for _ in more),
             )
-            # The loss of one replica needs no types: loops may start from constants, and kernels
-            # and libraries need not say over which axes their results vary.
-            # A line search calls it where the axes of an Explicit mesh are Auto.
+            # The map is untyped, so that loops may start from constants, and kernels and libraries
+            # need not declare varying axes. A line search calls this function in a context in which
+            # the axes of an Explicit mesh are Auto.
             around = jax.sharding.get_abstract_mesh()
             mesh: Any = self.mesh if around.empty else around
             how: Any = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
-            # JAX's own message about rows speaks of this map.
+            # JAX's own error about rows would describe this map.
             sizes: Any = self.mesh and self.mesh.shape
             count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
@@ -499,7 +501,7 @@ class Oracle(Generic[Value, Params, Grads]):
             batch = placement.gathered(mesh, names, batch, self.rows)
             params = params if of_params else placement.gathered(mesh, names, params)
             args = params, batch, given, *more
-            # Outside jit JAX maps some axes of a mesh alone only where it checks types.
+            # Outside jit, JAX maps a subset of a mesh's axes only with checked types.
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (mapped if traced else jax.jit(mapped))(*args)
 
@@ -507,7 +509,7 @@ class Oracle(Generic[Value, Params, Grads]):
 
 
 def _read(fn: Callable[[PyTree], Any], trained: PyTree) -> tuple[Any, Callable[[PyTree], Any]]:
-    """Return the program of ``fn``, and ``fn`` as that program, which traces it once."""
+    """Trace ``fn`` once; return its program, and a function that evaluates the program."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
 
     def run(trained: PyTree) -> Any:
@@ -520,9 +522,9 @@ def _read(fn: Callable[[PyTree], Any], trained: PyTree) -> tuple[Any, Callable[[
 def _require_own(program: Any, names: tuple[str, ...]) -> None:
     """Refuse a loss that differentiates a sum over the replicas itself.
 
-    Without types JAX adds up the cotangents of a sum over the replicas. That is right for a
-    gradient taken outside the mapped function and averaged over the replicas, but wrong for a
-    gradient taken inside, for one replica.
+    Without types JAX adds up the cotangents of a sum over the replicas. This is correct for a
+    gradient that is taken outside the mapped function and averaged over the replicas, but wrong for
+    a gradient that is taken inside, for one replica.
     """
     inside = axes.of_transposes(program) & frozenset(names)
     if inside:
@@ -538,14 +540,14 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained(params: PyTree, active: PyTree) -> PyTree:
-    """Return the params that are trained, at any index of a ``Choice``."""
+    """Return the trained params, for a ``Choice`` at any of its indices."""
     return trees.masked(params, active.widest if isinstance(active, Choice) else active)
 
 
 def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[PyTree, Any]:
-    """Return the gradient in the active params, and the auxiliary result of ``fn``.
+    """Return the gradient with respect to the active params, and the auxiliary result of ``fn``.
 
-    If ``fn`` returns terms ``[terms]``, so do all leaves of the gradient.
+    If ``fn`` returns terms ``[terms]``, the leaves of the gradient are ``[terms, ...]``.
     """
     chosen = isinstance(active, Choice)
     trained = _trained(params, active)
@@ -558,7 +560,7 @@ def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[
 
     if not value.ndim:
         return gradient(jnp.ones_like(value)), more
-    # In a typed map cotangents have the type of the value.
+    # In a typed map a cotangent has the type of its value.
     grads = [gradient(jnp.ones_like(value) * row) for row in np.eye(value.size, dtype=value.dtype)]
     return jax.tree.map(lambda *terms: jnp.stack(terms), *grads), more
 
@@ -568,7 +570,7 @@ def _require_uncrossed(
 ) -> None:
     """Refuse weights of replicas for a loss whose gradient crosses replicas.
 
-    A part of such a gradient belongs to another replica's loss, whose weight differs.
+    A part of such a gradient belongs to another replica's loss, which has another weight.
     """
     if not names:
         return
@@ -577,7 +579,8 @@ def _require_uncrossed(
     def look(trained: PyTree) -> None:
         _, tangent = jax.linearize(fn, trained)
         value, pullback = jax.vjp(fn, trained)
-        # A typed sum sends nothing backward; a tangent shows no backward rule of the loss's own.
+        # A typed sum communicates nothing in the backward pass; a tangent program does not show a
+        # custom backward rule.
         programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
     jax.eval_shape(look, _trained(params, active))
@@ -598,7 +601,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
     checks.require(_WHO, "active", active, allowed, bools, hint, TypeError)
 
     def of_part(keep: Any, part: PyTree) -> Any:
-        # A part without arrays needs no entry, so it may be None.
+        # A subtree without arrays needs no entry, so its entry may be None.
         trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
@@ -611,7 +614,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
 
 def _require_trainable(params: PyTree, active: PyTree) -> None:
-    """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
+    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
     trained = _trained(params, active)
     if bcoo.MODULE in sys.modules:
         bcoo.require_dense(trained, "value_and_grad", "params")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer whose updates of stacked layers are made in the backward loop."""
+"""An optimizer that updates stacked layers in the backward loop."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from boostax.train.stacks import Layers, Plan
 
 PyTree = Any
 _WHO = "Layers"
-# The roles of parts that need several calls, or decide about all gradients together.
+# The roles of parts that need several calls, or a decision about all gradients together.
 _REFUSED = frozenset(
     "window|peer window|adder|scaler|hold|check|freeze|carry|delta|own params|subspace|"
     "outer optimizer".split("|")
@@ -23,14 +23,14 @@ _REFUSED = frozenset(
 
 
 class LayersState(NamedTuple):
-    """State of a step that releases gradients: see ``boostax.train.Layers``.
+    """State of an optimizer with ``Layers(release=True)``.
 
     Attributes:
       stacks: for each stack the states of its layers, each array ``[layers, ...]``.
-      rest: the state of the optimizer of all other params.
+      rest: the optimizer state of all other params.
       applied: bool, whether the last step was applied.
-      skipped_layers: i32, number of updates of a layer that were skipped, because its gradient or
-        the loss was not finite.
+      skipped_layers: i32, number of skipped layer updates, because the layer's gradient or the loss
+        was not finite.
     """
 
     stacks: dict[str, PyTree]
@@ -47,13 +47,13 @@ class LayersState(NamedTuple):
 
 
 class Released(NamedTuple):
-    """New params and states of layers, which a backward loop returns in the place of gradients.
+    """New params and states of layers, which a backward loop returns in place of gradients.
 
     Attributes:
       params: the new params of each stack.
-      states: the new states of its layers.
-      finite: whether the step is taken: the loss was finite, and a mean over something.
-      skipped: i32, number of layers that were skipped.
+      states: the new states of each stack's layers.
+      finite: whether the step is taken: the loss was finite, and counted at least one item.
+      skipped: i32, number of skipped layers.
     """
 
     params: dict[str, list[Any]]
@@ -65,7 +65,7 @@ class Released(NamedTuple):
 def released(
     tx: optax.GradientTransformation, layers: Layers
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` for params whose stacks it updates in the backward loop."""
+    """Return ``tx`` in a form that takes the stacks' updates from the backward loop."""
     inner = optax.with_extra_args_support(tx)
     _require_by_layer(tx)
 
@@ -89,7 +89,8 @@ def released(
         head = layers.split(params)[0]
         grads = grads._replace(raw=swept.local)
         made = gate.run(inner, grads, state.rest, head, apply=True, extra=extra)
-        # A branch around params would be one around the backward pass, where a GPU copies them.
+        # A branch around the params would contain the backward pass, for which a GPU copies the
+        # params.
         keep = lambda x, old: jnp.where(new.finite, x, old)  # noqa: E731
         value, rest = jax.tree.map(keep, made, (head, state.rest))
         value = layers.joined(value, new.params)
@@ -103,7 +104,7 @@ def released(
 def planned(
     tx: optax.GradientTransformation, layers: Layers | str, shard_optimizer: bool
 ) -> tuple[optax.GradientTransformation, Plan]:
-    """Return an optimizer as a step with ``layers=`` runs it, and the plan of its layers."""
+    """Return the optimizer for a step with ``layers=``, and the plan of its layers."""
     layers = Layers(layers) if isinstance(layers, str) else layers
     fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
     checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
@@ -125,7 +126,7 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
 
 
 def _require_mean(tx: optax.GradientTransformation) -> None:
-    """Refuse reductions that do more than average what the loop averages."""
+    """Refuse reductions other than a plain mean, because the loop averages gradients."""
     for row in rows(read(tx)):
         asked = {x: row.part.settings.get(x) for x in ("clip", "wire", "decay")}
         options = [name for name, x in asked.items() if x is not None]
@@ -136,7 +137,7 @@ def _require_mean(tx: optax.GradientTransformation) -> None:
 
 
 def _require_apart(tx: gate.Extended, params: PyTree) -> None:
-    """Refuse an optimizer that computes the update of a leaf from the gradients of others."""
+    """Refuse an optimizer whose update of a leaf depends on other leaves' gradients."""
     with axes.binding(axes.ONE_LAYER + axes.bound()):
         found = jax.tree.leaves(gate.sources(tx, params)[0])
     fits = all(facts <= {i} for i, facts in enumerate(found))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of one micro-batch, computed on two replicas and compared.
 
-Both gradients are computed by the turns of one loop, so both replicas run the same compiled code on
-the same numbers. Compared with a gradient of the step itself, which the compiler fuses with other
-code, bits could differ by rounding.
+Each gradient is an iteration of one loop, so both replicas run the same compiled code on the same
+numbers. The gradient of the step itself is fused with other code, so its bits could differ by
+rounding.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Replay:
       oracle: the gradient function.
       batch: the batch of the call.
       given: the keywords of the call.
-      seen: a function from the params to those that the loss gets.
+      seen: a function from the stored params to the params that the loss gets.
     """
 
     oracle: Any
@@ -39,7 +39,7 @@ class Replay:
     seen: Callable[[PyTree], PyTree] = lambda params: params
 
     def at(self, place: Callable[[PyTree], PyTree]) -> "Replay":
-        """Return it for other params, which ``place`` converts."""
+        """Return the replay for other params, which ``place`` converts."""
         return dataclasses.replace(self, seen=lambda params: self.seen(place(params)))
 
     def said(self, params: PyTree) -> tuple[str, str]:
@@ -51,7 +51,7 @@ class Replay:
     def __call__(self, params: PyTree) -> tuple[list[str], Callable[[], jax.Array]]:
         """Return the names of the gradient's leaves, and a function that compares them.
 
-        It returns i32 ``[leaves]``, the replica whose gradient differs, or -1.
+        The function returns i32 ``[leaves]``, the replica whose gradient differs, or -1.
         """
         params, run = self.seen(params), self._mapped()
         run = run if self.oracle.mesh is None else placement.outside(run)
@@ -86,14 +86,14 @@ class Replay:
         both = jax.tree.map(lambda *x: jnp.stack(x), mine, sent(mine))
         _, found = lax.scan(turn, (), both)
         unlike = jnp.any(found[1] != sent(found[0]), -1)
-        # Row r is the pair of replicas r - 1 and r; a replica at fault is in two of them.
+        # Row r compares replicas r - 1 and r, so a faulty replica is in two rows.
         pairs = axes.gather(unlike, names)
         both_sides = pairs & jnp.roll(pairs, -1, 0)
         at = jnp.argmax(jnp.where(both_sides.any(0), both_sides, pairs), 0)
         return jnp.where(pairs.any(0), at, -1).astype(jnp.int32)
 
     def _loss(self, trained: PyTree, params: PyTree, rows: PyTree, given: Any) -> jax.Array:
-        """Return a number that depends on the trained params as the loss does."""
+        """Return a scalar that depends on the trained params as the loss does."""
         result = lambda trained: self.oracle._loss_and_aux(trained, params, rows, given)  # noqa: E731
         program = jax.make_jaxpr(result)(trained)
         sent = axes.of_program(program) & {*self.oracle.names}
@@ -103,7 +103,7 @@ class Replay:
         got = "one that communicates or reads its index"
         checks.require("check_replicas", "loss_fn", got, allowed, alone, hint)
         loss, _ = result(trained)
-        # The sums of a loss of terms need no counts here.
+        # Terms are summed without division by their counts.
         return jnp.stack([x for x, _ in loss.values()]).sum() if isinstance(loss, dict) else loss
 
 

@@ -12,18 +12,18 @@ from boostax._core.replicas import PyTree, dealt, is_per_replica, shares, spread
 
 
 def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
-    """Return the types of ``target``, with as many replicas in per-replica leaves as were saved.
+    """Return the types of ``target``, with the saved number of replicas in per-replica leaves.
 
     Args:
       target: arrays, or their types with shardings.
-      saved: for each leaf, by the name of its path, at least its ``shape``; leaves that are missing
-        keep the shape of ``target``.
+      saved: for each leaf, by the name of its path, at least its ``shape``; missing leaves keep the
+        shape of ``target``.
 
     Returns:
       A tree of ``jax.ShapeDtypeStruct``.
     """
     parts = trees.find(target, is_per_replica)
-    # The first dimensions that are free: the replicas, and what each of them is dealt.
+    # The leading dimensions that may differ: the replicas, and the items dealt to each replica.
     items = dealt(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
 
@@ -37,9 +37,9 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
 
 
 def typed(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf in a shape, with its sharding; by default on the first device.
+    """Return the type of a leaf with another shape and its sharding, by default the first device.
 
-    Where the replicas do not divide evenly among the devices, every device reads all of them.
+    If the number of replicas is not a multiple of the devices, every device reads all replicas.
     """
     sharding: Any = getattr(leaf, "sharding", None)
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
@@ -51,7 +51,7 @@ def typed(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
-    """Reshard ``state`` as ``reshard_state`` does, to the replicas and shardings of ``target``."""
+    """Reshard ``state`` by ``reshard_state`` to the replicas and shardings of ``target``."""
     summed, items = shares(state), dealt(state)
 
     def node(old: Any, new: Any) -> Any:
@@ -59,7 +59,7 @@ def resharded(state: PyTree, target: PyTree) -> PyTree:
         if not is_per_replica(old) or shapes[0] == shapes[1]:
             return old
         how = shapes[1][0][0], any(old is part for part in summed), items.get(id(old))
-        # The rule is compiled, so each device computes only the part that it keeps.
+        # The rule is compiled, so each device computes only its own part.
         rule = jax.jit(
             lambda x: spread_anew(x, *how),
             out_shardings=jax.tree.map(lambda x: typed(x, x.shape).sharding, new),

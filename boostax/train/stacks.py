@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stacks of layers of a step: which params they are, where shards are, how they travel."""
+"""The stacks of layers of a step: their params, shardings, gathers and reductions."""
 
 import dataclasses
 import functools
@@ -21,30 +21,31 @@ PyTree = Any
 Path = tuple[Any, ...]
 Arrays = list[jax.Array]
 Weights = Literal["once", "by layer"]
-# The scope of collectives that are repeated in each layer, by which ``audit`` knows them.
+# The scope by which ``audit`` recognises collectives that are repeated in each layer.
 BY_LAYER = "by_layer"
-# The dimensions of a layer's array that are sharded over replica axes, and these axes.
+# The dimensions of a layer's array that are sharded over replica axes, and the axes.
 Cut = Sequence[tuple[int, tuple[str, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """How a step runs the stacked layers that its loss scans with ``boostax.train.scan_layers``.
+    """Options for stacked layers that a loss scans with ``boostax.train.scan_layers``.
 
     Attributes:
-      path: the path of the stacked params, ``"layers"`` or ``"decoder/blocks"``; or several paths.
-      weights: for params that are sharded over the replicas (FSDP). ``"once"`` gathers them once
-        per call, in the dtype in which the loss computes, adds up whole gradients on each device
-        and leaves the reduction to the optimizer. ``"by layer"`` gathers a layer when it is
-        computed, in both passes, and reduces its gradient into the shards at once, so that a device
-        holds one layer besides its shards; the reduction is the plain mean.
-      release: run the optimizer of the stacks in the backward loop, layer by layer, so that the
-        gradients of two layers never exist together. Weights are then gathered by layer.
-      host: with ``release``, keep the floating arrays of the layers' optimizer state in the host's
-        memory, and move those of one layer at a time to the device.
+      path: the path of the stacked params, such as ``"decoder/blocks"``, or several paths.
+      weights: when to gather params that are sharded over the replicas (FSDP). ``"once"`` gathers
+        them once per call, in the dtype in which the loss computes, sums unsharded gradients on
+        each device and leaves the reduction to the optimizer. ``"by layer"`` gathers each layer
+        before its computation, in both passes, and reduce-scatters its gradient immediately, so
+        that a device has only one gathered layer besides its shards; the reduction is the plain
+        mean.
+      release: whether to run the stacks' optimizer in the backward loop, layer by layer, so that
+        only one layer's gradient exists at a time. Weights are then gathered by layer.
+      host: with ``release``, whether to keep the floating arrays of the layers' optimizer state in
+        host memory, and move one layer's arrays at a time to the device.
 
     Raises:
-      ValueError: an unknown form of ``weights``, or ``host`` without ``release``.
+      ValueError: an unknown value of ``weights``, or ``host`` without ``release``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -98,7 +99,7 @@ class Layers:
         return jax.tree_util.tree_map_with_path(head, params), stacks
 
     def joined(self, head: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
-        """Put the leaves of stacks back that ``split`` takes out; others stay as they are."""
+        """Put back the leaves of stacks that ``split`` took out; other leaves are unchanged."""
         left = {name: iter(leaves) for name, leaves in stacks.items()}
 
         def whole(path: Path, x: Any) -> Any:
@@ -108,11 +109,11 @@ class Layers:
         return jax.tree_util.tree_map_with_path(whole, head, is_leaf=trees.is_masked)
 
     def alone(self, params: PyTree, name: str, leaves: Sequence[Any]) -> PyTree:
-        """Return a tree like the params in which a stack's leaves stand alone, at their paths."""
+        """Return a tree like the params with only one stack's leaves, at their paths."""
         return self.joined(masked(self.split(params)[0]), {name: leaves})
 
     def require_stacked(self, params: PyTree) -> None:
-        """Refuse params in which a path names no stack."""
+        """Refuse params without a stack at one of the paths."""
         for name, leaves in self.split(params)[1].items():
             counts = {x.shape[:1] for x in leaves}
             allowed = "one of stacked params, all [layers, ...] of one number of layers"
@@ -123,7 +124,7 @@ class Layers:
     def first_states(
         self, tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...]
     ) -> dict[str, PyTree]:
-        """Return for each stack the first states of its layers, ``[layers, ...]``."""
+        """Return for each stack its layers' first states, ``[layers, ...]``."""
 
         def first(name: str, leaves: Arrays) -> PyTree:
             return gate.init_inner(tx, self.alone(params, name, leaves))
@@ -134,7 +135,7 @@ class Layers:
 
 
 def masked(tree: PyTree) -> PyTree:
-    """Return a tree in which every leaf is masked."""
+    """Return a tree with every leaf masked."""
     return jax.tree.map(lambda _: optax.MaskedNode(), tree)
 
 
@@ -146,8 +147,8 @@ class Plan:
       layers: see ``Layers``.
       tx: the optimizer, for ``release``.
       policy: the precision policy.
-      place: where the params are; ``None`` without a mesh.
-      wire: the dtype in which weights are gathered, if it is not that of the computation.
+      place: the placement of the params; ``None`` without a mesh.
+      wire: the dtype in which weights are gathered, if it differs from the compute dtype.
       types: the types of the params.
     """
 
@@ -170,7 +171,7 @@ class Plan:
 
     @functools.cached_property
     def cuts(self) -> dict[str, list[Cut]]:
-        """For each stack how its params' layers are sharded over the replicas."""
+        """The sharding over the replicas of a layer's params, for each stack."""
         found: dict[str, list[Cut]] = {name: [] for name in self.layers.paths}
         for path, _ in jax.tree_util.tree_leaves_with_path(self.types):
             name = self.layers.stack_of(path)
@@ -186,7 +187,7 @@ class Plan:
 
     @functools.cached_property
     def state_cuts(self) -> dict[str, list[Cut]]:
-        """For each stack how the arrays of a layer's state are sharded, if it is gathered."""
+        """The sharding over the replicas of a layer's state, for each stack, if it is gathered."""
         zeros = lambda: jax.tree.map(_zeros, self.types)  # noqa: E731
         states = jax.eval_shape(lambda: self.layers.first_states(self.tx, zeros(), self.names))
         specs = self.specs(states)
@@ -194,7 +195,7 @@ class Plan:
 
     @functools.cached_property
     def gathers_state(self) -> dict[str, bool]:
-        """For each stack whether its optimizer must see a whole layer of what is sharded."""
+        """Whether the optimizer needs a gathered layer of sharded params, for each stack."""
         layer = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
         alone = lambda k, x: self.layers.alone(self.types, k, [*map(layer, x)])  # noqa: E731
         return {
@@ -210,7 +211,7 @@ class Plan:
         return {k: [x.dtype for x in xs] for k, xs in stacks.items()}
 
     def specs(self, tree: PyTree) -> PyTree:
-        """Return the specs, over the replica axes alone, of a state, or of params."""
+        """Return the specs of a state or of params, over the replica axes only."""
         assert self.place is not None
         leaves = jax.tree_util.tree_leaves_with_path(self.types)
         owners = {path: (x.shape, self.place.spec(path) or PartitionSpec()) for path, x in leaves}
@@ -219,7 +220,7 @@ class Plan:
         return jax.tree.map(lambda spec: replicas.without(spec, others), specs)
 
     def sent(self, name: str, leaves: Arrays, stacked: bool = False) -> Arrays:
-        """Return the weights of a layer, or of all, whole, in the dtype in which they are sent."""
+        """Gather the weights of one layer, or of all layers, in the dtype on the wire."""
 
         def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
             return joined(x.astype(self.wire or dtype), cut, stacked) if cut else x
@@ -228,11 +229,11 @@ class Plan:
             return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
 
     def cast(self, name: str, leaves: Arrays) -> Arrays:
-        """Return weights in the dtypes in which the loss gets them."""
+        """Cast weights to the dtypes in which the loss gets them."""
         return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
 
     def reduced(self, name: str, grads: Arrays) -> Arrays:
-        """Return the mean over the replicas of a layer's gradients, in f32, in the shards."""
+        """Average a layer's gradients over the replicas, in f32, into the params' shards."""
 
         def one(g: jax.Array, cut: Cut) -> jax.Array:
             g, left = g.astype(trees.wide_dtype(g)), list(self.names)
@@ -251,7 +252,7 @@ class Plan:
     ) -> tuple[Arrays, PyTree]:
         """Return new params and state of a layer, from its mean gradient.
 
-        An optimizer that looks at more than an entry gets the layer whole, on each replica.
+        An optimizer that is not elementwise gets the gathered layer on each replica.
         """
         leaves, treedef = jax.tree.flatten(state)
         cuts = self.cuts[name], self.state_cuts[name] if self.gathers_state[name] else ()
@@ -285,8 +286,8 @@ def cut_of(spec: PartitionSpec, names: tuple[str, ...]) -> Cut:
 def joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
     """Gather the shards of an array, or of a stack of arrays.
 
-    They arrive along a leading dimension, whatever the dimension that they are shards of: XLA would
-    give the whole stack another layout, to have that dimension first.
+    The shards are gathered on a leading dimension, because for a gather along the sharded dimension
+    XLA would change the layout of the whole stack.
     """
     for dim, over in cut:
         at = dim + stacked
@@ -296,7 +297,7 @@ def joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
 
 
 def _own(x: jax.Array, cut: Cut) -> jax.Array:
-    """Return this replica's shard of a whole array."""
+    """Return this replica's shard of a gathered array."""
     for dim, over in cut:
         size = x.shape[dim] // axes.size(over)
         x = lax.dynamic_slice_in_dim(x, axes.index(over) * size, size, dim)
@@ -304,13 +305,13 @@ def _own(x: jax.Array, cut: Cut) -> jax.Array:
 
 
 def _by_entry(tx: optax.GradientTransformation, layer: PyTree, names: tuple[str, ...]) -> bool:
-    """Return whether an optimizer computes each entry of a layer's params from that entry alone."""
+    """Return whether an optimizer is elementwise in a layer's params."""
     update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
     with axes.binding(axes.ONE_LAYER + names):
         state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(_zeros, layer)))
         program = jax.make_jaxpr(update)(layer, state, layer)
 
-    # 0 for what is equal for all entries, 1 for an array of entries, 2 for anything else.
+    # 0 for a value that all elements share, 1 for an array of elements, 2 for anything else.
     def each(eqn: Any, facts: list[int]) -> list[int]:
         shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
         fits = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a training run carries, its metrics and its placement, with that of batches."""
+"""The state of a training run, its metrics, and the placement of states and batches."""
 
 import dataclasses
 import functools
@@ -20,16 +20,17 @@ from boostax.train.on_mesh import specs_of
 
 
 class TrainState(NamedTuple, Generic[types.Params]):
-    """State of a run, which a step takes and returns, and which a checkpoint saves.
+    """State of a training run, which a step takes and returns and a checkpoint saves.
 
     To a type checker it is ``TrainState[Params]``, and stays so in each step.
 
     Attributes:
       step: i32 scalar, calls so far (micro-steps, with ``accumulate``).
       params: the params.
-      opt_state: state of the transformation; its ``PerReplica`` parts lead with the replicas.
+      opt_state: state of the transformation; its ``PerReplica`` parts have a leading dimension of
+        replicas.
       model_state: state of the model, which the loss returns in ``Aux.model_state``; or ``None``.
-      key: PRNG key, constant; each call folds ``step`` (and the replica) into it; or ``None``.
+      key: constant PRNG key, into which each call folds ``step`` and the replica; or ``None``.
     """
 
     step: Any
@@ -73,7 +74,7 @@ class Placing:
         return NamedSharding(self.mesh, PartitionSpec(self.names))
 
     def state(self, state: TrainState) -> TrainState:
-        """Place the state of one replica, from ``tx.init``, on all; or give its types shardings."""
+        """Place the state of one replica on all replicas; for types, add shardings."""
         specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
         given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
@@ -88,7 +89,7 @@ class Placing:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
             state = jax.eval_shape(stack, state)
             return jax.tree.map(lambda x, s: x.update(sharding=s), state, here.shardings(state))
-        # On the host, all stacked replicas are views of one array.
+        # On the host the stacked replicas are views of one array.
         state = stack(on_host(state) if self.spans_processes else state)
         return place(state, here.shardings(state))
 
@@ -103,7 +104,7 @@ class Placing:
         return jax.tree.broadcast(TrainState(whole, *specs, model_state=whole, key=whole), state)
 
     def of_params(self, params: PyTree) -> PyTree:
-        """Return the spec of each param: from ``param_specs``, or else from its sharding."""
+        """Return the spec of each param, from ``param_specs`` or from the param's sharding."""
         own = isinstance(params, PerReplica)
         params = params.local if own else params
         if self.param_specs is not None:
@@ -120,7 +121,7 @@ class Placing:
         return jax.tree_util.tree_map_with_path(found, params)
 
     def _require_fits(self, name: str, x: Any, spec: PartitionSpec) -> None:
-        """Refuse a spec by which a param cannot be placed: JAX's errors do not name the param."""
+        """Refuse a spec that does not fit its param, because JAX's errors do not name the param."""
         try:
             NamedSharding(self.mesh, spec).shard_shape(x.shape)
         except Exception as error:
@@ -138,7 +139,7 @@ class Placing:
         return Placement(self.mesh, self.names, at)
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Place a batch, or this process's rows of it; or give its types shardings."""
+        """Place a batch, or this process's rows of a batch; for types, add shardings."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
             self._require_even(path, leaf)
@@ -151,7 +152,7 @@ class Placing:
         return jax.device_put(batch, self.rows_sharding)
 
     def common(self, given: PyTree, batch: PyTree) -> PyTree:
-        """Place what is not split over replicas on all devices; give types beside types."""
+        """Replicate arrays that are not split over replicas; for types, add shardings."""
         where = NamedSharding(self.mesh, PartitionSpec())
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((given, batch))):
             return _typed(given, where)
@@ -159,7 +160,7 @@ class Placing:
         def put(x: Any) -> Any:
             if isinstance(x, Tracer):
                 return x
-            # XLA gathers what is sharded over the mesh where the loss reads it, but for Explicit.
+            # XLA gathers arrays where the loss reads them, except on an Explicit mesh.
             here = isinstance(x, jax.Array) and x.sharding.device_set == where.device_set
             here = here and AxisType.Explicit not in self.mesh.axis_types
             return x if here else place(x, where)
@@ -184,11 +185,11 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """Return the named scalars of every boostax state in an optimizer state, in one dictionary.
 
     Args:
-      opt_state: any tree. A node takes part by a method ``metrics()`` that returns a dict.
+      opt_state: any tree. A node contributes by a method ``metrics()`` that returns a dict.
 
     Returns:
-      ``{"loss_scale": ..., "skipped_steps": ...}``; where two parts report the same name, the
-      second and later ones get ``_1``, ``_2`` in the order of the chain. Cost: nothing is computed.
+      ``{"loss_scale": ..., "skipped_steps": ...}``; if several parts report the same name, the
+      second and later names get ``_1``, ``_2`` in the order of the chain. Cost: none.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax

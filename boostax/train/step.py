@@ -46,55 +46,58 @@ def make_train_step(
 ) -> TrainStep:
     """Make a jitted, donating train step over one device or the axes of a mesh.
 
-    It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``: the batch is split
-    over ``axis_name``, and state per replica is kept apart. Put a reduction, ``all_reduce()`` or
-    ``adasum()``, first in the innermost chain. It runs over the step's axis unless it names
-    another, and gates around it agree over the same axis.
+    A step is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``, with the batch
+    split over ``axis_name``. Put a reduction, ``all_reduce()`` or ``adasum()``, first in the
+    innermost chain. The reduction runs over the step's axis unless it names another axis, and gates
+    around it agree over the same axis.
 
-    Params are placed as ``param_specs`` says, or keep their placement: whole on every device, or
-    sharded over any axes of the mesh, the batch's axis included (FSDP, HSDP, tensor parallel). The
-    step is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh``, jitted: ``loss_fn`` gets the
-    rows of one replica, and whole params.
+    Params are placed by ``param_specs``, or keep their placement: replicated, or sharded over any
+    axes of the mesh, including the batch's axis (FSDP, HSDP, tensor parallel). On a mesh the step
+    is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in one ``jit``: ``loss_fn`` gets
+    the rows of one replica, and params that are gathered over the replica axes.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them, and
-        the keywords of a call, ``step(state, batch, beta=0.1)``, which are not split.
+      loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if the state has them,
+        and with the keywords of a call, ``step(state, batch, beta=0.1)``, which are not split.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
-      axis_name: the axis, or axes, of the mesh over which the batch is split; by default its only
-        axis.
-      policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
-      microbatches: slices per replica and call: see ``boostax.train.microbatch``.
-      has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
-        the step reports like ``Aux.metrics``. Then it also reports each term of a loss of terms.
+      axis_name: the axis, or axes, of the mesh over which the batch is split; by default the mesh's
+        only axis.
+      policy: precision policy for ``loss_fn``; its ``param_dtype`` is the dtype of the stored
+        params.
+      microbatches: micro-batches per replica and call; see ``boostax.train.microbatch``.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``, with a ``boostax.Aux`` or a tree of
+        scalars that the step reports like ``Aux.metrics``. Each term of a loss of terms is then
+        reported, too.
       accumulator_dtype: dtype of the gradient sum over micro-batches.
-      param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
-        ``None`` leaves them as ``step.init`` gets them.
-      freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
-        first drawn and chooses among them; ``"switch"`` compiles one program that serves all
-        depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``. That program holds the
-        optimizer once for each depth, of which a step runs one: at 2, 4 and 10 depths 1.5, 2.5 and
-        5.5 times the optimizer's operations to compile; and temporaries of one more copy of the
-        params on CPU and H100, of two on TPU v5e.
-      shard_optimizer: also shard the optimizer's state over the replicas (ZeRO, stage 1), each
-        leaf along its first whole dimension that they divide. Any optimizer works: it gets global
-        arrays.
-      gather: ``"bfloat16"`` or ``"int8"``: how params that are sharded over ``axis_name`` are sent
-        to the replicas, while their owners keep them exact: see ``boostax.train.gather_params``.
-      layers: how the stacked layers run that ``loss_fn`` scans with ``boostax.train.scan_layers``:
+      param_specs: the shardings of the params, a tree with a ``PartitionSpec`` for each param.
+        ``None`` keeps the placement of the params in ``step.init``.
+      freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when the
+        depth first occurs, and chooses on the host; ``"switch"`` compiles one program for all
+        depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``. That program has a copy of
+        the optimizer's code for each depth, of which a step runs one: at 2, 4 and 10 depths 1.5,
+        2.5 and 5.5 times the optimizer's operations to compile. It also needs one more temporary
+        copy of the params on CPU and H100, and two on TPU v5e.
+      shard_optimizer: shard the optimizer's state over the replicas (ZeRO, stage 1), each leaf
+        along its first unsharded dimension that the number of replicas divides. Any optimizer
+        works, because it gets global arrays.
+      gather: ``"bfloat16"`` or ``"int8"``, the format in which params that are sharded over
+        ``axis_name`` are all-gathered, while the shards stay exact; see
+        ``boostax.train.gather_params``.
+      layers: options for stacked layers that ``loss_fn`` scans with ``boostax.train.scan_layers``;
         see ``boostax.train.Layers``.
 
     Returns:
-      A ``TrainStep``. Cost in addition to the transformations: one scalar collective for the loss.
+      A ``TrainStep``. Cost in addition to the transformations: one scalar all-reduce for the loss.
       Params that are sharded over ``axis_name`` are gathered once per call, in their own dtype or
-      in that of ``gather``. With ``shard_optimizer`` the optimizer's state takes ``1/n`` of its
-      memory, and new params are gathered when they change.
+      in ``gather``. With ``shard_optimizer`` the optimizer's state takes ``1/n`` of the memory, and
+      new params are gathered when they change.
 
     Raises:
-      ValueError, TypeError: an argument out of range, an axis that the mesh lacks; a chain that
-        cannot be right: nothing that reduces over an axis, a scaler for a part of the params, ...:
-        see ``boostax.explain``, whose other findings are warnings, at the first call also those of
-        backward rules in the loss. At trace time, an array in an aux that is no ``boostax.Aux``.
+      ValueError, TypeError: an argument out of range, or an axis that is not in the mesh; a chain
+        that is wrong in every run, such as a chain without a reduction over an axis (see
+        ``boostax.explain``, whose other findings become warnings). At trace time, an array in an
+        aux that is not a ``boostax.Aux``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -140,7 +143,7 @@ def make_train_step(
 def _judge(step: TrainStep) -> bool:
     """Refuse a chain that is wrong in every run; warn once of its other findings.
 
-    Return whether its scale may make a loss wrong.
+    The result is whether a nonlinear backward rule would be wrong under the chain's loss scale.
     """
     try:
         known = _JUDGED.setdefault(step.tx.update, {})
@@ -165,14 +168,14 @@ def _judge(step: TrainStep) -> bool:
 def _warn_of_rules(known: set[str], rules: list[str]) -> None:
     from boostax.chain.findings import finding
 
-    # A loss may be traced several times.
+    # The set avoids repeated warnings, because a loss may be traced several times.
     new, _ = set(rules) - known, known.update(rules)
     for rule in sorted(new):
         warnings.warn(f"make_train_step: {finding('not_linear', rule=rule)}", stacklevel=2)
 
 
 def _reporting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss with an aux that a step can report, equal on all replicas."""
+    """Return the loss with an aux that a step can report, which is equal on all replicas."""
 
     @functools.wraps(loss_fn)
     def reported(*args: Any, **kwargs: Any) -> Any:
