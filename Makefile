@@ -118,6 +118,7 @@ endef
 
 docs: $(READY)
 	$(RUN) -m sphinx -q -W --keep-going -c docs -b html -d build/doctrees . build/site
+	$(RUN) docs/search.py build/site
 	@echo "the site: build/site/index.html"
 
 lint: $(READY)

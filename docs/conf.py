@@ -4,6 +4,10 @@ Its sources are the repository itself, so links between documents, results and n
 same here and on the site.
 """
 
+import pathlib
+
+from sphinx import addnodes
+
 import boostax
 
 project = "boostax"
@@ -29,6 +33,10 @@ include_patterns = [
 html_theme = "furo"
 html_title = f"boostax {release}"
 html_extra_path = ["site"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = ["narrow.js"]
+html_search_scorer = str(pathlib.Path(__file__).parent / "static" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 
@@ -47,3 +55,20 @@ napoleon_custom_sections = ["Cost"]
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 add_module_names = False
+
+
+def setup(app):
+    """Let pages link to entries of the reference, which has no fields of tuples."""
+    app.connect("doctree-read", _add_targets)
+    app.connect("autodoc-skip-member", _skip_fields)
+
+
+def _add_targets(app, doctree):
+    slugs = app.env.metadata[app.env.docname].setdefault("myst_slugs", {})
+    for entry in doctree.findall(addnodes.desc_signature):
+        slugs |= {name: (0, name, name) for name in entry["ids"]}
+
+
+def _skip_fields(app, what, name, value, skip, options):
+    # The docstring of the class describes them.
+    return True if type(value).__name__ == "_tuplegetter" else None

@@ -1,8 +1,10 @@
-"""Write ``llms.txt`` and ``api.md``, which have every public name, and a page of each program.
+"""Write ``names.md``, ``llms.txt`` and ``api/``, which have every public name, and ``loops/``.
 
-``llms.txt`` has its signature, its first line and what it refuses; ``api.md`` is the reference. A
-page in ``loops`` is a program of ``examples``, with its docstring as prose. ``python docs/names.py
---write`` makes all of them anew; ``tests/test_docs.py`` holds them to the code.
+``names.md`` says what it does in a line and links to the reference in ``api/`` and to its page;
+``llms.txt`` has its signature and what it refuses, for programs. A page in ``loops/`` is a program
+of ``examples``, with its docstring as prose.
+
+``python docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
 """
 
 import ast
@@ -57,11 +59,19 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
-REFERENCE = """\
-# Reference
+NAMES = """\
+# Names
 
-The names that most people use are in `boostax`, the others in its packages. Arguments after
-the first one or two are by keyword. The same texts: `help(boostax.accumulate)`."""
+Every public name, with its entry in the reference and the page that shows it. The names that most
+people use are in `boostax`, the others in its packages. Arguments after the first one or two are by
+keyword. The same texts: `help(boostax.accumulate)`. For programs: [llms.txt](llms.txt).
+
+```{toctree}
+:hidden:
+:glob:
+
+api/*
+```"""
 
 
 class _Told:
@@ -135,18 +145,51 @@ def llms() -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def reference() -> str:
-    """Return the directives by which Sphinx makes the reference of the docstrings."""
-    parts = [REFERENCE]
+def names() -> str:
+    """Return the list of names, each with its first line, its reference and the pages on it."""
+    parts = [NAMES]
     for package, found in packages():
-        lines = [
-            f".. autoclass:: {package}.{name}\n   :members:"
-            if inspect.isclass(value)
-            else f".. autofunction:: {package}.{name}"
-            for name, value in found
-        ]
-        parts.append("\n".join([f"## {package}", "", "```{eval-rst}", *lines, "```"]))
+        lines = [f"## {package}", ""]
+        for name, value in found:
+            first = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+            # The class of a state stands on the page of what its docstring names.
+            pages = _pages(name) or _pages(*re.findall(r"`(?:boostax\.)?(\w+)`", first))
+            links = [f"[{page.stem}]({page.relative_to(DOCS)})" for page in pages]
+            see = f" See {', '.join(links)}." if links else ""
+            target = f"api/{package}.md#{package}.{name}"
+            lines.append(f"- [`{name}`]({target}): {_plain(first)}{see}")
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+@functools.cache
+def _heads() -> dict[pathlib.Path, str]:
+    """Return what each page begins with: for most a list of the names that it is about."""
+    pages = [page for each in ("cards", "", "coming_from") for page in (DOCS / each).glob("*.md")]
+    parts = {page: page.read_text().split("\n\n", 2) for page in sorted(pages)}
+    return {page: found[1].replace("\n", " ") for page, found in parts.items() if found[1:]}
+
+
+def _pages(*names: str) -> list[pathlib.Path]:
+    """Return the pages that begin with a list of names with one of these in it."""
+    quoted = re.compile(rf"`(.*`)?([\w.]+\.)?({'|'.join(names)})`")
+    return [page for page, head in _heads().items() if names and quoted.match(head)]
+
+
+def _plain(text: str) -> str:
+    """Return a docstring's line in Markdown: its code is in single backticks."""
+    return text.replace("``", "`").replace("*", "\\*")
+
+
+def reference(package: str, found: list[tuple[str, Any]]) -> str:
+    """Return the directives by which Sphinx makes a package's reference of its docstrings."""
+    lines = [
+        f".. autoclass:: {package}.{name}\n   :members:"
+        if inspect.isclass(value)
+        else f".. autofunction:: {package}.{name}"
+        for name, value in found
+    ]
+    return "\n".join([f"# {package}", "", "```{eval-rst}", *lines, "```", ""])
 
 
 def program(name: str) -> str:
@@ -161,14 +204,25 @@ def program(name: str) -> str:
     return f"# {PROGRAMS[name]}\n\n{said}\n{file}\n\n```py\n{code}\n```\n"
 
 
-PAGES = {"llms.txt": llms, "api.md": reference}
-for name in PROGRAMS:
-    page = name.split("/")[-1].removesuffix(".py").removesuffix("_loop")
-    PAGES[f"loops/{page}.md"] = functools.partial(program, name)
+def written() -> dict[pathlib.Path, str]:
+    """Return what each file has to be."""
+    files = {f"api/{package}.md": reference(package, found) for package, found in packages()}
+    for name in PROGRAMS:
+        page = name.split("/")[-1].removesuffix(".py").removesuffix("_loop")
+        files[f"loops/{page}.md"] = program(name)
+    return {DOCS / name: text for name, text in files.items()} | {
+        DOCS / "llms.txt": llms(),
+        DOCS / "names.md": names(),
+    }
+
 
 if __name__ == "__main__":
-    for name, text in PAGES.items():
+    files = written()
+    wrong = {*DOCS.glob("api/*.md"), *DOCS.glob("loops/*.md")} - {*files}
+    for path, text in files.items():
         if "--write" in sys.argv[1:]:
-            (DOCS / name).write_text(text())
-        elif (DOCS / name).read_text() != text():
-            sys.exit(f"docs/{name} is not that of the code: python docs/names.py --write")
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            wrong.add(path)
+    if wrong:
+        sys.exit(f"{sorted(map(str, wrong))} are not of the code: python docs/names.py --write")

@@ -31,19 +31,19 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2046,
     "examples": 1500,
-    "tests": 21230,
+    "tests": 21237,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
 LIBRARY = 15558
-WORDS = 45907
+WORDS = 45830
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()
 # Records, and pages that a program writes.
 GENERATED = (
-    "CHANGELOG.md", "benchmarks/results/", "docs/api.md", "docs/coming_from/every_item.md",
-    "docs/loops/",
+    "CHANGELOG.md", "benchmarks/results/", "docs/api/", "docs/names.md",
+    "docs/coming_from/every_item.md", "docs/loops/",
 )  # fmt: skip
 NO_CODE = {
     tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT,

@@ -93,9 +93,10 @@ def test_relative_links_lead_somewhere(path):
 
 
 def anchors(page):
-    """What GitHub makes of the headings of a page."""
+    """What GitHub makes of the headings of a page, and the names of the reference."""
     headings = re.findall(r"^#+ +(.+)$", FENCE.sub("", page.read_text()), re.M)
-    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+    found = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+    return found.union(re.findall(r"^\.\. auto\w+:: (.+)$", page.read_text(), re.M))
 
 
 @pytest.fixture

@@ -20,14 +20,23 @@ def test_the_site_builds(tmp_path):
     command += ["-b", "html", "-d", str(tmp_path / "trees"), ".", str(out)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr[-4000:]
-    reference = out / "docs" / "api.html"
+    reference = out / "docs" / "api" / "boostax.html"
     html = reference.read_text()
-    places = set(re.findall(r'id="([^"]+)"', html))
-    assert not [name for name in named(boostax) if f"boostax.{name}" not in places], (
-        "not in docs/api.md"
-    )
+    assert "boostax.accumulate" in re.findall(r'id="([^"]+)"', html)
+    # Each name leads to its entry.
+    listed = (out / "docs" / "names.html").read_text()
+    links = re.findall(r'href="(api/[^"#]+)#([^"]+)"', listed)
+    pages = {page: (out / "docs" / page).read_text() for page, _ in links}
+    assert [name for page, name in links if f'id="{name}"' not in pages[page]] == []
+    assert not {f"boostax.{name}" for name in named(boostax)} - {name for _, name in links}
     # Formulas are drawn without a network: all that a page loads is beside it.
     loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"?#]+)[^>]*>', html)
     files = [each for each in loaded if not each.endswith(".html")]
     assert any("mathjax" in each for each in files)
     assert [each for each in files if not (reference.parent / each).exists()] == []
+    command = [sys.executable, str(ROOT / "docs" / "search.py"), str(out)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    # The page that ``make docs`` names leads to a file, as a browser without a server needs it.
+    (first,) = re.findall(r"url=([^\"]+)", (out / "index.html").read_text())
+    assert (out / first).is_file()
