@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from reducing import mesh_of
 from training import follow
 
@@ -122,23 +123,30 @@ def test_without_a_step_it_is_a_scan(remat):
     assert str(ours) == str(gradients(lambda x, xs: jax.lax.scan(body, x, xs)))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+# Loops of one's own, below, have one micro-batch at every place.
+TRAINED = [(place, count) for place in PLACES for count in (1, 2)]
+QUICK = [(place, count) for place, count in TRAINED if count == 2 or place == "FSDP"]
+
+
 @pytest.mark.parametrize("weights", ["once", "by layer"])
-@pytest.mark.parametrize("place", PLACES)
-def test_layers_train_like_a_plain_step_on_one_device(place, weights, microbatches):
+@pytest.mark.parametrize("at", lanes(TRAINED, QUICK), ids=str)
+def test_layers_train_like_a_plain_step_on_one_device(at, weights):
+    place, microbatches = at
     how = {"layers": Layers(weights=weights), "microbatches": microbatches}
     state, _ = trained(loss_fn, optax.adamw(1e-3), place, **how)
     assert_close(state.params, plain().params, 2e-6)
 
 
-@pytest.mark.parametrize("weights", ["once", "by layer"])
 @pytest.mark.parametrize("place", ["one device", "FSDP", "HSDP"])
-def test_weights_are_gathered_in_the_dtype_of_the_loss(place, weights):
+def test_weights_are_gathered_in_the_dtype_of_the_loss(place):
     how = {"policy": boostax.policy("O2", dtype=jnp.bfloat16), "microbatches": 2}
     how |= {"gather": "bfloat16"} if PLACES[place][0] else {}
-    expected = trained(loss_fn, optax.sgd(1e-2), place, **how)[0].params
-    state, _ = trained(loss_fn, optax.sgd(1e-2), place, layers=Layers(weights=weights), **how)
-    assert_close(state.params, expected, 2e-6)
+    plain, once, by_layer = (
+        trained(loss_fn, optax.sgd(1e-2), place, layers=layers, **how)[0].params
+        for layers in (None, Layers(weights="once"), Layers(weights="by layer"))
+    )
+    assert_close(once, plain, 2e-6)
+    assert_close(by_layer, plain, 2e-6)
 
 
 def rich_loss(params, batch, *, key, model_state):
@@ -192,17 +200,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("weights", ["once", "by layer"])
 @pytest.mark.parametrize("name", CASES)
-def test_layers_fit_what_else_a_step_does(name, weights):
+def test_layers_fit_what_else_a_step_does(name):
     loss, how = CASES[name]
-    how = {"microbatches": 2, "tx": optax.sgd(0.1, 0.9)} | how
-    how = {"loss": loss, "place": "FSDP"} | how
+    how = {"loss": loss, "place": "FSDP", "microbatches": 2, "tx": optax.sgd(0.1, 0.9)} | how
     expected, told = trained(**how)
-    state, metrics = trained(**how, layers=Layers(weights=weights))
-    # The sums of a closed window stay where they were, and differ.
-    found, wanted = ((x.params, x.model_state) for x in (state, expected))
-    assert_close((found, metrics), (wanted, told), 2e-6)
+    for weights in ("once", "by layer"):
+        state, metrics = trained(**how, layers=Layers(weights=weights))
+        # The sums of a closed window stay where they were, and differ.
+        found, wanted = ((x.params, x.model_state) for x in (state, expected))
+        assert_close((found, metrics), (wanted, told), 2e-6)
 
 
 def in_own_loop(place, layers, named, kind=AxisType.Auto):
@@ -291,8 +298,10 @@ OPTIMIZERS = {
 }
 
 
-def over_layers(tx, calls):
+@functools.cache
+def over_layers(name, calls=5):
     """Train with the optimizer vmapped over the layers, and another of all other params."""
+    tx = OPTIMIZERS[name]
     hidden = lambda tree: jax.tree.map(lambda _: optax.MaskedNode(), tree)  # noqa: E731
     alone = lambda w: hidden(first_params()) | {"layers": w}  # noqa: E731
     rest = lambda params: params | {"layers": hidden(params["layers"])}  # noqa: E731
@@ -316,37 +325,50 @@ def over_layers(tx, calls):
     return jax.device_get((params, stack, state))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_released_optimizer_is_the_optimizer_of_each_layer(name):
-    params, stack, rest = over_layers(OPTIMIZERS[name], 5)
-    for place in ("one device", "whole", "FSDP", "tensor parallel", "tensor parallel, FSDP"):
-        state, told = trained(loss_fn, OPTIMIZERS[name], place, calls=5, layers=RELEASE)
-        assert_close(state.params, params, 5e-7)
-        opt_state = state.opt_state
-        inner = opt_state.rest if place == "one device" else opt_state.rest[-1]
-        here = (
-            opt_state.stacks["layers"] if place == "one device" else opt_state.stacks["layers"][-1]
-        )
-        assert_close((here, inner), (stack, rest), 2e-6)
-        assert told["applied"] and not told["skipped_layers"]
+# One optimizer is in every place, and each where norms and factors go over shards of both kinds.
+RELEASED = [(name, place) for name in OPTIMIZERS for place in PLACES if place != "HSDP"]
+QUICK = [(x, y) for x, y in RELEASED if x.startswith("AdamW") or y == "tensor parallel, FSDP"]
+
+
+@pytest.mark.parametrize("released", lanes(RELEASED, QUICK), ids=str)
+def test_a_released_optimizer_is_the_optimizer_of_each_layer(released):
+    name, place = released
+    params, stack, rest = over_layers(name)
+    state, told = trained(loss_fn, OPTIMIZERS[name], place, calls=5, layers=RELEASE)
+    assert_close(state.params, params, 5e-7)
+    here, inner = state.opt_state.stacks["layers"], state.opt_state.rest
+    # Behind the reduction.
+    here, inner = (here, inner) if place == "one device" else (here[-1], inner[-1])
+    assert_close((here, inner), (stack, rest), 2e-6)
+    assert told["applied"] and not told["skipped_layers"]
+
+
+STORED = boostax.precision.store(
+    optax.adamw(1e-3), moments={"*/mu": "int8", "*/nu": "log8"}, least=64
+)
+ITEMS = {"weights": (weighted_loss, AUX), "terms": (loss_of_terms, {})}
+
+
+@functools.cache
+def on_one_device(name):
+    """What a stored optimizer, or a loss of items without release, comes to."""
+    if name == "stored":
+        return trained(loss_fn, STORED, layers=RELEASE)
+    loss, how = ITEMS[name]
+    return trained(loss, optax.adamw(1e-3), **how)
 
 
 @pytest.mark.parametrize("place", ["whole", "FSDP", "HSDP", "tensor parallel, FSDP"])
 def test_a_stored_state_is_encoded_alike_wherever_it_is(place):
-    tx = boostax.precision.store(
-        optax.adamw(1e-3), moments={"*/mu": "int8", "*/nu": "log8"}, least=64
-    )
-    expected, _ = trained(loss_fn, tx, layers=RELEASE)
-    state, _ = trained(loss_fn, tx, place, layers=RELEASE)
+    state, _ = trained(loss_fn, STORED, place, layers=RELEASE)
     assert "int8" in {str(x.dtype) for x in jax.tree.leaves(state.opt_state.stacks)}
-    assert_close(state.params, expected.params, 2e-5)
+    assert_close(state.params, on_one_device("stored")[0].params, 2e-5)
 
 
-@pytest.mark.parametrize("loss", [weighted_loss, loss_of_terms])
+@pytest.mark.parametrize("name", ITEMS)
 @pytest.mark.parametrize("place", ["one device", "whole", "FSDP", "HSDP"])
-def test_a_released_gradient_counts_by_its_items(place, loss):
-    how = AUX if loss is weighted_loss else {}
-    expected, told = trained(loss, optax.adamw(1e-3), **how)
+def test_a_released_gradient_counts_by_its_items(place, name):
+    (loss, how), (expected, told) = ITEMS[name], on_one_device(name)
     state, metrics = trained(loss, optax.adamw(1e-3), place, layers=RELEASE, **how)
     assert_close(state.params, expected.params, 2e-6)
     assert metrics["loss"] == pytest.approx(told["loss"], abs=1e-6)
