@@ -48,15 +48,15 @@ def trained(odd, tx, steps=4, **options):
     return follow(step, step.init({"w": jnp.eye(8), "odd": odd}), [BATCH] * steps)[0].params
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reduction", ["mean", "half", "int8", "adasum"])
-def test_a_leaf_without_elements_travels(mesh, reduction, place):
+def test_a_leaf_without_elements_travels(mesh, reduction):
     tx = boostax.accumulate(optax.chain(REDUCTIONS[reduction]("data"), optax.sgd(0.1)), 2)
-    options = {"mesh": mesh, "axis_name": "data", **PLACES[place]}
-    found = trained(jnp.zeros((0, 3)), tx, **options)
-    wanted = trained(jnp.zeros(()), tx, **options | {"param_specs": None})
-    assert found["odd"].shape == (0, 3)
-    np.testing.assert_allclose(found["w"], wanted["w"], rtol=2e-3, atol=2e-3)
+    options = {"mesh": mesh, "axis_name": "data"}
+    wanted = trained(jnp.zeros(()), tx, **options)
+    for place in PLACES.values():
+        found = trained(jnp.zeros((0, 3)), tx, **options, **place)
+        assert found["odd"].shape == (0, 3)
+        np.testing.assert_allclose(found["w"], wanted["w"], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -149,12 +149,15 @@ def loss_fn(params, x):
     return total
 
 
+gradient = jax.jit(jax.grad(loss_fn))
+
+
 def one_batch(tau, windows):
     """What one device does with each window as one batch, by plain JAX."""
     params = START
     tx = carried(qk_clip(optax.sgd(0.25), HEADS, tau=tau))
     for rows in windows:
-        grads = jax.jit(jax.grad(loss_fn))(params, rows)
+        grads = gradient(params, rows)
         params, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
     return jax.device_get(params)
 

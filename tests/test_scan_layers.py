@@ -141,12 +141,10 @@ def test_layers_train_like_a_plain_step_on_one_device(at, weights):
 def test_weights_are_gathered_in_the_dtype_of_the_loss(place):
     how = {"policy": boostax.policy("O2", dtype=jnp.bfloat16), "microbatches": 2}
     how |= {"gather": "bfloat16"} if PLACES[place][0] else {}
-    plain, once, by_layer = (
-        trained(loss_fn, optax.sgd(1e-2), place, layers=layers, **how)[0].params
-        for layers in (None, Layers(weights="once"), Layers(weights="by layer"))
-    )
-    assert_close(once, plain, 2e-6)
-    assert_close(by_layer, plain, 2e-6)
+    expected = trained(loss_fn, optax.sgd(1e-2), place, **how)[0].params
+    for weights in ("once", "by layer"):
+        state, _ = trained(loss_fn, optax.sgd(1e-2), place, layers=Layers(weights=weights), **how)
+        assert_close(state.params, expected, 2e-6)
 
 
 def rich_loss(params, batch, *, key, model_state):
@@ -343,35 +341,25 @@ def test_a_released_optimizer_is_the_optimizer_of_each_layer(released):
     assert told["applied"] and not told["skipped_layers"]
 
 
-STORED = boostax.precision.store(
-    optax.adamw(1e-3), moments={"*/mu": "int8", "*/nu": "log8"}, least=64
-)
-ITEMS = {"weights": (weighted_loss, AUX), "terms": (loss_of_terms, {})}
+def test_a_stored_state_is_encoded_alike_wherever_it_is():
+    tx = boostax.precision.store(
+        optax.adamw(1e-3), moments={"*/mu": "int8", "*/nu": "log8"}, least=64
+    )
+    expected, _ = trained(loss_fn, tx, layers=RELEASE)
+    for place in ("whole", "FSDP", "HSDP", "tensor parallel, FSDP"):
+        state, _ = trained(loss_fn, tx, place, layers=RELEASE)
+        assert "int8" in {str(x.dtype) for x in jax.tree.leaves(state.opt_state.stacks)}
+        assert_close(state.params, expected.params, 2e-5)
 
 
-@functools.cache
-def on_one_device(name):
-    """What a stored optimizer, or a loss of items without release, comes to."""
-    if name == "stored":
-        return trained(loss_fn, STORED, layers=RELEASE)
-    loss, how = ITEMS[name]
-    return trained(loss, optax.adamw(1e-3), **how)
-
-
-@pytest.mark.parametrize("place", ["whole", "FSDP", "HSDP", "tensor parallel, FSDP"])
-def test_a_stored_state_is_encoded_alike_wherever_it_is(place):
-    state, _ = trained(loss_fn, STORED, place, layers=RELEASE)
-    assert "int8" in {str(x.dtype) for x in jax.tree.leaves(state.opt_state.stacks)}
-    assert_close(state.params, on_one_device("stored")[0].params, 2e-5)
-
-
-@pytest.mark.parametrize("name", ITEMS)
-@pytest.mark.parametrize("place", ["one device", "whole", "FSDP", "HSDP"])
-def test_a_released_gradient_counts_by_its_items(place, name):
-    (loss, how), (expected, told) = ITEMS[name], on_one_device(name)
-    state, metrics = trained(loss, optax.adamw(1e-3), place, layers=RELEASE, **how)
-    assert_close(state.params, expected.params, 2e-6)
-    assert metrics["loss"] == pytest.approx(told["loss"], abs=1e-6)
+@pytest.mark.parametrize("loss", [weighted_loss, loss_of_terms])
+def test_a_released_gradient_counts_by_its_items(loss):
+    how = AUX if loss is weighted_loss else {}
+    expected, told = trained(loss, optax.adamw(1e-3), **how)
+    for place in ("one device", "whole", "FSDP", "HSDP"):
+        state, metrics = trained(loss, optax.adamw(1e-3), place, layers=RELEASE, **how)
+        assert_close(state.params, expected.params, 2e-6)
+        assert metrics["loss"] == pytest.approx(told["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -223,9 +223,9 @@ def test_updates_make_what_a_step_writes(params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    whole, apart = (start, tx.init(start)), (start, tx.init(start))
+    step, whole, apart = jax.jit(applied(tx)), (start, tx.init(start)), (start, tx.init(start))
     for seed in range(10):
-        whole = jax.jit(applied(tx))(*whole, some(seed + 1))
+        whole = step(*whole, some(seed + 1))
         apart = pure(*apart, some(seed + 1))
     large = abs(np.asarray(start["w"], np.float32)) > 0.01
     for one, other in zip((whole[0], masters(*whole)), (apart[0], masters(*apart)), strict=True):
