@@ -41,6 +41,17 @@ def updating(tx):
     return lambda grads: tx.update(grads, tx.init(grads))[0]
 
 
+@functools.cache
+def reducer(make, **options):
+    """The first update of a reduction on all replicas, by gradients ``(replicas, ...)``."""
+    return jax.jit(jax.vmap(updating(make("data", **options)), axis_name="data"))
+
+
+def reduced(make, grads, **options):
+    """The reduced leaves, once it is seen that all replicas got the same."""
+    return jax.tree.map(the_one, jax.device_get(reducer(make, **options)(grads)))
+
+
 def at_once(tx):
     """First updates and states of all replicas, by gradients ``(replicas, ...)``."""
     return jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))

@@ -12,23 +12,13 @@ from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import lanes
-from reducing import correlated, the_one
+from reducing import correlated, reduced, reducer, the_one
 
 import boostax
 
 WIDTH = 24
 seeds = st.integers(0, 2**32 - 1)
-
-
-@functools.cache
-def combiner(**options):
-    tx = boostax.adasum("data", **options)
-    return jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
-
-
-def combine(grads, **options):
-    """AdaSum of leaves ``(replicas, ...)``, once it is seen that all replicas got the same."""
-    return jax.tree.map(the_one, jax.device_get(combiner(**options)(grads)))
+combine = functools.partial(reduced, boostax.adasum)
 
 
 def assert_same(actual, expected):
@@ -67,7 +57,7 @@ def test_equals_horovod(golden, replicas, dtype, tolerance):
     pad = lambda rows: np.pad(rows, [(0, 0), (0, LONGEST - rows.shape[1])])  # noqa: E731
     rows = np.stack([pad(run[f"in_{case}"]) for case in cases])
     with jax.enable_x64(dtype == "float64"):
-        results = jax.device_get(jax.jit(jax.vmap(combiner()))(rows))
+        results = jax.device_get(jax.jit(jax.vmap(reducer(boostax.adasum)))(rows))
     assert results.dtype == dtype
     for case, copies, given_rows in zip(cases, results, rows, strict=True):
         result, expected = the_one(copies), pad(run[f"out_{case}"][None])[0]
@@ -309,7 +299,7 @@ def test_it_can_be_differentiated():
     """As an outer loop that learns the optimizer does: against a difference quotient."""
     rows = np.float32(normal(3, 4, 600))
     direction = np.float32(normal(4, 4, 600))
-    square = lambda x: jnp.sum(combiner()(x)[0] ** 2)  # noqa: E731
+    square = lambda x: jnp.sum(reducer(boostax.adasum)(x)[0] ** 2)  # noqa: E731
     slope = (square(rows + 1e-2 * direction) - square(rows - 1e-2 * direction)) / 2e-2
     np.testing.assert_allclose(np.sum(jax.grad(square)(rows) * direction), slope, rtol=1e-2)
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from reducing import correlated, mapped, mesh_of, sends, the_one, updating
+from reducing import correlated, mapped, mesh_of, reduced, sends, updating
 
 import boostax
 
@@ -25,17 +25,7 @@ WIDTH = 24
 SHAPES = [(16, 3), (5,), (), (3, 8)]
 HALVES = ("float16", "bfloat16")
 seeds = st.integers(0, 2**32 - 1)
-
-
-@functools.cache
-def reducer(**options):
-    tx = boostax.all_reduce("data", **options)
-    return jax.jit(jax.vmap(updating(tx), axis_name="data"))
-
-
-def reduce(grads, **options):
-    """Reduced leaves ``(replicas, ...)``, once it is seen that all replicas got the same."""
-    return jax.tree.map(the_one, jax.device_get(reducer(**options)(grads)))
+reduce = functools.partial(reduced, boostax.all_reduce)
 
 
 def normal(seed, replicas=8):

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 from training import follow, own_step, walk
 
 import boostax
@@ -84,7 +85,7 @@ LOOPS = [(AxisType.Auto, "step"), (AxisType.Explicit, "step"), (AxisType.Explici
 @pytest.mark.parametrize("wrapper", ["bare", "window", "scaler", "average"])
 def test_params_keep_their_sharding_beside_a_state_that_users_shard(kind, wrapper, loop):
     """They took the state's, or a gate's branches differed in type."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    mesh = mesh_of(kind, data=4)
     whole, shared = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     tx = WRAPPERS[wrapper](optax.adamw(0.1))
     params = jax.device_put({"w": jnp.eye(8), "odd": jnp.zeros(())}, whole)
@@ -231,8 +232,8 @@ def test_a_loop_on_an_explicit_mesh_splits_its_rows(slices, sizes):
 
     https://github.com/google/flax/issues/5172
     """
-    kinds, seen, last = (AxisType.Explicit,) * len(sizes), [], "model" if "model" in sizes else None
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    seen, last = [], "model" if "model" in sizes else None
+    mesh = mesh_of(AxisType.Explicit, **sizes)
 
     def scaled(w, x):
         seen.append(jax.typeof(x).sharding.spec[-1])

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 import boostax.nnx
@@ -70,11 +71,6 @@ def reference(make, params, replicas, steps=range(STEPS)):
     return params
 
 
-def mesh_of(shape, names=("data",), kind=AxisType.Auto):
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
-
-
 def placed(params, mesh, spec=P()):
     """Matrices by a spec, all else whole."""
     of = lambda x: spec if x.ndim == 2 else P()  # noqa: E731
@@ -107,7 +103,7 @@ LATE = pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 3, 8, *(pytest.param(n, marks=LATE) for n in (2, 4, 5))])
 def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
     params = tree(COUNTS)
-    got, state = on_global_arrays(boostax.by_shape(muon()), placed(params, mesh_of((replicas,))))
+    got, state = on_global_arrays(boostax.by_shape(muon()), placed(params, mesh_of(data=replicas)))
     assert_equal(got, reference(muon, params, replicas))
     dealt = [jax.tree.leaves(part)[0].shape for part, _ in state.dealt() if jax.tree.leaves(part)]
     counts = [8, 7, 3]
@@ -136,7 +132,7 @@ def test_it_is_muon_in_a_mapped_function(mode):
 
         given = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
         check = {"check_vma": mode == "checked"}
-        run = jax.jit(jax.shard_map(local, mesh=mesh_of((replicas,)), **given, **check))
+        run = jax.jit(jax.shard_map(local, mesh=mesh_of(data=replicas), **given, **check))
         for seed in range(STEPS):
             params, state = run(params, state, drawn(params, seed, replicas))
     else:
@@ -154,26 +150,26 @@ def test_it_is_muon_in_a_mapped_function(mode):
 
 
 PLACEMENTS = {
-    "FSDP": ((8,), ("data",), P("data"), {}),
-    "ZeRO": ((8,), ("data",), P(), {"shard_optimizer": True}),
-    "tensor parallel": ((4, 2), ("data", "model"), P(None, "model"), {}),
-    "FSDP and tensor parallel": ((4, 2), ("data", "model"), P("data", "model"), {}),
+    "FSDP": ({"data": 8}, P("data"), {}),
+    "ZeRO": ({"data": 8}, P(), {"shard_optimizer": True}),
+    "tensor parallel": ({"data": 4, "model": 2}, P(None, "model"), {}),
+    "FSDP and tensor parallel": ({"data": 4, "model": 2}, P("data", "model"), {}),
 }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_it_is_muon_on_sharded_params(name, kind):
-    shape, names, spec, options = PLACEMENTS[name]
+    sizes, spec, options = PLACEMENTS[name]
     params = matrices(6, (8, 16))
-    start = placed(params, mesh_of(shape, names, kind), spec)
+    start = placed(params, mesh_of(kind, **sizes), spec)
     got, _ = on_global_arrays(boostax.by_shape(muon()), start, **options)
-    assert_equal(got, reference(muon, params, shape[0]))
+    assert_equal(got, reference(muon, params, sizes["data"]))
 
 
 def test_matrices_of_one_shape_may_be_sharded_in_two_ways():
     """Columns and rows, as in the two products of a tensor-parallel block."""
-    params, mesh = matrices(5, (8, 8)), mesh_of((4, 2), ("data", "model"))
+    params, mesh = matrices(5, (8, 8)), mesh_of(data=4, model=2)
     start = placed(params, mesh)
     for i, spec in enumerate([P(None, "model"), P("model"), P("model"), P(), P("data", "model")]):
         where = NamedSharding(mesh, spec)
@@ -222,12 +218,12 @@ INSIDE = {
 def test_it_is_the_optimizer_that_it_wraps(name):
     alone, dealt = INSIDE[name]
     params = matrices(6)
-    got, _ = on_global_arrays(dealt(), placed(params, mesh_of((4,))))
+    got, _ = on_global_arrays(dealt(), placed(params, mesh_of(data=4)))
     assert_equal(got, reference(alone, params, 4), 2e-6)
 
 
 def test_a_scaled_window_skips_and_waits_around_it():
-    params, mesh = matrices(5), mesh_of((4,))
+    params, mesh = matrices(5), mesh_of(data=4)
     inside = boostax.accumulate(boostax.by_shape(muon()), 2)
     tx = testing.drawn(boostax.static_loss_scale(inside, 8.0))
     scaled = lambda seed: jax.tree.map(lambda g: 8 * g, drawn(params, seed, 4))  # noqa: E731
@@ -247,13 +243,13 @@ def test_a_scaled_window_skips_and_waits_around_it():
 def test_a_state_of_four_replicas_trains_on_by_others(replicas):
     """Both by ``reshard_state`` and as a checkpoint is read into another step's state."""
     params = matrices(7)
-    tx, start = boostax.by_shape(muon()), placed(params, mesh_of((4,)))
+    tx, start = boostax.by_shape(muon()), placed(params, mesh_of(data=4))
     first, state = on_global_arrays(tx, start, range(2))
     init, one = reference_step(muon)
     wanted, known = params, init(params)
     for seed, count in [(0, 4), (1, 4), (2, replicas)]:
         wanted, known = one(wanted, known, drawn(params, seed, count))
-    mesh = mesh_of((replicas,))
+    mesh = mesh_of(data=replicas)
     moved = placed(jax.device_get(first), mesh)
     target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
     saved = {name: {"shape": x.shape} for name, x in trees.named(state)}
@@ -302,7 +298,7 @@ def test_a_state_for_other_replicas_is_refused():
 
 
 def test_it_is_described_as_a_reduction():
-    params = placed(matrices(3), mesh_of((4,)))
+    params = placed(matrices(3), mesh_of(data=4))
     tx = boostax.dynamic_loss_scale(boostax.accumulate(boostax.by_shape(muon()), 2))
     found = boostax.explain(tx, params)
     assert [x.role for x in found.parts if x.name == "by_shape"] == ["delta"]
@@ -323,7 +319,7 @@ def test_it_sends_what_a_mean_sends_times_what_fills_up_the_replicas(count, time
 
 def test_replicas_may_be_those_of_two_axes():
     params, names = matrices(5), ("nodes", "cores")
-    start = placed(params, mesh_of((2, 2), names))
+    start = placed(params, mesh_of(nodes=2, cores=2))
     tx = boostax.on_mesh(boostax.by_shape(muon()), start, axis_name=names)
     several = [drawn(params, seed, 4) for seed in range(STEPS)]
     got, state = start, tx.init(start)
@@ -379,7 +375,7 @@ def test_moments_of_params_with_other_names_are_refused():
 
 
 def test_an_nnx_optimizer_is_dealt_its_matrices():
-    where = NamedSharding(mesh_of((4,)), P())
+    where = NamedSharding(mesh_of(data=4), P())
     weights = jax.device_put(matrices()["4x8"], where)
     model = nnx.Dict({name: nnx.Param(x) for name, x in weights.items()})
     tx = boostax.by_shape(optax.sgd(0.1, momentum=0.9))

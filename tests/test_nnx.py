@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
+from reducing import mesh_of
 from train_loops import AXIS, PLAIN, REPLICAS, NnxNet, Put, mse
 
 import boostax
@@ -59,8 +60,7 @@ def rows(seed, width=64):
 
 
 def a_mesh(replicas=4, kind=AxisType.Auto):
-    shape = (replicas, 8 // replicas)
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+    return mesh_of(kind, data=replicas, model=8 // replicas)
 
 
 def placed(model, mesh, spec=lambda x: P()):
@@ -82,7 +82,7 @@ def in_nobodys_loop(put):
     graph, start = nnx.split(NnxNet(nnx.Rngs(0)))
     loss = lambda model, batch, scales=None: mse(model(batch["x"], scales), batch)  # noqa: E731
     if axis:
-        placed(model, jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,)))
+        placed(model, mesh_of(**{AXIS: REPLICAS}))
     optimizer = Optimizer(model, put.chain(), wrt=nnx.Param, axis_name=axis)
 
     @nnx.jit
@@ -233,7 +233,7 @@ def test_replicas_draw_apart_and_agree_on_statistics(kind):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_statistics_that_a_loss_leaves_unchanged_keep_their_bits(microbatches):
     """Defect guarded against: a frozen backbone's drifted, as means over 3 replicas round."""
-    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    mesh = mesh_of(data=3)
     model = Net()
     model.norm.mean.set_value(rows(1, 256)[0])
     optimizer = Optimizer(placed(model, mesh), REDUCED, wrt=nnx.Param, axis_name="data")

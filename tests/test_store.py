@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lanes import lanes
 from memory import temporary_bytes
 from reducing import mesh_of
-from training import follow, losses_of
+from training import follow, losses_of, walk
 
 import boostax
 from boostax.precision import formats, masters, store
@@ -300,10 +300,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_what_stands_around_hands_params_on_as_they_are_stored(name):
     tx = WRAPPERS[name](store(optax.adamw(1e-2), params="remainder", moments="log8"))
-    params = low(some(0))
-    state, step = tx.init(params), jax.jit(applied(tx))
-    for seed in range(2):
-        params, state = step(params, state, some(seed + 1))
+    params, state = walk(tx, low(some(0)), [some(1), some(2)])[-1]
     exact = masters(params, state)["w"]
     assert exact.dtype == jnp.float32 and bool((exact != params["w"]).any())
     assert bool((formats.nearest(exact) == params["w"]).all())

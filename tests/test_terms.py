@@ -12,7 +12,8 @@ import pytest
 from drawing import draws
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from reducing import mesh_of
 
 import boostax
 import boostax.testing
@@ -56,8 +57,7 @@ def expected():
 
 
 def on(replicas, **more):
-    auto = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:replicas]}
-    return {"mesh": jax.make_mesh((replicas,), ("data",), **auto), **more}
+    return {"mesh": mesh_of(data=replicas), **more}
 
 
 FREEZE = functools.partial(boostax.scheduled_freeze, groups={"head": 1, "router": 0, "experts": 0})

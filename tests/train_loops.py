@@ -317,14 +317,8 @@ def reference(put, run):
     return params
 
 
-def difference(put):
-    """Of a loop the largest difference of a param from the reference; params are about 1."""
-
-    return lambda loop: apart(put, LOOPS[loop](put))
-
-
 def apart(put, run):
-    """The largest difference of a param from the reference."""
+    """The largest difference of a param from the reference; params are about 1."""
     wanted = reference(dataclasses.replace(put, forgotten=""), run)
     own = isinstance(run.trained, PerReplica)
     trained = run.trained.local if own else run.trained
