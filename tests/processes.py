@@ -1,5 +1,6 @@
 """Several processes of one run, started and ended by a test."""
 
+import contextlib
 import os
 import pathlib
 import socket
@@ -23,13 +24,19 @@ def environment():
     }
 
 
+def free_port():
+    """A port below 32768, where Linux begins to give them to others before this one is bound."""
+    for port in range(10_000 + 10 * os.getpid() % 20_000, 32_768):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Processes:
     """``count`` processes of ``command``; leaving the block kills what is left of them."""
 
     def __init__(self, command, count, logs, **variables):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"process-{i}.log" for i in range(count)]
         self.running = []

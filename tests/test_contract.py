@@ -17,21 +17,14 @@ GATED = set(
     "check_replicas check_updates count_lost_updates dim_reduce group_loss_scale scheduled_freeze "
     "skip_spikes store".split()
 )
-OF_THEIR_OWN = {
-    "is_a_transformation_with_array_state",
-    "forwards_unknown_extra_arguments",
-    "keeps_types_and_traces_once",
-    "passes_masked_nodes",
-    "skip_inserted_anywhere_never_was",
-    "metrics_are_flat_scalars",
-    "reduced_gradients_are_refused",
-    "results_are_typed_equal",
-    *ALWAYS,
-    *INIT_LAWS,
-    "survives_what_python_does_to_objects",
-    "updates_have_the_dtypes_of_the_params",
-    "takes_trees_without_arrays",
-}
+OF_THEIR_OWN = set(
+    "is_a_transformation_with_array_state forwards_unknown_extra_arguments "
+    "keeps_types_and_traces_once passes_masked_nodes skip_inserted_anywhere_never_was "
+    "metrics_are_flat_scalars reduced_gradients_are_refused results_are_typed_equal "
+    "survives_what_python_does_to_objects updates_have_the_dtypes_of_the_params "
+    "takes_trees_without_arrays".split()
+)
+OF_THEIR_OWN |= ALWAYS | INIT_LAWS
 
 
 # An Explicit mesh differs by how arrays enter and leave, not by what is done to them.
