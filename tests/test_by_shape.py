@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from reducing import mesh_of
 
 import boostax
@@ -97,10 +98,8 @@ def assert_equal(got, wanted, tolerance=1e-6):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance, err_msg=str(path))
 
 
-LATE = pytest.mark.long
-
-
-@pytest.mark.parametrize("replicas", [1, 3, 8, *(pytest.param(n, marks=LATE) for n in (2, 4, 5))])
+# Eight are those of the placements below.
+@pytest.mark.parametrize("replicas", lanes([1, 2, 3, 4, 5, 8], [1, 3]))
 def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
     params = tree(COUNTS)
     got, state = on_global_arrays(boostax.by_shape(muon()), placed(params, mesh_of(data=replicas)))

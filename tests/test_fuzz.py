@@ -7,7 +7,7 @@ from fuzzing.compare import Difference, check, failure, fuzz, shrunk
 
 import boostax
 
-SEEDS = [pytest.param(n, marks=[pytest.mark.long] if n >= 20 else []) for n in range(60)]
+SEEDS = [pytest.param(n, marks=[pytest.mark.long] if n >= 14 else []) for n in range(60)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

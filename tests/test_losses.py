@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas
 from jax.experimental.ode import odeint
 from jax.sharding import NamedSharding, PartitionSpec
+from lanes import lanes
 
 import boostax
 from boostax.nnx import Optimizer
@@ -146,7 +147,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Roads differ by where params are, which the quick losses go through.
+SLOW = ("linen's LSTM", "nnx's GRU", "ode")
+
+
+@pytest.mark.parametrize("road", ["FSDP", "own loop"])
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_loss_trains_on_two_roads_as_on_one_device(name, road):
+    check_loss(*LOSSES[name](), BATCH, only=road)
+
+
+@pytest.mark.parametrize("name", lanes(LOSSES, LOSSES.keys() - SLOW))
 def test_a_loss_trains_on_every_road_as_on_one_device(name):
     """A loop from a constant was refused, in JAX's words, on every road to a mesh."""
     loss, params = LOSSES[name]()
