@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 572,
-    "boostax/_core": 2972,
+    "boostax/_core": 2973,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
     "boostax/config": 928,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1997,
     "boostax/subspace": 685,
     "boostax/testing": 817,
-    "boostax/train": 2046,
+    "boostax/train": 2050,
     "examples": 1500,
-    "tests": 21235,
+    "tests": 21244,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15558
+LIBRARY = 15563
 WORDS = 45830
 LONGEST = 60
 # Functions that are longer, until they are cut.

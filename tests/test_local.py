@@ -340,3 +340,14 @@ def test_what_cannot_be_is_refused(match):
     for make in REFUSED[match]:
         with pytest.raises((ValueError, TypeError), match=match):
             make()
+
+
+def test_params_of_all_replicas_are_one_on_an_explicit_mesh():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
+    tx, specs = boostax.reduce.local_updates(SGD, "data", every=4), {"w": P(None, "model")}
+    how = {"mesh": mesh, "axis_name": "data", "param_specs": specs}
+    step = boostax.make_train_step(lambda p, x: jnp.mean((x * p["w"]) ** 2), tx, **how)
+    state, _ = step(step.init({"w": jnp.ones((1, 6))}), np.ones((4, 6), "f"))
+    common = step.common_params(state)["w"]
+    assert common.sharding.spec == specs["w"]
+    np.testing.assert_allclose(common, np.asarray(state.params.local["w"]).mean(0), atol=1e-6)

@@ -114,6 +114,7 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
     allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
     hint = "boostax.reshard_state(state, n) takes it to n; stack_replicas(tx.init(params), n) also."
+    hint = "A step without mesh= has one replica: give it the mesh. " * (replicas == 1) + hint
     checks.require(who, "state", got[:6], allowed, not got, hint)
 
 

@@ -434,8 +434,14 @@ def _placed(params: PyTree) -> PyTree | None:
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
-    # In this form the mean of bit-equal params is exact.
-    return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
+    def mean(x: jax.Array) -> jax.Array:
+        # On an Explicit mesh an index into a sharded dimension is refused.
+        chosen = jnp.arange(len(x)) == 0
+        first = jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
+        # In this form the mean of bit-equal params is exact.
+        return first + (x - first).mean(0)
+
+    return jax.tree.map(mean, params.local)
 
 
 def _strong(path: Any, x: Any) -> Any:
