@@ -559,8 +559,29 @@ def test_managers_have_mindspores_order_and_the_switch_its_own():
     finish = auto({"boost": {"mode": "enable_all"}, "loss_scale_manager": FIXED(16, False)})
     assert finish.config["dim_reduce"]["residual_rate"] == 0.016
     assert "16 - 1 times the gradient's part in the span" in finish.notes[-1]
-    frozen = auto({"loss_scale_manager": DYNAMIC}, level="O1")
-    assert "grad_freeze and loss_scale_manager hold" in " ".join(frozen.notes)
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [
+        *({"loss_scale_manager": x} for x in (mindspore.DynamicLossScaleManager(), FIXED())),
+        {"boost": GROUP["boost"] | {"grad_freeze": True}, "loss_scale_manager": TWO_GROUPS},
+        *({"accumulate": 2}, {"loss_scale": {"kind": "static", "scale": 8.0}}),
+    ],
+)
+def test_mindspores_freezing_holds_beside_a_scaler_and_a_window(gates):
+    """Its depths would each keep one, which ``scheduled_freeze`` refuses."""
+    switches = {"boost": PLAIN | {"grad_freeze": True}, "grad_freeze": {"param_groups": 2}}
+    boost = auto(switches | gates, level="O1")
+    assert boost.config["freeze"]["moments"] == "shared"
+    assert "with one state of moments for all depths" in boost.notes[-1]
+
+    def scaled(params, batch, scales=None):
+        first = boostax.precision.scale_boundary(params["layer_0"], scales, 0, 1)
+        return loss_fn(params | {"layer_0": first}, batch)
+
+    step = boost.make_train_step(scaled, mindspore.momentum(0.1, 0.9), mlp())
+    follow(step, step.init(mlp()), batches(2))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -305,6 +305,7 @@ def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, ow
     taken = {x: data.pop(x) for x in [*data] if foreign and (x in dictionary.KEYS or not both)}
     config, notes = dictionary.from_mindspore(taken, level, strict=strict)
     said = dict.fromkeys(config if taken else (), "MindSpore's dictionary")
+    frozen = "freeze" in config
     if "singa" in data:
         config["reduce"], said["reduce"] = dictionary.from_singa(data.pop("singa")), "singa"
     keys.known(data, (*keys.KEYS, *own), "keys")
@@ -322,6 +323,11 @@ def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, ow
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, before, own.get(name, [None])[0])
+    # Each depth would keep its own scaler and window, and its factory refuses that.
+    gates = {"loss_scale", "accumulate"} & {*config, *(key for _, key in own.values())}
+    if frozen and "freeze" in config and gates:
+        config["freeze"] = config["freeze"] | {"moments": "shared"}
+        notes += (dictionary.DATA["why"]["freeze"],)
     return Boost(config, notes, own, strict and (asked is True or level == "O0"))
 
 

@@ -18,10 +18,10 @@ from boostax.config.refusals import WORDS, require
 Level = Literal["O0", "O1", "O2"]
 _WHO = "mindspore"
 # The keys of MindSpore, their defaults and the notes.
-_DATA = checks.table("boostax.config", "mindspore")
-SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
-LEVELS: dict[Level, list[str]] = _DATA["levels"]
-GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
+DATA = checks.table("boostax.config", "mindspore")
+SWITCHES: tuple[str, ...] = tuple(DATA["switches"])
+LEVELS: dict[Level, list[str]] = DATA["levels"]
+GROUPS: dict[str, dict[str, dict[str, Any]]] = DATA["groups"]
 KEYS = ("boost", *GROUPS, "loss_scale_manager")
 # The MindSpore setting behind each argument.
 _NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
@@ -29,7 +29,7 @@ _NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() 
 
 def is_mindspore(data: Mapping[str, Any]) -> bool:
     """Return whether a dictionary is MindSpore's, because it has a key that boostax lacks."""
-    theirs = {name: GROUPS[name].keys() - {*shared} for name, shared in _DATA["shared"].items()}
+    theirs = {name: GROUPS[name].keys() - {*shared} for name, shared in DATA["shared"].items()}
     inside = (theirs[x] & data[x].keys() for x in theirs if isinstance(data.get(x), Mapping))
     return bool(data.keys() & ({*KEYS, *SWITCHES} - {*keys.KEYS})) or any(inside)
 
@@ -77,7 +77,7 @@ def from_mindspore(
     """
     ledger = _Ledger(strict, [])
     if level not in LEVELS:
-        ledger.ignore("level", level, f"{_DATA['why']['level']} {checks.nearest(level, LEVELS)}")
+        ledger.ignore("level", level, f"{DATA['why']['level']} {checks.nearest(level, LEVELS)}")
         level = "O0"
     given = ledger.known("boost_config_dict", data, KEYS)
     asked = given.get("loss_scale_manager")
@@ -101,12 +101,12 @@ def from_mindspore(
         "interval": settings["grad_freeze"].get("kind") == "interval",
         "cell": bool(cell),
         "fixed": fixed,
-        "slip": manager.get("growth_factor", 0) >= _DATA["slip"],
+        "slip": manager.get("growth_factor", 0) >= DATA["slip"],
     }
-    rows = ((name, x) for name, x in _DATA["parts"].items() if on[name])
+    rows = ((name, x) for name, x in DATA["parts"].items() if on[name])
     parts = {x["is"]: settings.get(x.get("of", name), {}) | x.get("with", {}) for name, x in rows}
     known, true = manager | parts.get("reduce", {}), {name for name, holds in on.items() if holds}
-    for names, text in _DATA["differs"].items():
+    for names, text in DATA["differs"].items():
         if any(true >= {*together.split()} for together in names.split(" or ")):
             ledger.notes.append(text.format(**known))
     with keys.speaking_of(_WHO, _NAMES):
@@ -141,7 +141,7 @@ class _Ledger(NamedTuple):
 def _switches(ledger: _Ledger, boost: Any, level: Level, cell: str) -> dict[str, bool]:
     """Return the effective switches, by mode, level and kind of the loss-scale cell."""
     asked = ledger.known("boost", boost, ("mode", *SWITCHES))
-    mode, modes = asked.pop("mode", "auto"), tuple(_DATA["modes"])
+    mode, modes = asked.pop("mode", "auto"), tuple(DATA["modes"])
     checks.choice(_WHO, "boost.mode", mode, modes, checks.nearest(mode, modes))
     by_level, manual = mode in ("auto", "manual"), mode == "manual"
     on = {x: x in LEVELS[level] if by_level else mode == "enable_all" for x in SWITCHES}
@@ -153,10 +153,10 @@ def _switches(ledger: _Ledger, boost: Any, level: Level, cell: str) -> dict[str,
     on |= asked if manual else {}
     group = on["loss_scale_group"]
     require(not cell or group == (cell == "group"), "manager", cell, TypeError, group=group)
-    why = {"loss_scale_group": _DATA["why"]["cell"]} if group and not cell else {}
-    taken = ((x, [y for y in others if on[y]]) for x, others in _DATA["instead"].items())
+    why = {"loss_scale_group": DATA["why"]["cell"]} if group and not cell else {}
+    taken = ((x, [y for y in others if on[y]]) for x, others in DATA["instead"].items())
     winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
-    why |= {x: _DATA["why"].get(winner, {}).get(x, f"{winner} takes its place.") for x in losers}
+    why |= {x: DATA["why"].get(winner, {}).get(x, f"{winner} takes its place.") for x in losers}
     for name, text in why.items():
         ledger.ignore(f"boost.{name}", True, text, name in asked)
     return on | dict.fromkeys(why, False)
