@@ -623,9 +623,14 @@ def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():
     data = {"boost": {"mode": "manual", "grad_freeze": True}}
     freeze = auto(data | {"freeze": {"order": ["b", "a"]}}).config["freeze"]
     assert (freeze["order"], freeze["groups"], freeze["cut"]) == (["b", "a"], 10, "mindspore")
-    for more in (True, {"groups": 3}, {"order": ["b", "a"], "kind": "ramp"}):
-        with pytest.raises(ValueError, match="freeze must be left out beside MindSpore's dict"):
+    sets = {"moments": "shared", "groups": 3, "kind": "ramp"}
+    clashes = ((f"freeze.{x}", {"order": ["b", "a"], x: value}) for x, value in sets.items())
+    for name, more in (("freeze", True), *clashes):
+        with pytest.raises(ValueError, match=f"{name} must be left out beside MindSpore's dict"):
             auto(data | {"freeze": more})
+    # As errors say, and the page of MindSpore's levels.
+    off = {"less_bn": False, "freeze": None, "loss_scale_manager": DYNAMIC}
+    assert auto(off, level="O1").config.keys() == {"centralize", "loss_scale"}
 
 
 def test_one_file_is_a_job():

@@ -302,7 +302,9 @@ def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, ow
     asked, strict = strict, not foreign if strict is None else strict
     # MindSpore ignores unknown keys, so they are refused only beside keys of boostax.
     both = data.keys() - {*dictionary.KEYS} & {*keys.KEYS, *own, "singa"}
-    taken = {x: data.pop(x) for x in [*data] if foreign and (x in dictionary.KEYS or not both)}
+    off = {x for x in {*keys.KEYS} & {*data} if data[x] is None or data[x] is False}
+    theirs = [x for x in data if x not in off and (x in dictionary.KEYS or not both)]
+    taken = {x: data.pop(x) for x in theirs if foreign}
     config, notes = dictionary.from_mindspore(taken, level, strict=strict)
     said = dict.fromkeys(config if taken else (), "MindSpore's dictionary")
     frozen = "freeze" in config
@@ -311,15 +313,17 @@ def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, ow
     keys.known(data, (*keys.KEYS, *own), "keys")
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
-        whose, before = said.get(key, ""), config.get(key)
-        # Keys of boostax add settings that MindSpore's dictionary lacks, such as an order.
-        more = name == key and isinstance(value, Mapping) and not value.keys() & {*(before or ())}
-        fits = not whose or (more and whose[0] == "M")
+        whose, before = said.get(key, ""), config.get(key, {})
+        # Keys of boostax switch parts of MindSpore's dictionary off, or add settings that it lacks.
+        more = name == key and isinstance(value, Mapping)
+        fits = not whose or (whose[0] == "M" and (more or name in off))
         require(fits, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
+        for x in before if whose and more else ():
+            require(x not in value, "sets", value.get(x), name=f"{name}.{x}", whose=whose)
         said[key] = f"another {key}"
         if name == "microbatches":
             config[key] = checks.positive_int(_WHO, name, value, "1 does not split the batch.")
-        elif value is None or value is False:
+        elif name in off:
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, before, own.get(name, [None])[0])
