@@ -167,11 +167,18 @@ FREEZE_P, FREEZE_TYPE = (
     {"boost": FREEZES, "grad_freeze": x} for x in ({"freeze_p": 2}, {"freeze_type": 2})
 )
 TWO = "must be left out beside"
+Manager = type("DynamicLossScaleManager", (), {})  # MindSpore's own.
 MISTAKES = (
     ({"acumulate": 4}, "auto: keys must be among 'count_lost.*'acumulate'. Did you mean 'accumu"),
     ({"accumulate": {"evry": 4}}, "auto: arguments of accumulate must be .* Did you mean 'every'"),
     ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
+    ({"reduce": "sum"}, 'auto: reduce.kind .* got .sum.. {"all_reduce": {"op": "sum"}} adds up'),
+    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* the kind names other reductions"),
+    (
+        {"loss_scale_manager": Manager()},
+        "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic",
+    ),
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
     ({"reduce": "partial"}, "partial_average: partitions must be a positive integer or a tree"),
     ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends 1%"),
@@ -561,14 +568,12 @@ def test_managers_have_mindspores_order_and_the_switch_its_own():
     assert "16 - 1 times the gradient's part in the span" in finish.notes[-1]
 
 
-@pytest.mark.parametrize(
-    "gates",
-    [
-        *({"loss_scale_manager": x} for x in (mindspore.DynamicLossScaleManager(), FIXED())),
-        {"boost": GROUP["boost"] | {"grad_freeze": True}, "loss_scale_manager": TWO_GROUPS},
-        *({"accumulate": 2}, {"loss_scale": {"kind": "static", "scale": 8.0}}),
-    ],
-)
+GATES = [{"loss_scale_manager": x} for x in (mindspore.DynamicLossScaleManager(), FIXED())]
+GATES += [{"boost": GROUP["boost"] | {"grad_freeze": True}, "loss_scale_manager": TWO_GROUPS}]
+GATES += [{"accumulate": 2}, {"loss_scale": {"kind": "static", "scale": 8.0}}]
+
+
+@pytest.mark.parametrize("gates", GATES)
 def test_mindspores_freezing_holds_beside_a_scaler_and_a_window(gates):
     """Its depths would each keep one, which ``scheduled_freeze`` refuses."""
     switches = {"boost": PLAIN | {"grad_freeze": True}, "grad_freeze": {"param_groups": 2}}

@@ -21,7 +21,7 @@ CEILINGS = {
     "boostax/_core": 2973,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
-    "boostax/config": 937,
+    "boostax/config": 943,
     "boostax/freeze": 478,
     "boostax/inspect": 1659,
     "boostax/model": 714,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2050,
     "examples": 1500,
-    "tests": 21264,
+    "tests": 21272,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15572
+LIBRARY = 15578
 WORDS = 45830
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -106,3 +106,10 @@ MISTAKES = (
 def test_a_number_out_of_range_is_refused(call, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         call()
+
+
+@pytest.mark.parametrize("factory", [momentum, sgd, adam, adam_weight_decay])
+@pytest.mark.parametrize("params", [{"w": jnp.ones(3)}, [jnp.ones((2, 2)), jnp.ones(3)]])
+def test_params_by_mindspores_position_are_refused(factory, params):
+    with pytest.raises(TypeError, match=f"^{factory.__name__}: learning_rate must .* got a tree"):
+        factory(params, 0.1, 0.9)

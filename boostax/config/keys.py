@@ -220,7 +220,9 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
     given = {x: sequences(y, list) for x, y in given.items()}
     if choose:
         kind = given.pop("kind", before.get("kind", next(iter(kinds))))
-        checks.choice("auto", f"{name}.kind", kind, tuple(kinds), checks.nearest(kind, kinds))
+        meant = kind if isinstance(kind, str) else type(kind).__name__
+        hint = DATA["hints"].get(meant, checks.nearest(kind, kinds))
+        checks.choice("auto", f"{name}.kind", kind, tuple(kinds), hint)
     factory, chosen = kinds[kind], {"kind": kind} if kind else {}
     who = factory.__name__
     known(given, takes(factory), f"arguments of {who}")

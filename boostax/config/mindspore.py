@@ -113,7 +113,7 @@ def momentum(
       A transformation. Cost: one copy of the params.
 
     Raises:
-      ValueError, TypeError: ``loss_scale`` is not positive.
+      ValueError, TypeError: ``loss_scale`` is not positive, or params stand in front.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -124,7 +124,7 @@ def momentum(
       >>> print(f"{updates['fc']:.2f} {updates['bn']['gamma']:.2f}")
       -0.20 -0.10
     """
-    parts = [optax.trace(momentum, use_nesterov), _rate(learning_rate)]
+    parts = [optax.trace(momentum, use_nesterov), _rate("momentum", learning_rate)]
     return _coupled("momentum", weight_decay, loss_scale, grouped, parts)
 
 
@@ -159,7 +159,7 @@ def sgd(
     after_first = lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening)  # noqa: E731
     parts = [optax.scale_by_schedule(after_first)] if momentum and dampening else []
     parts += [optax.trace(momentum, nesterov)] if momentum else []
-    parts += [_rate(learning_rate)]
+    parts += [_rate("sgd", learning_rate)]
     return _coupled("sgd", weight_decay, loss_scale, grouped, parts)
 
 
@@ -190,7 +190,7 @@ def adam(
     Raises:
       ValueError, TypeError: ``loss_scale`` is not positive.
     """
-    parts = [_moments(beta1, beta2, eps, nesterov=use_nesterov), _rate(learning_rate)]
+    parts = [_moments(beta1, beta2, eps, nesterov=use_nesterov), _rate("adam", learning_rate)]
     return _coupled("adam", weight_decay, loss_scale, grouped, parts)
 
 
@@ -218,7 +218,7 @@ def adam_weight_decay(
       ValueError, TypeError: ``loss_scale`` is not positive.
     """
     moments, decay = _moments(beta1, beta2, eps, corrected=False), _decay(weight_decay, grouped)
-    return optax.chain(moments, decay, _rate(learning_rate))
+    return optax.chain(moments, decay, _rate("adam_weight_decay", learning_rate))
 
 
 def lars(
@@ -303,8 +303,12 @@ def _decay(rate: float, grouped: bool) -> optax.GradientTransformation:
     return optax.add_decayed_weights(rate, mask) if rate else optax.identity()
 
 
-def _rate(rate: Rate) -> optax.GradientTransformation:
+def _rate(who: str, rate: Rate) -> optax.GradientTransformation:
     """Multiply by the negative learning rate; a list has the rate of each step."""
+    listed = type(rate) in (list, tuple) and not any(map(np.ndim, jax.tree.leaves(rate)))
+    fits = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
+    allowed, hint = "a number, a schedule or a list of rates", "Params are left out here."
+    checks.require(who, "learning_rate", "a tree of arrays", allowed, fits, hint, TypeError)
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
     # An index beyond the end takes the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)
