@@ -164,7 +164,7 @@ def advice(sections: Mapping[str, list[Row]]) -> str:
     rows = next(
         rows for title, rows in sections.items() if title.startswith("To the mean's last loss")
     )
-    said = "# What reached the loss first by the rate of each link, in bits per second.\n"
+    said = "# The reduction that reached a loss first, by the rate of each link in bits per second.\n"
     said += "# From benchmarks/results/network_losses.md.\n"
     said += f'workload = "a transformer of 254,720 params, {HOSTS} hosts"\n'
     for link in LINKS:

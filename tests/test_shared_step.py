@@ -136,7 +136,7 @@ def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
     assert sizes[True] <= 1.1 / DEVICES * sizes[False], sizes
     assert shared.argument_bytes < 0.5 * whole.argument_bytes
     # The loss's mean and the agreement on its scale besides.
-    assert shared.reduced == whole.reduced == (2, shared.params + 2)
+    assert shared.reduced == whole.reduced == (2, *[shared.params + 2] * 2)
     assert (shared.gathered.most, whole.gathered.most) == (shared.params, 0)
     assert shared.donated_in_vain == whole.donated_in_vain
 
@@ -146,9 +146,9 @@ def test_nothing_but_scalars_is_sent_inside_a_window():
     step = made(tx, True)
     found = boostax.audit(step, step.init(initial()), batch(0), calls=4)
     # The loss's mean.
-    assert found.reduced == (1, found.params + 1)
+    assert found.reduced == (1, found.params + 1, 1)
     # But for the scalar and a leaf of three, which are whole on every replica.
-    assert found.gathered == (0, found.params - 4)
+    assert found.gathered == (0, found.params - 4, 0)
     assert found.wire_bytes.least < 100
 
 
