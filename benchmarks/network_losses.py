@@ -164,8 +164,8 @@ def advice(sections: Mapping[str, list[Row]]) -> str:
     rows = next(
         rows for title, rows in sections.items() if title.startswith("To the mean's last loss")
     )
-    said = "# The reduction that reached a loss first, by the rate of each link in bits per second.\n"
-    said += "# From benchmarks/results/network_losses.md.\n"
+    said = "# The reduction that reached a loss first, by the rate of each link in bits per second."
+    said += "\n# From benchmarks/results/network_losses.md.\n"
     said += f'workload = "a transformer of 254,720 params, {HOSTS} hosts"\n'
     for link in LINKS:
         rate = Network.of(link).rate
