@@ -6,6 +6,7 @@ import copy
 import json
 import pathlib
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any, Self
@@ -95,13 +96,13 @@ class Checkpointer:
           meta: anything that JSON can hold.
 
         Raises:
-          TypeError: a leaf is not a JAX array, or ``meta`` is not JSON.
+          TypeError: a leaf is not a JAX array, an object of NNX is in the tree, or ``meta`` is not
+            JSON.
           ValueError: devices hold different copies of an array.
           RuntimeError: the previous save failed in the background.
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
-        leaves = _named(state)
-        _require_arrays("state", leaves, lambda leaf: isinstance(leaf, jax.Array))
+        leaves = _require_arrays("state", state, lambda leaf: isinstance(leaf, jax.Array))
         mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
         replicas.require_stacked(_WHO, state)
         copies.require_equal(_WHO, state)
@@ -179,7 +180,7 @@ class Checkpointer:
           RuntimeError: files on disk are missing, truncated or altered. No file is deleted, and the
             message names an older step that can be restored.
         """
-        _require_arrays("target", _named(target), lambda leaf: hasattr(leaf, "dtype"))
+        _require_arrays("target", target, lambda leaf: hasattr(leaf, "dtype"))
         step = self._existing(step)
         record = self._record(step)
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
@@ -224,15 +225,19 @@ class Checkpointer:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
+            # orbax raises these at classes that it cannot compare, where no file is damaged.
+            unlike = isinstance(error, (TypeError, IndexError))
+            raise self._damaged(step, _first_line(error), unlike) from error
 
-    def _damaged(self, step: int, what: str) -> RuntimeError:
+    def _damaged(self, step: int, what: str, unlike: bool = False) -> RuntimeError:
         older = max((x for x in self.steps() if x < step), default=None)
         hint = f"To go back to step {older}, pass step={older} or move {step} out of it."
         if older is None:
             hint = "No older step is left: start again, or bring it back from a copy."
-        where = f"Checkpointer: step {step} in {self._path}"
-        return RuntimeError(f"{where} is damaged: {what}. Nothing was deleted. {hint}")
+        if unlike:
+            hint = f"Pass a target of the classes that were saved. If it is one: {hint}"
+        said = f"step {step} in {self._path} {'cannot be read' if unlike else 'is damaged'}"
+        return RuntimeError(f"Checkpointer: {said}: {what}. Nothing was deleted. {hint}")
 
 
 class _Manager(ocp.CheckpointManager):
@@ -279,13 +284,25 @@ def _named(state: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def _require_arrays(argument: str, leaves: dict[str, Any], is_array: Callable[[Any], bool]) -> None:
-    """Refuse a leaf that is not an array, such as a number (Flax's ``TrainState.step``)."""
+def _require_arrays(argument: str, tree: PyTree, is_array: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the leaves by name.
+
+    Refuse objects of NNX, whose nodes orbax writes and cannot read, and leaves that are not arrays,
+    such as a number (Flax's ``TrainState.step``).
+    """
+    nnx_object: Any = getattr(sys.modules.get("flax.nnx"), "Pytree", ())
+    is_object = lambda x: isinstance(x, nnx_object)  # noqa: E731
+    found = filter(is_object, jax.tree.leaves(tree, is_leaf=is_object))
+    got = next((f"an NNX object, {type(x).__name__}" for x in found), "")
+    hint = "Save nnx.as_pure((nnx.state(model), optimizer.opt_state))."
+    checks.require(_WHO, argument, got, "a tree of arrays", not got, hint, TypeError)
+    leaves = _named(tree)
     hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
     hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
         got, allowed = f"{type(leaf).__name__} at {name}", "a tree of JAX arrays"
         checks.require(_WHO, argument, got, allowed, is_array(leaf), hint, TypeError)
+    return leaves
 
 
 def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 572,
+    "boostax": 583,
     "boostax/_core": 2973,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2050,
     "examples": 1500,
-    "tests": 21272,
+    "tests": 21280,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15578
+LIBRARY = 15589
 WORDS = 45830
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -326,6 +327,7 @@ def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path):
 
 UNSAVED = [
     *(({"a": [x]}, None, TypeError, "at a/0. Make") for x in (1.0, np.float32(1), np.zeros(3))),
+    (nnx.Sequential(nnx.relu), None, TypeError, r"NNX object, Sequential. Save nnx.as_pure\(\("),
     ({"a.b": jnp.ones(2), "a": {"b": jnp.ones(3)}}, None, ValueError, "joined by dots"),
     ({"a": jnp.ones(2)}, {"x": object()}, TypeError, "not JSON serializable"),
 ]
@@ -346,6 +348,14 @@ def test_a_target_with_a_number_is_refused(copied):
     with Checkpointer(copied) as checkpointer:
         with pytest.raises(TypeError, match=r"target must be .* got int at step\. Make a"):
             checkpointer.restore({"step": 0}, reshard=True)
+
+
+def test_a_target_that_orbax_cannot_compare_is_not_called_damage(copied):
+    with Checkpointer(copied) as checkpointer:
+        fails = mock.Mock(side_effect=IndexError("tuple index out of range"))
+        with mock.patch.object(checkpointer._manager, "restore", fails):
+            with pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the classes that"):
+                checkpointer.restore(make_state())
 
 
 def test_a_save_that_failed_in_the_background_is_reported(copied):
