@@ -60,9 +60,9 @@ class Optimizer(nnx.Optimizer[_M]):
     step reads the params for the loss and writes no params.
 
     Raises:
-      ValueError: params that are not on a mesh although ``axis_name`` is given; a chain with
-        different params on each replica (``local_updates``, ``partial_average``), which a module
-        cannot represent.
+      ValueError: params that are not on a mesh although ``axis_name`` is given; a ``wrt`` that
+        matches nothing; a result of ``on_mesh``; a chain with different params on each replica
+        (``local_updates``, ``partial_average``), which a module cannot represent.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -97,6 +97,12 @@ class Optimizer(nnx.Optimizer[_M]):
         self.mesh: Any = None
         self.more = more
         params = nnx.as_pure(nnx.state(model, wrt, **more))
+        allowed, found = "a filter of some variables of the model", bool(jax.tree.leaves(params))
+        hint = f"It has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
+        checks.require(_WHO, "wrt", wrt, allowed, found, hint)
+        placed = getattr(getattr(tx.update, "step", None), "__module__", "") == on_mesh.__module__
+        allowed, hint = "without on_mesh, which it applies", "Pass the chain, and axis_name='data'."
+        checks.require(_WHO, "tx", "the result of on_mesh", allowed, not placed, hint)
         if axis_name is not None:
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
@@ -173,7 +179,7 @@ class Optimizer(nnx.Optimizer[_M]):
                 _, _, _, still, left = self._split(merged)
                 _require_kept(still, frozen, left, model_state)
                 moved = jax.tree.map(lambda new, old: new is not old, left, model_state)
-                value, given_aux = result if has_aux else (result, Aux())
+                value, given_aux = auxiliary.loss_and_aux(result, has_aux)
                 told = auxiliary.as_aux(given_aux)._replace(model_state=left)
                 return value, auxiliary.Beside(told, auxiliary.own_of(given_aux))
 

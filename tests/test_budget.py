@@ -17,8 +17,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 583,
-    "boostax/_core": 2973,
+    "boostax": 589,
+    "boostax/_core": 2974,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
     "boostax/config": 943,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 1997,
     "boostax/subspace": 685,
     "boostax/testing": 817,
-    "boostax/train": 2050,
+    "boostax/train": 2054,
     "examples": 1500,
-    "tests": 21280,
+    "tests": 21286,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15589
+LIBRARY = 15600
 WORDS = 45830
 LONGEST = 60
 # Functions that are longer, until they are cut.

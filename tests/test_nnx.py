@@ -388,8 +388,10 @@ def test_a_loss_that_sets_params_or_leaves_a_variable_behind_is_refused():
         return model(x).mean()
 
     sets = r"that sets no nnx\.Param, got 'base_module/bias'"
-    for loss, match in ((setting, sets), (leaving, "one that leaves the model the variables")):
-        with pytest.raises(ValueError, match=match):
+    leaves = "one that leaves the model the variables"
+    apart = r"a floating scalar, got \(ShapedArray\(float32\[]\), ShapedArray\(float32\[16,64]\)\)"
+    for loss, match in ((setting, sets), (leaving, leaves), (loss_fn, apart)):
+        with pytest.raises((ValueError, TypeError), match=match):
             optimizer.value_and_grad(loss)(model, rows(0))
 
 

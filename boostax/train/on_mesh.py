@@ -201,11 +201,14 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
-    hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=)."
+    hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=); "
+    hint += "in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
+    got, allowed = type(params).__name__, "placed on one mesh by NamedSharding"
+    checks.require(who, "params", got, allowed, bool(leaves), hint)
     for path, sharding in shardings.items():
         got = f"{sharding} at {trees.path_name(path) or 'the root'}"
         fits = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-        checks.require(who, "params", got, "placed on one mesh by NamedSharding", fits, hint)
+        checks.require(who, "params", got, allowed, fits, hint)
     names = axes.of_mesh(who, axis_name, mesh)
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
@@ -238,7 +241,8 @@ def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -
     """Refuse gradients shaped like the params, which are already reduced."""
     types = jax.tree_util.tree_leaves_with_path(local_types(params))
     shapes = {path: x.shape for path, x in types}
-    hint = "boostax.value_and_grad(loss, mesh=mesh) returns such; jax.grad's are reduced already."
+    hint = "boostax.value_and_grad(loss, mesh=mesh) returns such, in NNX optimizer.value_and_grad("
+    hint += "loss)(model, batch); jax.grad's are reduced already."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
         shape = shapes.get(path, leaf.shape[len(lead) :])
         wanted = *lead, *shape
