@@ -31,12 +31,12 @@ CEILINGS = {
     "boostax/testing": 817,
     "boostax/train": 2054,
     "examples": 1500,
-    "tests": 21286,
+    "tests": 21288,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
 LIBRARY = 15600
-WORDS = 45830
+WORDS = 45871
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

@@ -81,12 +81,13 @@ def assert_near(found, wanted, tolerance):
     chex.assert_trees_all_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-CLIPPED = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+NORM = optax.snapshot("grad_norm", optax.tree.norm)
+CLIPPED = NORM, optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
 
 
 @functools.cache
 def clipped_alone():
-    return alone(scaled_window(None, *CLIPPED), 5, 2)[:2]
+    return alone(scaled_window(None, *CLIPPED), 5, 2)
 
 
 # The contract goes through the placements on an explicit mesh, too.
@@ -102,9 +103,10 @@ def test_a_loop_of_ones_own_is_one_device(loop, sums, share):
     placement, kind = loop
     tx = scaled_window("data", *CLIPPED, sums=sums)
     losses, params, state = trained(tx, PLACEMENTS[placement], kind=kind, share=share, calls=2)
-    wanted, whole = clipped_alone()
+    wanted, whole, one = clipped_alone()
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
     assert_near(params, whole, 2e-6)
+    assert_near(*(optax.tree.get(x, "grad_norm") for x in (state, one)), 2e-6)
     assert int(boostax.metrics(state)["optimizer_steps"]) == 5
     assert isinstance(state.inner_state.window, boostax.PerReplica) == (sums == "local")
     for x, spec in zip(params, [PLACEMENTS[placement]] * DEPTH, strict=True):
