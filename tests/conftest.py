@@ -11,6 +11,8 @@ import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
+# Programs without the lines of Python that they come from compile faster; no test reads these.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)
@@ -30,6 +32,11 @@ def golden():
 @pytest.fixture(scope="session")
 def mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not visit it."""
+    gc.freeze()
 
 
 def pytest_runtest_logfinish(nodeid, location, done=itertools.count(1)):
