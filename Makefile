@@ -6,14 +6,13 @@ READY := $(VENV)/.ready
 # Without a cache of compiled programs: docs/faq.md says what one does to collectives on CPU devices. The
 # tests of a file share what is compiled for them, so one worker runs them all.
 TESTS := $(RUN) -m pytest -n 2 --dist loadfile
-# Freed memory stays in the process, which takes it again for the next program (glibc only).
-export MALLOC_TRIM_THRESHOLD_ := 1000000000
-export MALLOC_TOP_PAD_ := 67108864
+# Freed memory (of glibc) stays for the next program, which has one line of Python per operation.
+LEAN := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=67108864 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=1
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.
 PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
-QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN) --xla_cpu_use_fusion_emitters=false"
+QUICK_CODE := $(LEAN) XLA_FLAGS="$(XLA_FLAGS) $(PLAIN) --xla_cpu_use_fusion_emitters=false"
 # The newest XLA knows no more of the last, and ends a process that asks for it.
-QUICK_NEWEST := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN)"
+QUICK_NEWEST := $(LEAN) XLA_FLAGS="$(XLA_FLAGS) $(PLAIN)"
 # Of compilers that look for their devices.
 QUIET := TF_CPP_MIN_LOG_LEVEL=3
 # The newest JAX wants a newer Python than the oldest that boostax runs on.

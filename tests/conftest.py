@@ -11,8 +11,6 @@ import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
-# Programs without the lines of Python that they come from compile faster; no test reads these.
-jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)

@@ -35,7 +35,7 @@ NET = Net()
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(6, ROWS, FEATURES)) * np.geomspace(1, 100, ROWS)[:, None]).astype(np.float32)
 BATCHES = [{"x": x, "y": RNG.normal(size=(ROWS, 4)).astype(np.float32)} for x in X]
-START = NET.init(jax.random.key(0), X[0])
+START = jax.jit(NET.init)(jax.random.key(0), X[0])
 
 
 def loss_fn(variables, batch):

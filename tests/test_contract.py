@@ -39,6 +39,7 @@ def late(case, law):
     late = case in VARIANTS and law not in ALWAYS
     late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
     late |= law in COSTLY and case.name not in ("accumulate", "int8_reduce", "dynamic_loss_scale")
+    late |= law == COSTLY[0] and case.name == "accumulate"
     return late or (case.name in GATED and law not in OF_THEIR_OWN)
 
 
