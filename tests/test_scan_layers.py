@@ -103,9 +103,9 @@ def assert_same(actual, expected):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), actual, expected)
 
 
-@functools.cache
-def plain():
-    return trained(loss_fn, optax.adamw(1e-3))[0]
+ADAMW = optax.adamw(1e-3)
+STORED = boostax.precision.store(ADAMW, moments={"*/mu": "int8", "*/nu": "log8"}, least=64)
+once = functools.cache(trained)
 
 
 # Gathered weights and reduced gradients.
@@ -130,7 +130,7 @@ def test_without_a_step_it_is_a_scan(remat):
 def test_layers_train_like_a_plain_step_on_one_device(place, weights, microbatches):
     how = {"layers": Layers(weights=weights), "microbatches": microbatches}
     state, _ = trained(loss_fn, optax.adamw(1e-3), place, **how)
-    assert_close(state.params, plain().params, 2e-6)
+    assert_close(state.params, once(loss_fn, ADAMW)[0].params, 2e-6)
 
 
 @pytest.mark.parametrize("place", ["one device", "FSDP", "HSDP"])
@@ -234,11 +234,11 @@ def in_own_loop(place, layers, named, kind=AxisType.Auto):
     [*((x, AxisType.Auto) for x in PLACES if PLACES[x][0]), ("FSDP", AxisType.Explicit)],
 )
 def test_a_loop_of_ones_own_runs_layers(place, kind, layers):
-    assert_close(in_own_loop(place, layers, layers, kind), plain().params, 2e-6)
+    assert_close(in_own_loop(place, layers, layers, kind), once(loss_fn, ADAMW)[0].params, 2e-6)
 
 
 def test_a_loop_of_ones_own_names_layers_in_both_places():
-    assert_close(in_own_loop("FSDP", Layers(), None), plain().params, 2e-6)
+    assert_close(in_own_loop("FSDP", Layers(), None), once(loss_fn, ADAMW)[0].params, 2e-6)
     for layers, words in (
         (RELEASE, "those of scan_layers"),
         (Layers(release=True, host=True), "host"),
@@ -337,20 +337,10 @@ def test_a_released_optimizer_is_the_optimizer_of_each_layer(released):
     assert told["applied"] and not told["skipped_layers"]
 
 
-@functools.cache
-def on_one_device(loss, tx, layers=None, **options):
-    return trained(loss, tx, layers=layers, **options)
-
-
-STORED = boostax.precision.store(
-    optax.adamw(1e-3), moments={"*/mu": "int8", "*/nu": "log8"}, least=64
-)
-
-
 # The last has shards of both kinds.
 @pytest.mark.parametrize("place", lanes([*PLACES][1:], ["FSDP", "tensor parallel, FSDP"]))
 def test_a_stored_state_is_encoded_alike_wherever_it_is(place):
-    expected, _ = on_one_device(loss_fn, STORED, RELEASE)
+    expected, _ = once(loss_fn, STORED, layers=RELEASE)
     state, _ = trained(loss_fn, STORED, place, layers=RELEASE)
     assert "int8" in {str(x.dtype) for x in jax.tree.leaves(state.opt_state.stacks)}
     assert_close(state.params, expected.params, 2e-5)
@@ -361,8 +351,8 @@ def test_a_stored_state_is_encoded_alike_wherever_it_is(place):
 @pytest.mark.parametrize("loss", [weighted_loss, loss_of_terms])
 def test_a_released_gradient_counts_by_its_items(loss, place):
     how = {"has_aux": loss is weighted_loss}
-    expected, told = on_one_device(loss, optax.adamw(1e-3), **how)
-    state, metrics = trained(loss, optax.adamw(1e-3), place, layers=RELEASE, **how)
+    expected, told = once(loss, ADAMW, **how)
+    state, metrics = trained(loss, ADAMW, place, layers=RELEASE, **how)
     assert_close(state.params, expected.params, 2e-6)
     assert metrics["loss"] == pytest.approx(told["loss"], abs=1e-6)
 
