@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Without a cache of compiled programs: docs/faq.md says what one does to collectives on CPU devices. The
 # tests of a file share what is compiled for them, so one worker runs them all.
 TESTS := $(RUN) -m pytest -n 2 --dist loadfile
-# Freed memory (of glibc) stays for the next program, which has one line of Python per operation.
+# Freed memory (of glibc) stays for the next program, whose operations name one line of Python each.
 LEAN := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=67108864 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=1
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.
 PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
