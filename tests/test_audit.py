@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax.__main__ import main
 from boostax._core import costs
-from boostax.inspect import collectives, hlo
+from boostax.inspect import collectives, hlo, targets
 from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.command import held_back
 from boostax.inspect.network import Network
@@ -682,6 +682,10 @@ def without_params():
     return (jax.jit(lambda: jnp.ones(3)),)
 
 
+def unplaced():
+    return jax.jit(jax.grad(loss_fn)), PARAMS, jnp.ones((16, WIDTH))
+
+
 def test_no_limit_passes_what_is_not_known(command):
     for limit, code in {"--max-reductions": 1, "--max-gathers": 0, "--max-findings": 1}.items():
         assert command("test_audit:endless", limit, "0")[0] == code
@@ -764,8 +768,22 @@ def test_a_call_of_a_window_does_not_pass_for_a_step(command):
     code, told = command(*limited)
     assert code == 1
     assert "say calls=" in told.out and "MultiStepsState is a window's. Say --calls" in told.err
-    code, told = command(*limited, "--calls", "8")
+    code, told = command(limited[0], "--max-findings", "9", "--calls", "8")
     assert code == 0 and "say calls=" not in told.out
+
+
+def test_no_limit_passes_on_fewer_devices_than_were_asked_for(command, monkeypatch):
+    """Defect guarded against: shapes without shardings reduced nothing on one of 8 devices."""
+    for devices, said in (
+        ((), "one device reduces nothing"),
+        (("--cpu-devices", "8"), "1 device, of 8"),
+    ):
+        code, told = command("test_audit:unplaced", "--max-reductions", "1.01", *devices)
+        assert code == 1 and said in told.err and "0.00 N reduced" in told.out
+    assert command("test_audit:unplaced", "--max-temporaries", "9")[0] == 0
+    monkeypatch.setattr(targets, "target_devices", lambda target: tuple(jax.devices()))
+    with pytest.raises(ValueError, match="args must be placed by shardings"):
+        boostax.audit(*unplaced(), target="v5e:2x4")
 
 
 def test_ours_is_a_window_if_it_has_more_than_one_call():

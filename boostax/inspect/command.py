@@ -56,11 +56,18 @@ def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
     if found.window and given.max_reductions is not None:
         step = f"a call is not an optimizer step: {found.window} is a window's."
         yield f"{step} Say --calls, the calls of one."
-    for name in _LIMITS:
+    limits = [name for name in _LIMITS if getattr(given, f"max_{name}") is not None]
+    wanted = len(target_devices(given.target)) if given.target else given.cpu_devices
+    if limits and found.devices < wanted:
+        said = f"{found.devices} device{'s' * (found.devices > 1)}, of {wanted}"
+        yield f"{said}: the arguments have no shardings over more"
+    elif {"reductions", "gathers"} & {*limits} and found.devices == 1:
+        yield "one device reduces nothing: say --cpu-devices or --target"
+    for name in limits:
         value, limit = getattr(found, name), getattr(given, f"max_{name}")
         value = len(value) if name == "findings" else value
         # An unknown count (NaN, infinite) exceeds every limit.
-        if limit is not None and not value <= limit:
+        if not value <= limit:
             loops = f"the turns of {', '.join(found.unknown_loops)} are not: say --turns"
             why = f"not known, as {loops if value == math.inf else 'the params are not'}"
             yield f"{name} {value:.2f}, {f'more than {limit:g}' if math.isfinite(value) else why}"

@@ -202,8 +202,9 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
     exported = jax.export.export(program, platforms=[platform])(*args)
     mesh = _mesh_of(map(_sharding, jax.tree.leaves(args)))
     allowed = "placed by shardings over the program's mesh where a target is given"
-    hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
-    fits = exported.nr_devices == 1 or mesh is not None
+    hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays; on one device "
+    hint += "sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
+    fits = mesh is not None or len(devices) == 1
     checks.require(_AUDIT, "args", None, allowed, fits, hint)
     count, fits = len(devices), mesh is None or mesh.size == len(devices)
     allowed = f"one of as many devices as the program's mesh, {mesh and mesh.size}"
