@@ -347,6 +347,17 @@ def test_an_optimizer_that_reads_the_norm_of_all_params_is_refused():
         boostax.by_shape(by_norm, "data").init(matrices(4)["4x8"])
 
 
+def test_an_optimizer_that_chooses_matrices_by_path_is_refused():
+    """Defect guarded against: where paths were others no matrix was Muon's, and Adam got all."""
+    numbers = optax.contrib.MuonDimensionNumbers()
+    chosen = lambda path, _: numbers if "w" in str(path) else None  # noqa: E731
+    by_path = functools.partial(jax.tree_util.tree_map_with_path, chosen)
+    said = "treats '2x4/w0' otherwise.*Put the choice outside: optax.partition"
+    for inner in (muon(muon_weight_dimension_numbers=by_path), partitioned()):
+        with pytest.raises(ValueError, match=said):
+            boostax.by_shape(inner, "data").init(matrices(2, (2, 4)))
+
+
 def test_qk_clip_which_finds_weights_by_path_stands_around_it():
     heads = boostax.model.Heads("*/w0", "*/w1", "*ias", axis=-1)
     inside = boostax.by_shape(boostax.model.qk_clip(muon(), heads), "data")

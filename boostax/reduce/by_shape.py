@@ -188,6 +188,33 @@ def _require_apart(tx: gate.Extended, view: Dealt) -> None:
     checks.require(_WHO, "inner", "one that reads several gradients", allowed, not mixed, hint)
 
 
+def _require_pathless(
+    tx: gate.Extended, params: PyTree, state: PyTree, view: Dealt, shapes: Sequence[_Shape]
+) -> None:
+    """Refuse an optimizer that chooses params by their paths, which are others in a ``Dealt``."""
+    own, dealt = _kept(jax.eval_shape(tx.init, params), params), _kept(state, view)
+    key, index = jax.tree_util.GetAttrKey, jax.tree_util.SequenceKey
+    slot = {i: (index(n), index(0)) for n, shape in enumerate(shapes) for i in shape.indices}
+    for i, (path, kept) in enumerate(own.items()):
+        there = (key("by_shape"), *slot[i]) if i in slot else (key("rest"), *path)
+        allowed = "an optimizer that chooses params without their paths"
+        hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
+        got = f"one that treats {trees.path_name(path)!r} otherwise where it has its path"
+        checks.require(_WHO, "inner", got, allowed, kept == dealt.get(there), hint)
+
+
+def _kept(state: PyTree, params: PyTree) -> dict[Any, set[Any]]:
+    """Return for the path of each param the parts of the state that have an array for it."""
+    paths = jax.tree_util.tree_leaves_with_path
+    found: dict[Any, set[Any]] = {path: set() for path, _ in paths(params)}
+    for path, _ in paths(state):
+        # The longest end that is the path of a param.
+        at = next((at for at in range(len(path)) if path[at:] in found), None)
+        if at is not None:
+            found[path[at:]].add(path[:at])
+    return found
+
+
 @bound_axis.reduction
 def by_shape(
     inner: optax.GradientTransformation, axis_name: axes.AxisName | None = None
@@ -229,8 +256,9 @@ def by_shape(
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several
-        gradients for one update, such as a clip by the global norm; at trace time, an unbound axis,
-        already reduced or integer gradients, a state for another number of replicas.
+        gradients for one update, such as a clip by the global norm, or whose state of a param
+        depends on its path; at trace time, an unbound axis, already reduced or integer gradients, a
+        state for another number of replicas.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -259,6 +287,7 @@ def by_shape(
         checks.require(
             _WHO, "inner", "qk_clip, which finds weights by path", allowed, not by_path, hint
         )
+        _require_pathless(tx, trees.at_least_float32(params), state, view, shapes)
         _require_apart(tx, view)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
         order = [jnp.array([paths[i] for i in shape.indices], jnp.uint32) for shape in shapes]
