@@ -434,7 +434,7 @@ def test_a_variable_that_the_program_does_not_use_is_no_parameter():
 
 def test_keys_static_arguments_and_arrays_of_numpy_are_arguments():
     drawn = jax.jit(lambda key, x, n: n * x + jax.random.normal(key, x.shape), static_argnums=2)
-    assert boostax.audit(drawn, jax.random.key(0), jnp.ones(3), 4).devices == 1
+    assert boostax.audit(drawn, jax.random.key(0), jnp.ones(3), 4, params=1).devices == 1
     assert boostax.audit(lambda x: x + 1, np.ones((4, 4), np.float32)).params == 16
 
 
@@ -676,6 +676,22 @@ def test_the_command_prints_and_judges(command):
     code, told = command("audited_program:program", "--network", "fast")
     assert code == 1 and "network must be a rate" in told.err and "'fast'" in told.err
     assert command("test_audit:without_params")[0] == 0
+
+
+def test_the_unit_is_told_and_a_state_is_no_params(command):
+    """Defect guarded against: counts of a step (state, params) were multiples of the moments."""
+    assert f"{COUNT:,} params (argument 0)" in command("test_audit:unplaced")[1].out
+    code, told = command("test_audit:stateful")
+    assert code == 1 and "params must be the params, got argument 0, which holds an opt" in told.err
+    code, told = command("test_audit:stateful", "--params", "1")
+    assert code == 0 and f"{COUNT:,} params (argument 1)" in told.out
+    code, told = command("test_audit:stateful", "--params", "2")
+    assert code == 1 and "got argument 2, which" in told.err
+
+
+def stateful():
+    step = jax.jit(lambda state, params, tokens: (state, loss_fn(params, 1.0 * tokens)))
+    return step, optax.adam(0.1).init(PARAMS), PARAMS, jnp.ones((16, WIDTH), int)
 
 
 def without_params():

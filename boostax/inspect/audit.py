@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -87,6 +88,7 @@ class Audit:
       advice: the technique that reached a loss first on such a network in boostax's records; empty
         without a network.
       text: the HLO text of the program.
+      unit: which argument the params are.
     """
 
     target: str
@@ -120,6 +122,7 @@ class Audit:
     compile_seconds: float
     findings: tuple[waste.Waste, ...]
     text: str = field(repr=False)
+    unit: str = ""
     window: str = ""
     advice: str = ""
 
@@ -159,7 +162,7 @@ def audit(
     program: Any,
     *args: Any,
     target: str | None = None,
-    params: PyTree = None,
+    params: PyTree | int = None,
     calls: int = 1,
     depth: int | None = None,
     turns: int | None = None,
@@ -179,9 +182,9 @@ def audit(
       target: see ``boostax.inspect.target_devices``; ``None`` for the devices of the arguments,
         which may be target devices. A program over a present mesh can be moved to a target with as
         many devices.
-      params: the tree whose size is the unit of counts; by default ``.params`` of the first
-        argument, or the first argument itself. For ``jax.pmap``, whose params are stacked, pass one
-        replica's params.
+      params: the tree whose size is the unit of counts, or the number of an argument: its
+        ``.params`` or the argument itself; by default of argument 0. For ``jax.pmap``, whose params
+        are stacked, pass one replica's params.
       calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
         the depth of the next call.
@@ -198,7 +201,8 @@ def audit(
       minute with scanned layers, several minutes without.
 
     Raises:
-      ValueError, TypeError: an unknown target or program, or a program that cannot be moved.
+      ValueError, TypeError: an unknown target or program, or a program that cannot be moved; an
+        argument as params that holds an optimizer's state or no floating array.
       RuntimeError: the compiler of the target is not installed.
 
     Example:
@@ -215,8 +219,7 @@ def audit(
     links = None if network is None else networks.Network.of(network)
     made = targets.compile_program(program, args, target, depth, given)
     parsed = hlo.parse(made.compiled.as_text(), turns)
-    if params is None:
-        params = getattr(args[0], "params", args[0]) if args else None
+    params, unit = _unit(params, args)
     sizes = _sizes(params)
     shapes = [shape for shape, _ in sizes]
     possible = functools.cache(functools.partial(collectives.gradient_sizes, shapes, made.mesh))
@@ -244,6 +247,7 @@ def audit(
         findings=(),
         text=made.compiled.as_text(),
         window=_window(args) if calls == 1 else "",
+        unit=unit,
         advice=links.advice if links else "",
         **_buffers(parsed, made.arguments),
         **_sent(parsed, listed, made.mesh),
@@ -296,6 +300,27 @@ def _batch_axes(arguments: Sequence[Any], shapes: Sequence[Any]) -> frozenset[st
     used = [x for x in arguments if x.sharding is not None and x.info.shape not in ((), *shapes)]
     specs: list[Any] = [getattr(x.sharding, "spec", None) for x in used]
     return None if None in specs or not specs else frozenset(jax.tree.leaves([*map(tuple, specs)]))
+
+
+def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
+    """Return the tree whose size is the unit of counts, and which argument it is."""
+    if not isinstance(params, int | None) or (params is None and not args):
+        return params, ""
+    number, hint = params or 0, "Say params=, the number of their argument; --params."
+    checks.require(WHO, "params", number, f"below {len(args)}", 0 <= number < len(args), hint)
+    tree = getattr(args[number], "params", args[number])
+    typed = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    fits = not typed or any(jnp.issubdtype(dtype, jnp.inexact) for dtype in typed)
+    fits &= not any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+    said = f"argument {number}, which holds an optimizer's state or integers alone"
+    checks.require(WHO, "params", said, "the params", fits, hint)
+    return tree, f"{'.params of ' * (tree is not args[number])}argument {number}"
+
+
+def _is_state(x: object) -> bool:
+    """Return whether this is a state of Optax or boostax; params may be a ``LookaheadParams``."""
+    ours = type(x).__module__.startswith(("optax.", "boostax."))
+    return ours and type(x).__name__.endswith("State")
 
 
 def _window(args: tuple[Any, ...]) -> str:

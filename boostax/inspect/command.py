@@ -111,8 +111,8 @@ def _audited(given: argparse.Namespace) -> Audit | Forms:
         raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
     if given.forms:
         return forms(*made, target=given.target)
-    options = {name: getattr(given, name) for name in ("target", "calls", "turns", "network")}
-    return audit(*made, **options)
+    names = "target", "params", "calls", "turns", "network"
+    return audit(*made, **{name: getattr(given, name) for name in names})
 
 
 def _step(name: str, arguments: Sequence[str]) -> str:
@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("program", metavar="module:function", help="a function that builds the program")
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; by default what is at hand")
+    add("--params", type=int, help="number of the argument that holds the params, by default 0")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
     add("--turns", type=int, help="turns of loops whose number the program does not say")
     add("--network", help="each device's link, 100Mbit or 1Gbit, 0.5 ms: adds seconds and advice")

@@ -41,7 +41,8 @@ def number(value: float, places: int = 0) -> str:
 def _headline(found: Audit) -> str:
     """Name the machine and the unit of counts, and sum up the program."""
     per = f"; {found.calls} calls per optimizer step" if found.calls > 1 else ""
-    sized = f"{found.params:,} params" if found.params else "params not known"
+    sized = f"{found.params:,} params{f' ({found.unit})' * bool(found.unit)}"
+    sized = sized if found.params else "params not known"
     where = f"{found.devices} device{'s' * (found.devices > 1)}"
     lines = [f"{found.target}, {where}; {sized}{per}"]
     if found.params:
