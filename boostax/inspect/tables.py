@@ -19,7 +19,7 @@ Cells = list[tuple[str, ...]]
 # The maximum of rows of collectives; further collectives are added up in one more row.
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
-_IN_VECTOR_MEMORY = 100_000_000
+_SMALL = 100_000_000
 # Counts that are not integers, and their decimal places.
 _PLACES = {"overlap": 2, "network_seconds": 4}
 
@@ -52,7 +52,7 @@ def _headline(found: Audit) -> str:
         lines.append(f"{said} per {unit}; temporaries {found.temporaries:.2f} P")
     if found.window:
         lines.append(f"One call, with a window open over several ({found.window}): say calls=")
-    if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
+    if found.cycles is not None and max(found.params_bytes, found.temporary_bytes) < _SMALL:
         lines.append("A small program's temporaries are in a TPU's vector memory and not counted")
     lines += [found.advice] * bool(found.advice)
     if found.unknown_loops:
