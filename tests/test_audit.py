@@ -3,6 +3,7 @@ from lines that they wrote."""
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -114,6 +115,7 @@ def test_a_reduction_outside_a_window_counts_in_each_call(mesh, form, around):
     assert found.reduced.held > COUNT and (around is scaled) == (found.reduced.least < 8)
     said = [waste.what for waste in found.findings if "Each of the 8 calls" in waste.what]
     assert len(said) == (form == "reduced outside")
+    assert ("N: the sum of the window is sharded" in str(found)) == (form == "sharded sums")
 
 
 @pytest.mark.parametrize("form", WINDOWS)
@@ -125,7 +127,7 @@ def test_a_window_reduces_once_in_eight_calls(mesh, form):
     assert found.reduced == (held, COUNT + closing, held)
     assert found.per_step(found.reduced) == COUNT + closing + 7 * held
     assert all(c.branches for c in found.collectives if c.elements > 1)
-    assert not found.findings
+    assert not found.findings and "is sharded" not in str(found)
     shapes = step.init(jax.eval_shape(lambda: PARAMS))
     again = boostax.audit(step, shapes, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), calls=8)
     assert again.to_dict() | {"compile_seconds": 0} == found.to_dict() | {"compile_seconds": 0}
@@ -142,6 +144,13 @@ def test_shapes_arrays_lowered_and_compiled_say_the_same(mesh):
         boostax.audit(lowered.compile(), params=PARAMS).text,
     ]
     assert len(set(texts)) == 1
+
+
+def test_small_temporaries_alone_are_in_vector_memory():
+    small = boostax.audit(jnp.sin, jnp.ones(3))
+    small = dataclasses.replace(small, cycles=hlo.Ways(1, 1, 1))
+    large = dataclasses.replace(small, temporary_bytes=2**30)
+    assert "a TPU's vector memory" in str(small) and "a TPU's vector memory" not in str(large)
 
 
 def test_donation_is_told(mesh):

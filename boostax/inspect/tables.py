@@ -30,6 +30,10 @@ def text(found: Audit) -> str:
     if found.collectives:
         blocks.append(aligned(_collective_cells(found)))
     blocks.append("\n".join(f"! {waste}" for waste in found.findings) or "Nothing is wasted.")
+    own = any("boostax.accumulate" in c.name for c in found.collectives)
+    if found.calls > 1 and own and 2 * found.gradients.held > found.params:
+        times = number(found.reductions, 2)
+        blocks.append(f"{times} N: the sum of the window is sharded (sums='sharded')")
     return "\n\n".join(blocks)
 
 
