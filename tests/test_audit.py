@@ -600,7 +600,8 @@ def test_what_cannot_be_audited_or_read_is_refused(said):
         REFUSED[said]()
 
 
-TARGETS = ["v5e", "h100:8", "h100:1x1x8*2", "v5e:2x4x", "", "2x4", "mi300:1x1x8", "v7x:2x2x1"]
+TARGETS = ["v5e", "v5e:8", "h100:8", "h100:1x1x8*2", "v5e:2x4x", "", "2x4"]
+TARGETS += ["mi300:1x1x8", "v7x:2x2x1"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -768,10 +769,11 @@ sys.exit(main())
 def test_the_command_refuses_in_words(command):
     for argument, said in {
         "audited_program": "must be module:function",
+        "audited_program.py": "must be module:function in Python, got 'audited_program.py'",
         "audited_program:missing": "could not be imported",
         "platform:system": "must return the program with its arguments",
         "os:system": "must be module:function in Python, got 'os:system'",
-        "no_such_file.py:program": "could not be imported",
+        "no_such_file.py:program": f"no_such_file.py is not in {pathlib.Path.cwd()}",
     }.items():
         code, told = command(argument)
         assert code == 1 and said in told.err
@@ -785,6 +787,10 @@ def test_logs_of_compilers_are_held_back_unless_they_fail(capfd):
             if error:
                 raise error
         assert ("of a compiler" in capfd.readouterr().err) == bool(error)
+    with pytest.raises(ValueError, match="every must be"), held_back():
+        os.write(2, b"of a compiler")
+        boostax.accumulate(optax.sgd(0.1), 0)
+    assert not capfd.readouterr().err
 
 
 def test_a_call_of_a_window_does_not_pass_for_a_step(command):

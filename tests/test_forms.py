@@ -56,6 +56,10 @@ def layered():
     return step_of()
 
 
+def jitted():
+    return jax.jit(loss_fn), *jax.tree.map(jnp.asarray, (PARAMS, BATCH))
+
+
 def test_the_command_counts_the_forms_and_limits_the_step_itself(capsys):
     given = ["audit", "test_forms:layered", "--forms", "--json", "--max-reductions"]
     assert main([*given, "1.01"]) == 1
@@ -64,6 +68,9 @@ def test_the_command_counts_the_forms_and_limits_the_step_itself(capsys):
     often = {"boostax", "jit and lax.scan", "optax.MultiSteps", "optax.microbatch"}
     often |= {"layers, by layer"}
     assert counts == {name: 4 if name in often else 1 for name in counts}
+    with_turns, plain = [*given, "4.01", "--turns", "2"], ["audit", "test_forms:jitted", "--forms"]
+    for wrong, said in (with_turns, "'--turns'"), (plain, "got a jax.jit with 2"):
+        assert main(wrong) == 1 and said in capsys.readouterr().err
     assert main([*given, "4.01"]) == 0 and [*told["refused"]] == ["layers, release, host"]
 
 

@@ -17,13 +17,16 @@ import pkgutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import jax
 
+from boostax._core import checks
 from boostax.inspect import Forms, forms, waste
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
+from boostax.train.compiled import TrainStep
 
 # The counts that can be limited, and their units.
 _LIMITS = {
@@ -75,7 +78,7 @@ def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Hold back what compilers write to the stderr descriptor; print it on a failure.
+    """Hold back what compilers write to the stderr descriptor; print it on a failure of others.
 
     Python's writes to ``sys.stderr``, such as warnings, are not held back.
     """
@@ -85,9 +88,11 @@ def held_back() -> Generator[None]:
         try:
             with contextlib.redirect_stderr(ours):
                 yield
-        except BaseException:
-            held.seek(0)
-            shown.write(held.read().decode(errors="replace"))
+        except BaseException as error:
+            raised = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
+            if error.__cause__ or not raised[-1].startswith("boostax."):
+                held.seek(0)
+                shown.write(held.read().decode(errors="replace"))
             raise
         finally:
             os.dup2(shown.fileno(), 2)
@@ -110,9 +115,21 @@ def _audited(given: argparse.Namespace) -> Audit | Forms:
         said = "audit: the function must return the program with its arguments, got"
         raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
     if given.forms:
-        return forms(*made, target=given.target)
+        return _forms(made, given)
     names = "target", "params", "calls", "turns", "network"
     return audit(*made, **{name: getattr(given, name) for name in names})
+
+
+def _forms(made: tuple[Any, ...], given: argparse.Namespace) -> Forms:
+    """Return the step in all forms; refuse another program, and options without effect."""
+    kind = "jax.jit" if hasattr(made[0], "trace") else type(made[0]).__name__
+    said, hint = f"a {kind} with {len(made) - 1} arguments", "make_train_step(loss, tx) makes one."
+    fits = isinstance(made[0], TrainStep) and len(made) == 3
+    checks.require("audit", "--forms", said, "of (TrainStep, state, batch)", fits, hint)
+    names = ("params", "calls", "turns", "network")
+    vain = [f"--{name}" for name in names if getattr(given, name) not in (None, 1)]
+    checks.require("audit", "--forms", f"also {vain}", "without these", not vain, "Leave them out.")
+    return forms(*made, target=given.target)
 
 
 def _step(name: str, arguments: Sequence[str]) -> str:
@@ -124,19 +141,24 @@ def _step(name: str, arguments: Sequence[str]) -> str:
 
 
 def _function(name: str) -> Any:
-    module, _, attribute = name.rpartition(":")
+    wrong = TypeError(f"audit: program must be module:function in Python, got {name!r}.")
+    module, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise wrong
     path = pathlib.Path(module.removesuffix(".py").replace(".", "/") + ".py").absolute()
     # A file belongs to the packages around it, and may import modules beside the outermost package.
     root = next(x for x in path.parents if not x.joinpath("__init__.py").exists())
     if module.endswith(".py"):
+        if not path.exists():
+            raise ImportError(f"audit: {path.name} is not in {path.parent}.")
         module = ".".join(path.relative_to(root).with_suffix("").parts)
     sys.path[:0] = [os.getcwd(), str(root)]
     try:
-        found = pkgutil.resolve_name(f"{module}:{attribute}" if module else attribute)
+        found = pkgutil.resolve_name(f"{module}:{attribute}")
     except (ValueError, ImportError, AttributeError) as error:
         raise ImportError(f"audit: {name} could not be imported: {error}") from error
     if not callable(found) or inspect.isbuiltin(found):
-        raise TypeError(f"audit: program must be module:function in Python, got {name!r}.")
+        raise wrong
     return found
 
 

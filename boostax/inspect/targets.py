@@ -29,7 +29,7 @@ from boostax.train.compiled import TrainStep
 
 _AUDIT = "audit"
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
-_FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
+_FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)+)(?:\*(?P<slices>\d+))?")
 _FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
 _MACHINES = checks.table("boostax.inspect", "machines")
 # Without these variables the compiler for TPU looks for a host with TPUs, and locks it.
