@@ -128,6 +128,7 @@ def test_a_window_reduces_once_in_eight_calls(mesh, form):
     assert found.per_step(found.reduced) == COUNT + closing + 7 * held
     assert all(c.branches for c in found.collectives if c.elements > 1)
     assert not found.findings and "is sharded" not in str(found)
+    assert "  tests/test_audit.py:" in str(found) and "accumulate/" not in str(found)
     shapes = step.init(jax.eval_shape(lambda: PARAMS))
     again = boostax.audit(step, shapes, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), calls=8)
     assert again.to_dict() | {"compile_seconds": 0} == found.to_dict() | {"compile_seconds": 0}

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ _INSTRUCTION = re.compile(
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation; sorting keeps branches in order.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
+# The folder of boostax's own lines, which no user can mend.
+_OWN = f"{pathlib.Path(__file__).parents[1]}/"
 # The scope of a conditional's transformation. These transformations hold calls by count, others by
 # values.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
@@ -312,8 +315,9 @@ class Program:
         return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
-        """Return ``file:line`` of the code behind an instruction; empty if the compiler lost it."""
-        return next(self.sources(instruction), "")
+        """Return ``file:line`` of the user's code behind an instruction; empty if it is lost."""
+        found = next(self.sources(instruction), "")
+        return "" if found.startswith(_OWN) else found
 
     def sources(self, instruction: Instruction) -> Iterator[str]:
         """Yield ``file:line`` of the code behind an instruction and of its callers."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,9 @@ def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
-    # The last folder, the file and the line.
-    source = "/".join(pathlib.PurePath(c.source).parts[-2:])
+    # The last folder, the file and the line; without a line of the user the part of a chain.
+    scopes = re.findall(r"boostax\.\w+", c.name)[-1:]
+    source = "/".join(pathlib.PurePath(c.source).parts[-2:]) or "".join(scopes)
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened
     return (c.kind, dtype, times, over, call, *_sums(group), "+".join(sorted(c.uses)), source)
 
