@@ -178,6 +178,14 @@ def test_a_nan_of_one_shard_is_seen_in_plain_jit():
             assert not jax.jit(boostax.precision.all_finite)({"w": array})
 
 
+def test_a_window_around_on_mesh_is_told_to_go_inside(mesh):
+    params = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P()))
+    tx = boostax.accumulate(boostax.on_mesh(boostax.all_reduce("data"), params), 4)
+    grads = boostax.PerReplica(jnp.ones((8, 8, 8)))
+    with pytest.raises(ValueError, match=r"inside: on_mesh\(accumulate\(chain\("):
+        tx.update(grads, tx.init(params), params)
+
+
 def test_an_axis_that_the_mesh_lacks_is_refused():
     params = placed(initial(), mesh_of(data=4, model=2), [PLACEMENTS["HSDP"]] * DEPTH)
     with pytest.raises(ValueError, match="on_mesh: axis_name must be among the mesh's axes"):

@@ -146,6 +146,8 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[str, Any]]:
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
     """Refuse arrays of a state that would broadcast because their shapes are not the gradients'."""
     hint = "boostax.states.enter_replica(state) is of one replica, stack_replicas(state, n) of all."
+    if any(map(is_per_replica, jax.tree.leaves(grads, is_leaf=is_per_replica))):
+        hint = f"Put {who} inside: on_mesh({who}(chain(...)), params)."
     kept = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(kept))
     trees.require_shapes(who, what, kept, grads, hint)
 
