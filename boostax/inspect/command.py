@@ -141,10 +141,7 @@ def _step(name: str, arguments: Sequence[str]) -> str:
 
 
 def _function(name: str) -> Any:
-    wrong = TypeError(f"audit: program must be module:function in Python, got {name!r}.")
     module, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise wrong
     path = pathlib.Path(module.removesuffix(".py").replace(".", "/") + ".py").absolute()
     # A file belongs to the packages around it, and may import modules beside the outermost package.
     root = next(x for x in path.parents if not x.joinpath("__init__.py").exists())
@@ -154,11 +151,11 @@ def _function(name: str) -> Any:
         module = ".".join(path.relative_to(root).with_suffix("").parts)
     sys.path[:0] = [os.getcwd(), str(root)]
     try:
-        found = pkgutil.resolve_name(f"{module}:{attribute}")
+        found = pkgutil.resolve_name(f"{module}:{attribute}") if colon else None
     except (ValueError, ImportError, AttributeError) as error:
         raise ImportError(f"audit: {name} could not be imported: {error}") from error
     if not callable(found) or inspect.isbuiltin(found):
-        raise wrong
+        raise TypeError(f"audit: program must be module:function in Python, got {name!r}.")
     return found
 
 

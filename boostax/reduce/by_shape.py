@@ -192,26 +192,26 @@ def _require_pathless(
     tx: gate.Extended, params: PyTree, state: PyTree, view: Dealt, shapes: Sequence[_Shape]
 ) -> None:
     """Refuse an optimizer that chooses params by their paths, which are others in a ``Dealt``."""
-    own, dealt = _kept(jax.eval_shape(tx.init, params), params), _kept(state, view)
-    key, index = jax.tree_util.GetAttrKey, jax.tree_util.SequenceKey
-    slot = {i: (index(n), index(0)) for n, shape in enumerate(shapes) for i in shape.indices}
-    for i, (path, kept) in enumerate(own.items()):
-        there = (key("by_shape"), *slot[i]) if i in slot else (key("rest"), *path)
-        allowed = "an optimizer that chooses params without their paths"
-        hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
-        got = f"one that treats {trees.path_name(path)!r} otherwise where it has its path"
-        checks.require(_WHO, "inner", got, allowed, kept == dealt.get(there), hint)
+    own = _kept(jax.eval_shape(tx.init, params), params) if shapes else {}
+    dealt = _kept(state, view)
+    slots = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
+    allowed = "an optimizer that chooses params without their paths"
+    hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
+    for i, (name, kept) in enumerate(own.items()):
+        got = f"one that treats {name!r} otherwise where it has its path"
+        fits = kept == dealt.get(slots.get(i, f"rest/{name}"))
+        checks.require(_WHO, "inner", got, allowed, fits, hint)
 
 
-def _kept(state: PyTree, params: PyTree) -> dict[Any, set[Any]]:
+def _kept(state: PyTree, params: PyTree) -> dict[str, set[str]]:
     """Return for the path of each param the parts of the state that have an array for it."""
-    paths = jax.tree_util.tree_leaves_with_path
-    found: dict[Any, set[Any]] = {path: set() for path, _ in paths(params)}
-    for path, _ in paths(state):
+    found: dict[str, set[str]] = {name: set() for name in trees.names(params)}
+    for name in trees.names(state):
         # The longest end that is the path of a param.
-        at = next((at for at in range(len(path)) if path[at:] in found), None)
-        if at is not None:
-            found[path[at:]].add(path[:at])
+        ends = (name[at:] for at in range(len(name)) if at == 0 or name[at - 1] == "/")
+        end = next(filter(found.__contains__, ends), None)
+        if end is not None:
+            found[end].add(name.removesuffix(end))
     return found
 
 
