@@ -18,25 +18,25 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 589,
-    "boostax/_core": 2974,
+    "boostax/_core": 2976,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
     "boostax/config": 943,
     "boostax/freeze": 478,
-    "boostax/inspect": 1659,
+    "boostax/inspect": 1711,
     "boostax/model": 714,
     "boostax/precision": 1735,
-    "boostax/reduce": 1997,
+    "boostax/reduce": 2018,
     "boostax/subspace": 685,
     "boostax/testing": 817,
     "boostax/train": 2054,
     "examples": 1500,
-    "tests": 21288,
+    "tests": 21345,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15600
-WORDS = 45871
+LIBRARY = 15675
+WORDS = 45938
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()
