@@ -23,7 +23,10 @@ import tempfile
 import tomllib
 from typing import NamedTuple
 
+import boostax
+
 ROOT = pathlib.Path(__file__).parents[1]
+LIBRARY = pathlib.Path(boostax.__file__).parents[1]
 TABLE = ROOT / "docs" / "coming_from" / "every_item.toml"
 PAGE = TABLE.with_suffix(".md")
 WORDS = {
@@ -116,6 +119,11 @@ def _marked(text):
     except SyntaxError:
         return text
     return f"`{text}`"
+
+
+def located(name):
+    """Return a file of the checkout; of the library, where it is installed."""
+    return (LIBRARY if name.startswith("boostax/") else ROOT) / name
 
 
 def copy(folder):

@@ -16,6 +16,7 @@ import harness
 import nbclient
 import nbformat
 import pytest
+from items import located
 from lanes import lanes
 
 import boostax
@@ -86,8 +87,8 @@ def test_relative_links_lead_somewhere(path):
         target, _, fragment = link["target"].partition("#")
         if re.match(r"[a-z]+:", target):
             continue
-        page = path.parent / target if target else path
-        assert page.exists(), f"{link['target']}: no such file"
+        page = (path.parent / target).resolve() if target else path
+        assert located(relative(page)).exists(), f"{link['target']}: no such file"
         if fragment and page.suffix == ".md":
             assert fragment in anchors(page), f"{link['target']}: no such heading"
 
@@ -203,12 +204,6 @@ CONTRACT = (ROOT / "docs" / "contract.md").read_text()
 PROMISES = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^## )", CONTRACT, re.M | re.S)
 
 
-def located(name):
-    """A file of the checkout; of the package, where it is installed."""
-    package = pathlib.Path(boostax.__file__).parent
-    return package.parent / name if name.startswith("boostax/") else ROOT / name
-
-
 def defined(path, name):
     """Whether a file defines a function, a class or a value of a name, at any depth."""
     return re.search(rf"^ *((def|class) {name}\b|{name}(: .*)? = )", path.read_text(), re.M)
@@ -243,7 +238,7 @@ def test_the_place_of_a_codec_is_named():
     assert keys.PARTS[key]["int8"] is boostax.int8_reduce
 
 
-SENTENCES = tomllib.loads((ROOT / "boostax" / "names.toml").read_text("utf8"))
+SENTENCES = tomllib.loads(located("boostax/names.toml").read_text("utf8"))
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 
 
