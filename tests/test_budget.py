@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 589,
-    "boostax/_core": 2976,
+    "boostax/_core": 3002,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
     "boostax/config": 943,
@@ -29,13 +29,13 @@ CEILINGS = {
     "boostax/reduce": 2018,
     "boostax/subspace": 685,
     "boostax/testing": 817,
-    "boostax/train": 2054,
+    "boostax/train": 2027,
     "examples": 1500,
     "tests": 21347,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15675
+LIBRARY = 15674
 WORDS = 45938
 LONGEST = 60
 # Functions that are longer, until they are cut.

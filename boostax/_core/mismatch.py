@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a failed call by its arguments: another chain's state, or swapped or donated arguments.
+"""Explain wrong arguments of a call: another chain's state, swapped, donated, not trainable.
 
 A state is compared with the result of ``init`` only after a call has failed. So the check costs
 nothing, and a state that works in another structure passes, such as ``None`` for an empty state.
@@ -8,13 +8,15 @@ nothing, and a state that works in another structure passes, such as ``None`` fo
 import contextlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
-from boostax._core import checks, trees
+from boostax._core import bcoo, checks, trees
 
 PyTree = Any
 # NamedTuples in states that are not the state of a part.
@@ -115,3 +117,36 @@ def require_taken(who: str, loss_fn: Callable[..., Any], kwargs: dict[str, Any])
             allowed = f"given all that it takes ({error})"
             hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
         raise TypeError(checks.message(who, "loss_fn", allowed, loss_fn, hint)) from error
+
+
+def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
+    """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
+    given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
+    bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
+    hint = "tx.active(params, depth) of a scheduled_freeze is one."
+    checks.require(who, "active", active, allowed, bools, hint, TypeError)
+
+    def of_part(keep: Any, part: PyTree) -> Any:
+        # A subtree without arrays needs no entry, so its entry may be None.
+        trained = any(map(trees.is_array, jax.tree.leaves(part)))
+        return True if keep is None and not trained else keep
+
+    try:
+        active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
+        return jax.tree.broadcast(active, params)
+    except ValueError as error:
+        allowed += ", or a prefix of one"
+        raise ValueError(checks.message(who, "active", allowed, active, str(error))) from error
+
+
+def require_trainable(who: str, trained: PyTree) -> None:
+    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
+    if bcoo.MODULE in sys.modules:
+        bcoo.require_dense(trained, who, "params")
+    allowed = "floating or complex arrays where they are trained"
+    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
+    for name, x in trees.named(trained):
+        dtype = getattr(x, "dtype", None)
+        fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
+        got = f"{dtype or type(x).__name__} at {name or 'the root'}"
+        checks.require(who, "params", got, allowed, fits, hint, TypeError)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, gate, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import PyTree, Stepped, describe
 from boostax._core.groups import few
 
@@ -100,7 +100,8 @@ def set_gradient(x: jax.Array, leaf: jax.Array, value: jax.Array) -> jax.Array:
     value = jax.lax.stop_gradient(jnp.asarray(value, leaf.dtype))
     hint = "The largest logit of each head is scores.max((0, 2, 3)) of [batch, heads, q, k]."
     trees.require_shapes("set_gradient", "value", {"value": value}, {"value": leaf}, hint)
-    return _with_gradient(x, leaf, value)
+    # JAX 0.12 takes a backward rule whose result is typed like the leaf.
+    return _with_gradient(x, leaf, axes.to_varying(value, axes.varying(leaf)))
 
 
 @checks.arguments

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, TypedDict, Unpack, overload
 
@@ -17,7 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import (
     axes,
-    bcoo,
     checks,
     handshake,
     interpret,
@@ -283,7 +281,7 @@ class Oracle(Generic[Value, Params, Grads]):
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
-            _require_trainable(params, active)
+            mismatch.require_trainable(_WHO, _trained(params, active))
             if self.rows[0] is None:
                 stacked_count(given_batch, _WHO, least=2)
         scale, scales = scales_of("loss_scale", opt_state)
@@ -348,7 +346,7 @@ class Oracle(Generic[Value, Params, Grads]):
         got, fits = type(params).__name__, not is_per_replica(params)
         checks.require(_WHO, "params", got, "those of this replica", fits, hint)
         active, names = _active(active, params), self.names
-        _require_trainable(params, active)
+        mismatch.require_trainable(_WHO, _trained(params, active))
         replicas = axes.size(names) if names else 1
 
         def evaluate(params: PyTree, rows: PyTree, counts: Any, scale: Any, /, **given: Any) -> Any:
@@ -592,36 +590,5 @@ def _require_uncrossed(
 
 
 def _active(active: PyTree, params: PyTree) -> PyTree:
-    """Return a bool for each leaf of the params."""
-    if isinstance(active, Choice):
-        return active
-    given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
-    bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
-    hint = "tx.active(params, depth) of a scheduled_freeze is one."
-    checks.require(_WHO, "active", active, allowed, bools, hint, TypeError)
-
-    def of_part(keep: Any, part: PyTree) -> Any:
-        # A subtree without arrays needs no entry, so its entry may be None.
-        trained = any(map(trees.is_array, jax.tree.leaves(part)))
-        return True if keep is None and not trained else keep
-
-    try:
-        active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
-        return jax.tree.broadcast(active, params)
-    except ValueError as error:
-        allowed += ", or a prefix of one"
-        raise ValueError(checks.message(_WHO, "active", allowed, active, str(error))) from error
-
-
-def _require_trainable(params: PyTree, active: PyTree) -> None:
-    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
-    trained = _trained(params, active)
-    if bcoo.MODULE in sys.modules:
-        bcoo.require_dense(trained, "value_and_grad", "params")
-    allowed = "floating or complex arrays where they are trained"
-    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
-    for name, x in trees.named(trained):
-        dtype = getattr(x, "dtype", None)
-        fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
-        got = f"{dtype or type(x).__name__} at {name or 'the root'}"
-        checks.require(_WHO, "params", got, allowed, fits, hint, TypeError)
+    """Return a ``Choice`` unchanged, and anything else as a bool for each leaf of the params."""
+    return active if isinstance(active, Choice) else mismatch.active_leaves(_WHO, active, params)
