@@ -276,7 +276,7 @@ def _reduced(case: _Case) -> Program:
 
     def sums(params: PyTree, batch: PyTree) -> PyTree:
         enter = lambda w, spec: reshard(w, of(spec, reduced=over))  # noqa: E731
-        zeros = lambda w, spec: jnp.zeros_like(w, out_sharding=of(spec, unreduced=over))  # noqa: E731
+        zeros = lambda w, spec: reshard(jnp.zeros_like(w), of(spec, unreduced=over))  # noqa: E731
         leave = lambda g, spec: reshard(g, of(spec, whole=False))  # noqa: E731
         start = each(zeros, params, case.specs)
         grads = case.summed(each(enter, params, case.specs), batch, zeros=start)
