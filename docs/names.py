@@ -2,7 +2,7 @@
 
 ``names.md`` says what it does in a line and links to the reference in ``api/`` and to its page;
 ``llms.txt`` has its signature and what it refuses, for programs. A page in ``loops/`` is a program
-of ``examples``, with its docstring as prose.
+of ``examples``, with its docstring as prose, and how to change it, as ``loops.md`` has it.
 
 ``python docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
 """
@@ -201,7 +201,9 @@ def program(name: str) -> str:
     said = re.sub(r"(?:^ {4}.*\n)+", commands, said, flags=re.M)
     code = "\n".join(text.splitlines()[module.body[0].end_lineno :]).strip()
     file = f"The program: [`examples/{name}`](../../examples/{name})"
-    return f"# {PROGRAMS[name]}\n\n{said}\n{file}\n\n```py\n{code}\n```\n"
+    page = f"# {PROGRAMS[name]}\n\n{said}\n{file}\n\n```py\n{code}\n```\n"
+    _, mark, changes = (DOCS / "loops.md").read_text().partition("\n## To change it")
+    return page + mark + changes.replace("](", "](../") if name.startswith("loops/") else page
 
 
 def written() -> dict[pathlib.Path, str]:

@@ -25,18 +25,18 @@ CEILINGS = {
     "boostax/freeze": 478,
     "boostax/inspect": 1711,
     "boostax/model": 714,
-    "boostax/precision": 1735,
+    "boostax/precision": 1738,
     "boostax/reduce": 2018,
     "boostax/subspace": 685,
     "boostax/testing": 817,
     "boostax/train": 2027,
     "examples": 1500,
-    "tests": 21347,
+    "tests": 21363,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15674
-WORDS = 45938
+LIBRARY = 15677
+WORDS = 45937
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

@@ -271,6 +271,7 @@ def bare_sizes(name):
 
 @pytest.mark.parametrize("name", lanes(EVERY, ["adamw", "lion"]))
 @pytest.mark.parametrize("moments", ["int8", "log8"])
+@pytest.mark.filterwarnings("ignore:.*in int8 rounds")
 def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     tx = store(EVERY[name], params="stochastic", moments=moments)
     low_sums = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
@@ -278,6 +279,12 @@ def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     _, bare = bare_sizes(name)
     assert held <= 6.1
     assert temporary <= bare + 0.1
+
+
+def test_second_moments_in_int8_warn():
+    tx = store(optax.adam(1e-3), moments={"*mu": "log8", "*nu": "int8"})
+    with pytest.warns(UserWarning, match="nu' in int8 rounds small values to 0, .* take 'log8'"):
+        tx.init(jnp.ones((64, 64)))
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])

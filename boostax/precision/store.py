@@ -4,6 +4,7 @@
 import fnmatch
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ Noise = Callable[[Path, tuple[int, ...]], tuple[jax.Array, str]]
 Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
 _WHO = "store"
 _NONE = "'stochastic' and 'remainder' lose none on average."
+_SECOND = "store: {!r} in int8 rounds small values to 0, by which optimizers divide: take 'log8'."
 
 
 class StoreState(NamedTuple):
@@ -187,8 +189,7 @@ def store(
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...))). "
-            f"Leave count_lost_updates out. {_NONE}"
+            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
         )
         checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
         codes, scales = _first(inner_state, params, rules, least)
@@ -348,6 +349,8 @@ def _first(
         rule = rule_of(field)
         if rule is None or x.size < least:
             return x
+        if rules[rule] == "int8" and field.endswith("nu"):
+            warnings.warn(_SECOND.format(field), stacklevel=2)
         codes, found = FORMATS[rules[rule]].encode(x, None)
         if found is not None:
             scales[field, path[start:]] = found
