@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 589,
-    "boostax/_core": 3002,
+    "boostax/_core": 3003,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
     "boostax/config": 943,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15677
+LIBRARY = 15678
 WORDS = 45937
 LONGEST = 60
 # Functions that are longer, until they are cut.

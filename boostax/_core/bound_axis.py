@@ -48,6 +48,7 @@ def reduction(factory: Factory) -> Factory:
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
             return tx._replace(init=lambda params: _reducing(tx, who, given).init(params))
+        call = f"{who}({'inner, ' * ('inner' in given.arguments)}'data')"
         sample = _called(factory, given, axes.UNNAMED)
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
@@ -55,7 +56,7 @@ def reduction(factory: Factory) -> Factory:
 
         def bound(params: PyTree) -> Extended:
             over = axes.UNNAMED if axes.averaged() else axes.bound()
-            hint = f"Name it, {who}('data'), or leave it to make_train_step or on_mesh around it; "
+            hint = f"Name it, {call}, or leave it to make_train_step or on_mesh around it; "
             hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
             checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
             if over not in known:
