@@ -117,7 +117,8 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     fits = all(isinstance(name, str) for name in names) and 0 < len(set(names)) == len(names)
     allowed = "a mesh axis name or a tuple of different ones"
-    checks.require(who, argument, axis_name, allowed, fits, "Use None on a single device.")
+    hint = "Use None on a single device; other arguments go by name."
+    checks.require(who, argument, axis_name, allowed, fits, hint)
     return names
 
 

@@ -146,7 +146,7 @@ class Boost:
           params: see ``optimizer``; ``step.init`` needs them again.
           less_bn: if LessBN is on, the report that ``model`` returned.
           **options: options of ``boostax.make_train_step``, such as ``mesh``. The chain gets
-            ``axis_name``, too.
+            its ``axis_name``, too.
 
         Returns:
           A ``TrainStep``. Cost: see ``boostax.make_train_step``.
@@ -157,7 +157,8 @@ class Boost:
         """
         self._require_less_bn(less_bn, params)
         options.setdefault("microbatches", self.config.get("microbatches", 1))
-        tx = self.optimizer(inner, params, axis_name=options.get("axis_name"), less_bn=less_bn)
+        names = axes.of_mesh("make_train_step", options.get("axis_name"), options.get("mesh"))
+        tx = self.optimizer(inner, params, axis_name=names or None, less_bn=less_bn)
         return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 
     def finish(
