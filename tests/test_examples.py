@@ -15,9 +15,9 @@ EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs" / "loops.md"
 # What each row of the loops' page replaces in the program of Optax, and by what.
 FOUND = re.findall(r"^\|.*\| (`.*`) \| (`.*`) \|$", PAGE.read_text(), re.M)
 ROWS = [[re.findall("`(.*?)`", cell) for cell in row] for row in FOUND]
-# Sharded sums stand around the plain mean alone, so not beside the row that sends half the bytes,
-# by all-to-all and all-gather instead of a reduction.
-TOGETHER = [row for row in ROWS if "sums" not in row[1][0]]
+# All but other windows, on a mesh as JAX makes it, whose axes are typed; half the bytes go by
+# all-to-all and all-gather instead of a reduction.
+TOGETHER = [*ROWS[:2], *ROWS[4:], [["(AxisType.Auto,), "], [""]]]
 LOOPS = [("optax_loop", 1.0, []), ("optax_loop", 0.0, TOGETHER), ("train_state_loop", 1.0, [])]
 LONG = [
     # Statistics of the head's BatchNorm, averaged in each call, count as gradients.

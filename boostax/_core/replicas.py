@@ -450,10 +450,12 @@ def spread_anew(
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        old, where = x.shape[0], getattr(x, "sharding", None)
+        # Of an array the sharding has devices; the type of a traced one has axes alone.
+        old, where = x.shape[0], getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
             # Replicas cannot be picked from a dimension that is typed as sharded.
-            x = jax.device_put(x, NamedSharding(where.mesh, PartitionSpec(None, *where.spec[1:])))
+            spec = PartitionSpec(None, *where.spec[1:])
+            x = jax.sharding.reshard(x, NamedSharding(where.mesh, spec))
         if items is not None:
             return _deal(x, replicas, items)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
