@@ -139,7 +139,8 @@ class Optimizer(nnx.Optimizer[_M]):
             the replicas and keep the change, unless a new value is not finite. As in
             ``nnx.value_and_grad``, they change even if a scaler skips the gradient.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
-            ``boostax.Aux`` is combined, and any other aux passes through.
+            ``boostax.Aux`` is combined, and any other aux passes through: of several replicas as a
+            ``PerReplica``, whose ``local`` has a leading dimension of the replicas.
           **how: ``microbatches``, ``policy`` and ``accumulator_dtype`` of
             ``boostax.value_and_grad``.
 

@@ -59,6 +59,19 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
+# What stands in a program for what a row of ``loops.md`` replaces in that of Optax. A row whose text
+# is not there is left out, and so are sums of whole params and micro-batches with a model's state.
+_NONE = {"loss_fn, mesh=mesh": "-", "tx), WINDOW)": "-"}
+INSTEAD = {
+    "loops/equinox_loop.py": {
+        "optax.adamw(2e-2)": "optax.contrib.muon(0.1)",
+        "init_params(), ": "model, ",
+    },
+    "loops/train_state_loop.py": {"loss_fn, mesh=mesh": "-"},
+    "loops/nnx_loop.py": {"loss_fn, mesh=mesh": 'loss_fn, policy="O2"', "tx), WINDOW)": "-"},
+    "loops/haiku_loop.py": _NONE,
+    "loops/keras_loop.py": _NONE,
+}
 NAMES = """\
 # Names
 
@@ -202,8 +215,20 @@ def program(name: str) -> str:
     code = "\n".join(text.splitlines()[module.body[0].end_lineno :]).strip()
     file = f"The program: [`examples/{name}`](../../examples/{name})"
     page = f"# {PROGRAMS[name]}\n\n{said}\n{file}\n\n```py\n{code}\n```\n"
-    _, mark, changes = (DOCS / "loops.md").read_text().partition("\n## To change it")
-    return page + mark + changes.replace("](", "](../") if name.startswith("loops/") else page
+    return page + _changes(name, code) if name.startswith("loops/") else page
+
+
+def _changes(name: str, code: str) -> str:
+    """Return the rows of ``loops.md`` that change this program, and what follows them."""
+    lines = (DOCS / "loops.md").read_text().partition("\n| for |")[2].splitlines()
+    kept = ["\n## To change it\n\nEach row is one change to this program.\n\n| for |" + lines[0]]
+    for line in lines[1:]:
+        for general, own in INSTEAD.get(name, {}).items():
+            line = line.replace(general, own)
+        row = re.fullmatch(r"\|.*\| (`.*`) \| `.*` \|", line)
+        if not row or all(code.count(old) == 1 for old in re.findall("`(.*?)`", row[1])):
+            kept.append(line.replace("](", "](../"))
+    return "\n".join(kept) + "\n"
 
 
 def written() -> dict[pathlib.Path, str]:

@@ -683,7 +683,7 @@ def test_the_command_prints_and_judges(command):
     told = json.loads(told.out)
     assert code == 0 and told["reductions"] == 1.0 and told["findings"] == []
     code, told = command("audited_program:program", "--network", "1Gbit")
-    assert code == 0 and "On record at" in told.out
+    assert code == 0 and "on record at" in told.out
     code, told = command("audited_program:program", "--network", "fast")
     assert code == 1 and "network must be a rate" in told.err and "'fast'" in told.err
     assert command("test_audit:without_params")[0] == 0

@@ -9,24 +9,35 @@ import processes
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs" / "loops.md"
+EXAMPLES = ROOT / "examples"
 
 
-# What each row of the loops' page replaces in the program of Optax, and by what.
-FOUND = re.findall(r"^\|.*\| (`.*`) \| (`.*`) \|$", PAGE.read_text(), re.M)
-ROWS = [[re.findall("`(.*?)`", cell) for cell in row] for row in FOUND]
+def rows(page):
+    """Return what each row of a loop's page replaces in its program, and by what."""
+    text = (ROOT / "docs" / "loops" / f"{page}.md").read_text()
+    found = re.findall(r"^\|.*\| (`.*`) \| (`.*`) \|$", text, re.M)
+    return [[re.findall("`(.*?)`", cell) for cell in row] for row in found]
+
+
+OPTAX = rows("optax")
 # All but other windows, on a mesh as JAX makes it, whose axes are typed; half the bytes go by
 # all-to-all and all-gather instead of a reduction.
-TOGETHER = [*ROWS[:2], *ROWS[4:], [["(AxisType.Auto,), "], [""]]]
+TOGETHER = [*OPTAX[:2], *OPTAX[4:], [["(AxisType.Auto,), "], [""]]]
 LOOPS = [("optax_loop", 1.0, []), ("optax_loop", 0.0, TOGETHER), ("train_state_loop", 1.0, [])]
+NNX = 4 * 128 / 4808
 LONG = [
     # Statistics of the head's BatchNorm, averaged in each call, count as gradients.
-    ("nnx_loop", 1.0 + 4 * 128 / 4808, []),
+    ("nnx_loop", 1.0 + NNX, []),
     ("equinox_loop", 1.0, []),
     # Gradients go by all-to-all and all-gather; the statistics alone are reduced.
     ("haiku_loop", 4 * 260 / 2760, []),
     ("keras_loop", 1.0 + 4 * 128 / 2760, []),
-    *(("optax_loop", 4.0 * ("sums" in row[1][0]) or 1.0, [row]) for row in ROWS[:6] + ROWS[7:]),
+    *(("optax_loop", 4.0 * ("sums" in row[1][0]) or 1.0, [row]) for row in OPTAX[:6] + OPTAX[7:]),
+    ("nnx_loop", NNX, rows("nnx")[2:]),
+    ("equinox_loop", 0.0, rows("equinox")[:2] + rows("equinox")[4:]),
+    ("haiku_loop", 4 * 260 / 2760, rows("haiku")[:1] + rows("haiku")[2:]),
+    ("keras_loop", 4 * 128 / 2760, rows("keras")[1:]),
+    ("train_state_loop", 0.0, rows("train_state")),
 ]
 
 

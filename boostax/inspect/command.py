@@ -73,7 +73,7 @@ def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
         if not value <= limit:
             loops = f"the turns of {', '.join(found.unknown_loops)} are not: say --turns"
             why = f"not known, as {loops if value == math.inf else 'the params are not'}"
-            yield f"{name} {value:.2f}, {f'more than {limit:g}' if math.isfinite(value) else why}"
+            yield f"{name} {f'{value:.2f}, more than {limit:g}' if math.isfinite(value) else why}"
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Network:
         first, rate = near["form"], f"{near['rate'] / 1e6:g} Mbit/s"
         tie = "; all_reduce as soon, within the error" if near["tie"] else ""
         said = f"{first} reached the loss first{tie}"
-        return f"On record at {rate} ({record['workload']}): {said}"
+        return f"Another program, on record at {rate} ({record['workload']}): {said}"
 
 
 def on_wire(collective: CompiledCollective, sent: float) -> float:

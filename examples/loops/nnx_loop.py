@@ -2,9 +2,10 @@
 
 Eight emulated devices hold whole params, and compare them. The program evaluates an average of the
 head, saves inside a window of four calls, resumes on four devices, and counts what a step reduces.
-Model and optimizer change in place: params only in a call that takes a step, finite statistics of
-BatchNorm in each call, also a skipped one, to their mean over the devices. Each device draws a
-dropout of its own.
+Model and optimizer change in place: params only in a call that takes a step, statistics of
+BatchNorm in each call where all of them are finite, to their mean over the devices. Each device
+normalizes by its own rows, as under ``shard_map`` (``axis_name="data"`` in the layer takes all
+rows), and draws a dropout of its own.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """
