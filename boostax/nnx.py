@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer[_M]):
       step: number of calls of ``update``, including held calls;
         ``boostax.metrics(optimizer.opt_state)`` counts applied steps.
       tx: the chain, or with ``axis_name`` the result of ``boostax.on_mesh``.
-      opt_state: the state of ``tx``, in NNX variables.
+      opt_state: the state of ``tx``, in NNX variables; arrays assigned to it go to ``set_state``.
 
     Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a held
     step reads the params for the loss and writes no params.
@@ -127,6 +127,14 @@ class Optimizer(nnx.Optimizer[_M]):
         got = "local_updates or partial_average"
         hint = "A module has one of each param: train its state with boostax.make_train_step."
         checks.require(_WHO, "tx", got, allowed, not replicas.owns_params(self.opt_state), hint)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; an ``opt_state`` of arrays is passed to ``set_state``."""
+        again = name == "opt_state" and name in vars(self) and bool(jax.tree.leaves(value))
+        if again and trees.arrays(value) is value:
+            self.set_state(value)
+        else:
+            super().__setattr__(name, value)
 
     def value_and_grad(
         self, loss_fn: Callable[Concatenate[_M, ...], Any], *, has_aux: bool = False, **how: Any

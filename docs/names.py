@@ -59,8 +59,8 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
-# What stands in a program for what a row of ``loops.md`` replaces in that of Optax. A row whose text
-# is not there is left out, and so are sums of whole params and micro-batches with a model's state.
+# What stands in a program for what a row of ``loops.md`` replaces in that of Optax. A row without
+# its text is left out, as are sharded sums of whole params and micro-batches with a model's state.
 _NONE = {"loss_fn, mesh=mesh": "-", "tx), WINDOW)": "-"}
 INSTEAD = {
     "loops/equinox_loop.py": {

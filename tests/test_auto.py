@@ -174,7 +174,7 @@ MISTAKES = (
     ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
     ({"reduce": "sum"}, 'auto: reduce.kind .* got .sum.. {"all_reduce": {"op": "sum"}} adds up'),
-    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* kind= names other ones"),
+    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum: .*, auto's kind"),
     (
         {"loss_scale_manager": Manager()},
         "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic",

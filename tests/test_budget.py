@@ -17,25 +17,25 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 589,
-    "boostax/_core": 3003,
+    "boostax": 595,
+    "boostax/_core": 3009,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
-    "boostax/config": 943,
+    "boostax/config": 946,
     "boostax/freeze": 478,
     "boostax/inspect": 1711,
-    "boostax/model": 714,
+    "boostax/model": 715,
     "boostax/precision": 1738,
     "boostax/reduce": 2018,
     "boostax/subspace": 685,
     "boostax/testing": 817,
-    "boostax/train": 2027,
-    "examples": 1500,
-    "tests": 21363,
+    "boostax/train": 2031,
+    "examples": 719,
+    "tests": 21388,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15678
+LIBRARY = 15698
 WORDS = 45937
 LONGEST = 60
 # Functions that are longer, until they are cut.

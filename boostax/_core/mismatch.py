@@ -74,7 +74,7 @@ def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *gr
     """Refuse swapped arguments, and a state that differs from the result of ``tx.init``."""
     allowed, fits = "an optax.GradientTransformation", hasattr(tx, "init")
     checks.require(who, "tx", type(tx).__name__, allowed, fits, f"The call is {call}.", TypeError)
-    require_order(who, call, opt_state=opt_state, params=params)
+    require_order(who, call, grads=grads, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_as_made(who, "opt_state", opt_state, wanted)
     # The gradients of a loss that scans layers contain per-replica gradients.
@@ -145,6 +145,9 @@ def require_trainable(who: str, trained: PyTree) -> None:
         bcoo.require_dense(trained, who, "params")
     allowed = "floating or complex arrays where they are trained"
     hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
+    if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
+        hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
+        hint += "optimizer.value_and_grad(loss)(model, batch)."
     for name, x in trees.named(trained):
         dtype = getattr(x, "dtype", None)
         fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)

@@ -558,7 +558,8 @@ def _require_common(shared: list[PyTree]) -> None:
         hint = (
             "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in "
             "the innermost chain, and give every scaler and window around it the axis_name "
-            "(optax.MultiSteps has none: boostax.accumulate takes its place)."
+            "(optax.MultiSteps and optax.apply_if_finite have none: boostax.accumulate and "
+            "boostax.skip_bad_steps take their places)."
         )
         what, allowed = "params and updates", "the same on all replicas"
         checks.require("on_mesh", what, shapes, allowed, not shapes, hint)

@@ -29,7 +29,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import checks, gate, replicas, trees, types
+from boostax._core import checks, gate, mismatch, replicas, trees, types
 from boostax._core.describe import Holds, PyTree, Stepped, describe
 
 Kind = Literal["ema", "window", "lawa"]
@@ -237,6 +237,7 @@ def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
       [1.0, 1.0]
     """
     who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
+    mismatch.require_order(who, "averaged_params(opt_state, params)", params=params)
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params, averaged = trees.arrays(params), state.averaged
     # A module has leaves besides its params.

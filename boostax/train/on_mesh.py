@@ -123,6 +123,7 @@ def placed_on(
     def step_fn(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
+        trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         swept = grads.raw if isinstance(grads.raw, Swept) else Swept(grads.raw)
         raw = swept.local
         raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
@@ -243,11 +244,14 @@ def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -
     shapes = {path: x.shape for path, x in types}
     hint = "boostax.value_and_grad(loss, mesh=mesh) returns such, in NNX optimizer.value_and_grad("
     hint += "loss)(model, batch); jax.grad's are reduced already."
+    other = f"The mesh of the params has {lead[0]} replicas: give it to value_and_grad(mesh=mesh)."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
         shape = shapes.get(path, leaf.shape[len(lead) :])
         wanted = *lead, *shape
         allowed = f"local to each replica, shaped {wanted} for a param of {shape}"
-        checks.require(_WHO, "gradients", leaf.shape, allowed, leaf.shape == wanted, hint)
+        stacked = leaf.shape[:1] and leaf.shape[1:] == wanted[1:]
+        mend, fits = (other if stacked else hint), leaf.shape == wanted
+        checks.require(_WHO, "gradients", leaf.shape, allowed, fits, mend)
 
 
 def local_types(params: PyTree) -> PyTree:
