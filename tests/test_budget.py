@@ -25,7 +25,7 @@ CEILINGS = {
     "boostax/freeze": 478,
     "boostax/inspect": 1711,
     "boostax/model": 715,
-    "boostax/precision": 1738,
+    "boostax/precision": 1739,
     "boostax/reduce": 2018,
     "boostax/subspace": 685,
     "boostax/testing": 817,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 15698
+LIBRARY = 15699
 WORDS = 45937
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -189,7 +189,8 @@ def store(
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
+            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...))). "
+            f"Leave count_lost_updates out. {_NONE}"
         )
         checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
         codes, scales = _first(inner_state, params, rules, least)

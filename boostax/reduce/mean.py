@@ -98,7 +98,7 @@ def all_reduce(
     """
     who = "all_reduce"
     names = axes.canonical(who, axis_name)
-    checks.choice(who, "op", op, Op, "A mean keeps the rate. AdaSum: boostax.adasum, auto's kind.")
+    checks.choice(who, "op", op, Op, "A mean keeps the learning rate. AdaSum: adasum, auto's kind.")
     checks.choice(who, "divide", divide, When, "After the sum is the default.")
     wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     if clip is not None:
