@@ -56,7 +56,7 @@ def reduction(factory: Factory) -> Factory:
 
         def bound(params: PyTree) -> Extended:
             over = axes.UNNAMED if axes.averaged() else axes.bound()
-            hint = f"Name it, {call}, or leave it to make_train_step or on_mesh around it; "
+            hint = f"Leave it to make_train_step or on_mesh around it, or name it, {call}; "
             hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
             checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
             if over not in known:

@@ -359,7 +359,7 @@ def _first(
 
     is_leaf = functools.partial(_is_placeholder, params)
     codes = jax.tree_util.tree_map_with_path(stored, state, is_leaf=is_leaf)
-    for unused in set(rules) - set(fields.values()) if fields else ():
+    for unused in sorted(set(rules) - set(fields.values())) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
     of = lambda field: replicas.ByBlock(  # noqa: E731
