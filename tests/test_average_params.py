@@ -193,13 +193,17 @@ def test_it_is_sharded_as_the_params_are(kind):
 
 def test_it_averages_around_freezing_and_is_refused_inside():
     frozen = boostax.scheduled_freeze(optax.sgd(0.1), {"b": 0, "w": 1}, (0, 1, 0))
-    path = follow(average_params(frozen, "window"), 3)
-    for name, value in averaged_params(path[-1][1], PARAMS).items():
-        expected = np.mean([np.float64(p[name]) for p, _ in path], 0)
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
-    inside = boostax.scheduled_freeze(average_params(optax.sgd(0.1)), {"b": 0, "w": 1}, (0, 1))
-    with pytest.raises(ValueError, match="scheduled_freeze: inner must not keep whole params"):
-        inside.init(PARAMS)
+    tx, batches = average_params(frozen, "window"), [example_grads(PARAMS, i) for i in range(3)]
+    path = follow(tx, 3, batches)
+    mean = jax.tree.map(lambda *xs: np.mean(np.float64(xs), 0), *(p for p, _ in path))
+    chex.assert_trees_all_close(averaged_params(path[-1][1], PARAMS), mean, rtol=1e-6)
+    loss = lambda params, batch: sum(jnp.sum(params[k] * batch[k]) for k in params)  # noqa: E731
+    for driver in ("host", "switch"):
+        step = boostax.make_train_step(loss, tx, freeze_driver=driver)
+        state = functools.reduce(lambda state, x: step(state, x)[0], batches, step.init(PARAMS))
+        chex.assert_trees_all_close((state.params, state.opt_state), path[-1], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"not keep whole params .* Put average_params around"):
+        boostax.scheduled_freeze(average_params(SGD), {"b": 0, "w": 1}, (0, 1)).init(PARAMS)
 
 
 def test_carried_leaves_are_given_as_they_are():

@@ -18,25 +18,25 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 595,
-    "boostax/_core": 3009,
+    "boostax/_core": 3010,
     "boostax/accumulate": 644,
     "boostax/chain": 311,
-    "boostax/config": 946,
-    "boostax/freeze": 478,
+    "boostax/config": 947,
+    "boostax/freeze": 480,
     "boostax/inspect": 1711,
     "boostax/model": 715,
     "boostax/precision": 1739,
     "boostax/reduce": 2018,
     "boostax/subspace": 685,
     "boostax/testing": 817,
-    "boostax/train": 2031,
-    "examples": 719,
+    "boostax/train": 2027,
+    "examples": 718,
     "tests": 21388,
     "benchmarks": 6987,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
 LIBRARY = 15699
-WORDS = 45937
+WORDS = 45931
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG: set[str] = set()

@@ -148,7 +148,7 @@ def test_a_scan_over_a_step_takes_the_steps_of_the_host():
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("wrapped", lanes(["scaled", "accumulated(scaled)"], ["scaled"]))
+@pytest.mark.parametrize("wrapped", ["scaled", "averaged", "accumulated(scaled)"])
 def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
     """Clipping, finiteness and windows keep no dead backward pass alive."""
     width, rows = 128, 128
@@ -156,7 +156,9 @@ def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
     params = start(width)
     plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
     scaled = boostax.dynamic_loss_scale(plain)
-    inner = scaled if wrapped == "scaled" else boostax.accumulate(scaled, 2)
+    inner = boostax.accumulate(scaled, 2) if "accumulated" in wrapped else scaled
+    tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
+    tx = boostax.model.average_params(tx) if wrapped == "averaged" else tx
 
     @jax.jit
     def by_hand(trained, held, state):
@@ -166,7 +168,7 @@ def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
 
     held, trained = params[:depth], params[depth:]
     hand = by_hand.lower(trained, held, plain.init(trained)).compile()
-    step = boostax.make_train_step(loss_fn, boostax.scheduled_freeze(inner, GROUPS, DEPTHS))
+    step = boostax.make_train_step(loss_fn, tx)
     ours = step.lower(step.init(params), batch, depth=depth).compile()
     ratio = ours.cost_analysis()["flops"] / hand.cost_analysis()["flops"]
     assert ratio <= 1.05

@@ -135,18 +135,23 @@ def linen_model():
     return model, params, loss
 
 
+def linen_step(oracle):
+    """The step of a ``TrainState``."""
+
+    def train_step(state, batch):
+        value, grads = oracle(state.params, state.opt_state, batch)
+        return state.apply_gradients(grads=grads), value
+
+    return train_step
+
+
 def linen_pmap(put):
     """``TrainState``, replicated, in ``pmap``."""
     model, params, loss = linen_model()
     devices = jax.devices()[:REPLICAS]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=put.chain())
     state = jax_utils.replicate(state, devices)
-    oracle = put.oracle(loss, axis_name=AXIS)
-
-    def train_step(state, batch):
-        value, grads = oracle(state.params, state.opt_state, batch)
-        return state.apply_gradients(grads=grads), value
-
+    train_step = linen_step(put.oracle(loss, axis_name=AXIS))
     step = jax.pmap(train_step, axis_name=AXIS, devices=devices)
     for batch in put.batches:
         batch = jax.tree.map(lambda x: x.reshape(REPLICAS, -1, *x.shape[1:]), batch)
@@ -164,13 +169,7 @@ def linen_jit(put):
     sharded = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), params)
     tx, opt_state, sharded, how = put.on_mesh(sharded)
     state = TrainState(0, model.apply, sharded, tx, opt_state)
-    oracle = put.oracle(loss, **how)
-
-    @jax.jit
-    def train_step(state, batch):
-        value, grads = oracle(state.params, state.opt_state, batch)
-        return state.apply_gradients(grads=grads), value
-
+    train_step = jax.jit(linen_step(put.oracle(loss, **how)))
     for batch in put.batches:
         batch = jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
         state, _ = train_step(state, batch)
@@ -214,9 +213,8 @@ def nnx_optimizer(put):
     for batch in put.batches:
         train_step(model, optimizer, batch)
     pure = lambda params, batch, **given: loss(nnx.merge(graph, params), batch, **given)  # noqa: E731
-    start = nnx.state(NnxNet(nnx.Rngs(0)))
-    found = boostax.metrics(optimizer.opt_state)
-    return Run(nnx.as_pure(start), pure, nnx.as_pure(nnx.state(model)), found)
+    start, end = (nnx.as_pure(nnx.state(x)) for x in (NnxNet(nnx.Rngs(0)), model))
+    return Run(start, pure, end, boostax.metrics(optimizer.opt_state))
 
 
 # Equinox.
@@ -228,11 +226,6 @@ class EqxNet(eqx.Module):
     a: eqx.nn.Linear
     block: eqx.nn.Linear
 
-    def __init__(self, key):
-        one, other = jax.random.split(key)
-        self.a = eqx.nn.Linear(8, 8, key=one)
-        self.block = eqx.nn.Linear(8, 4, key=other)
-
     def __call__(self, x, scales=None):
         """A prediction for one row."""
         return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
@@ -240,7 +233,8 @@ class EqxNet(eqx.Module):
 
 def equinox_filter_jit(put):
     """A module for params, in ``eqx.filter_jit``."""
-    start = EqxNet(jax.random.key(0))
+    one, other = jax.random.split(jax.random.key(0))
+    start = EqxNet(eqx.nn.Linear(8, 8, key=one), eqx.nn.Linear(8, 4, key=other))
 
     def loss(model, batch, scales=None):
         return mse(jax.vmap(lambda x: model(x, scales))(batch["x"]), batch)

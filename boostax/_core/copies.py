@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, placement, trees
+from boostax._core.norms import add_both
 from boostax._core.replicas import is_per_replica, specs_like
 
 PyTree = Any
@@ -74,17 +75,13 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     pairs = [(found := words(x), weighted(found)) for x in leaves]
     reduced = lax.platform_dependent(
         pairs,
-        cpu=lambda pairs: [lax.reduce(x, (zero, zero), _add_both, range(x[0].ndim)) for x in pairs],
+        cpu=lambda pairs: [lax.reduce(x, (zero, zero), add_both, range(x[0].ndim)) for x in pairs],
         default=lambda pairs: [tuple(x.sum(dtype=x.dtype) for x in pair) for pair in pairs],
     )
     return jnp.stack([jnp.stack(pair) for pair in reduced])
 
 
 # JAX traces a module's function once for all leaves.
-def _add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
-
-
 def leaves_of(params: PyTree, state: PyTree, value: Any = None) -> list[tuple[str, Any]]:
     """Return the leaves that ``compare`` compares, with their names."""
     rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica)

@@ -15,6 +15,7 @@ same to ``grad``. A window over several calls does not pass on ``value_fn``, ``o
 ``carried`` has the new values of ``carry`` by path.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -169,10 +170,8 @@ def closure(fn: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
     for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
-        try:
+        with contextlib.suppress(ValueError):  # The variable is not assigned yet.
             found[name] = cell.cell_contents
-        except ValueError:  # The variable is not assigned yet.
-            continue
     return found
 
 
@@ -186,9 +185,13 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
-    of frozen groups: ``update`` gets a Python integer by the keyword ``depth``, and the state's
-    method ``coming()`` returns the variant of the next call, an i32 scalar.
+    of frozen groups: ``update`` gets a Python integer by the keyword ``depth``, and
+    ``own(state).coming()`` is the variant of the next call, an i32 scalar. A gate that only
+    watches, such as ``average_params``, has the variants of what is inside.
     """
+    told = getattr(tx.update, "description", None)
+    if hasattr(tx.update, "step") and told and told.role == "watch":
+        return variants_of(told.inner["inner_state"])
     return getattr(tx.update, "variants", None)
 
 

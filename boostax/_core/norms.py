@@ -95,14 +95,15 @@ def _by_pairs(parts: list[list[jax.Array]]) -> list[jax.Array]:
     def both(pair: list[jax.Array]) -> jax.Array:
         shape, zero = pair[0].shape, np.zeros((), pair[0].dtype)
         inner = tuple(i for i in range(len(shape)) if i != np.argmax(shape))
-        found = lax.reduce(tuple(_squares(pair)), (zero, zero), _add_both, inner)
+        found = lax.reduce(tuple(_squares(pair)), (zero, zero), add_both, inner)
         return jnp.stack([x.sum() for x in found])
 
     return list(map(both, parts))
 
 
 # JAX traces a module's function once for all leaves.
-def _add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Add two sums at once, as ``jax.lax.reduce`` wants it."""
     return lax.add(a[0], b[0]), lax.add(a[1], b[1])
 
 

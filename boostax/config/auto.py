@@ -311,7 +311,7 @@ def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, ow
     frozen = "freeze" in config
     if "singa" in data:
         config["reduce"], said["reduce"] = dictionary.from_singa(data.pop("singa")), "singa"
-    keys.known(data, (*keys.KEYS, *own), "keys")
+    keys.known(data, (*keys.KEYS, *own, *(dictionary.KEYS if foreign else ())), "keys")
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
         whose, before = said.get(key, ""), config.get(key, {})

@@ -549,11 +549,12 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
     """Set the next depth from the new schedule and the number of applied steps."""
-    variants = variants_of(tx)
-    new = state if variants is None else variants.resumed(params, state)
-    if new is state or int(new.coming()) == int(state.coming()):
+    if (variants := variants_of(tx)) is None:
         return state
-    notes.append(_DATA["notes"]["depth"].format(new.coming(), state.coming()))
+    new = variants.resumed(params, state)
+    depth, was = (variants.own(x).coming() for x in (new, state))
+    if int(depth) != int(was):
+        notes.append(_DATA["notes"]["depth"].format(depth, was))
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 

@@ -90,18 +90,23 @@ class Freezing:
         part = jax.tree.structure(state)
         return trees.Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
 
-    def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
+    def own(self, state: PyTree) -> ScheduledFreezeState:
+        """Return the state of ``scheduled_freeze``, which ``average_params`` may hold."""
+        return state if isinstance(state, ScheduledFreezeState) else self.own(state.inner_state)
+
+    def choice(self, params: PyTree, state: PyTree) -> Choice:
         """Return the active leaves for each depth; the program chooses by the next depth."""
         plan = self.plan(params)
-        return Choice(plan.index(state.next_depth), tuple(map(plan.active, plan.drawn)))
+        return Choice(plan.index(self.own(state).next_depth), tuple(map(plan.active, plan.drawn)))
 
     def resumed(self, params: PyTree, state: PyTree) -> PyTree:
         """Return the state with the next depth of this schedule."""
-        freezes = isinstance(state, ScheduledFreezeState)
-        return state._replace(next_depth=self.plan(params).at(state.steps)) if freezes else state
+        return optax.tree.set(state, next_depth=self.plan(params).at(self.own(state).steps))
 
-    def part(self, params: PyTree, state: ScheduledFreezeState, depth: int) -> ScheduledFreezeState:
+    def part(self, params: PyTree, state: PyTree, depth: int) -> PyTree:
         """Return the state without the moments of frozen leaves."""
+        if state is not self.own(state):
+            return state._replace(inner_state=self.part(params, state.inner_state, depth))
         return state._replace(inner_state=self.cut(params, depth).take(state.inner_state))
 
     def on_host(self, params: PyTree) -> HostDepth:
@@ -143,9 +148,8 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
 def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     plan, shared = freezing.plan(params), freezing.moments == "shared"
     wide = gate.params_for(freezing.tx, params)
-    kept = plan.drawn[:1] if shared else plan.drawn
-    trained_at = [trees.masked(wide, plan.active(depth)) for depth in kept]
-    states = tuple(trees.first_state(freezing.tx, active) for active in trained_at)
+    trained_at = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
+    states = tuple(trees.first_state(freezing.tx, x) for x in trained_at[: 1 if shared else None])
     _check_inner(states, plan.drawn, freezing.moments)
     for depth in plan.drawn if shared else ():
         freezing.cut(params, depth)
@@ -217,9 +221,9 @@ def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) 
         "leaves would stay different on each replica. "
         "A schedule of a single depth allows them.": changes and replicas.owns_params(states),
         f"not keep whole params {_CHANGES} record_trajectory or average_params: frozen leaves "
-        "would be missing from them. Freeze at one depth, as average_params allows, or take "
-        "jax.device_get(params) between steps: boostax.subspace.pca_basis takes a list of "
-        "them.": changes and trees.telling(states, "whole_params"),
+        "would be missing from them. Put average_params around scheduled_freeze. In place of "
+        "record_trajectory take jax.device_get(params) between steps: boostax.subspace.pca_basis "
+        "takes a list of them.": changes and trees.telling(states, "whole_params"),
         f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
         "Use boostax.accumulate.": changes and windows,
     }
@@ -268,17 +272,18 @@ def scheduled_freeze(
     decay, checks of finiteness and reductions. Later steps of smaller depth continue from the kept
     values.
 
-    Put ``scheduled_freeze`` outermost, around scalers and windows. ``make_train_step`` then
-    compiles one step for each depth that the schedule draws. Each step differentiates only the
-    active leaves, so the backward pass ends at the first active layer. In your own loop, pass the
-    depth, a Python integer, to both functions::
+    Put ``scheduled_freeze`` around scalers and windows, and ``average_params`` and ``on_mesh``
+    around it. ``make_train_step`` compiles one step for each depth that the schedule draws. Each
+    step differentiates only the active leaves, so the backward pass ends at the first active layer.
+    In your own loop, pass the depth, a Python integer, to both functions; ``tx`` may wrap
+    ``freeze``, which this function returned::
 
-      active = tx.active(params, depth)
+      active = freeze.active(params, depth)
       loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
       params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
 
     Without ``depth`` the compiled program looks up the depth, and gradients must have every leaf.
-    With ``active=tx.choice(params, opt_state)`` that program also ends the backward pass at the
+    With ``active=freeze.choice(params, opt_state)`` that program also ends the backward pass at the
     depth. Use this form for ``jax.lax.scan`` over steps.
 
     The schedule counts applied steps, so it waits for an accumulation window to close, and a step

@@ -306,7 +306,7 @@ def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
     """Return the tree whose size is the unit of counts, and which argument it is."""
     if not isinstance(params, int | None) or (params is None and not args):
         return params, ""
-    number, hint = params or 0, "Say params=, the number of their argument; --params."
+    number, hint = params or 0, "Give them an argument of their own; params=, --params: its number."
     checks.require(WHO, "params", number, f"below {len(args)}", 0 <= number < len(args), hint)
     tree = getattr(args[number], "params", args[number])
     typed = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]

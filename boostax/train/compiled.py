@@ -175,11 +175,11 @@ class TrainStep:
             programs = self._of(state)
             if not self._varies_on_host(state):
                 return programs.jitted("step", None)(state, *args)
-            depth = programs.coming(state.opt_state)
+            depth = programs.coming(programs.variants.own(state.opt_state))
             part = programs.part(depth)
             small, reported = programs.jitted("step", depth)(part.take(state), *args)
             state = part.put(state, small)
-            programs.coming.follow(state.opt_state)
+            programs.coming.follow(programs.variants.own(state.opt_state))
             return state, reported
 
     def flush(self, state: TrainState[types.Params]) -> TrainState[types.Params]:
@@ -242,10 +242,11 @@ class TrainStep:
         return self.place(batch), given
 
     def _varies_on_host(self, state: TrainState) -> bool:
-        if variants_of(self.tx) is None or self.freeze_driver != "host":
+        variants = variants_of(self.tx)
+        if variants is None or self.freeze_driver != "host":
             return False
         # Inside another program the state is traced and cannot be read.
-        return not isinstance(state.opt_state.coming(), Tracer)
+        return not isinstance(variants.own(state.opt_state).coming(), Tracer)
 
     def _of(self, state: TrainState) -> "Programs":
         """Return the programs for a structure of the state, and types and specs of the params."""
@@ -265,7 +266,7 @@ class TrainStep:
         """
         if not self._varies_on_host(state):
             return None
-        coming = state.opt_state.coming()
+        coming = variants_of(self.tx).own(state.opt_state).coming()
         known = not isinstance(coming, jax.ShapeDtypeStruct)
         hint = "A state with values says itself what is frozen next."
         checks.require("TrainStep", "depth", None, "given with a state of shapes", known, hint)
@@ -302,6 +303,7 @@ class Programs:
     not passed.
 
     Attributes:
+      variants: see ``describe.variants_of``.
       compiled: the jitted functions, by kind and depth.
       coming: the depth of the next call.
     """
@@ -314,13 +316,13 @@ class Programs:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
         self._oracle = step.oracle.placed(local_types(state.params), self._placement, step.gather)
         self._kept = None if step.placing else _placed(state.params)
-        self._variants = variants_of(step.tx)
+        self.variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], Any] = {}
-        if self._variants is not None:
+        if self.variants is not None:
             step._require_fit(state)
             self._params = local_types(state.params)
-            self.coming = self._variants.on_host(self._params)
+            self.coming = self.variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
         """Return the positions of the state leaves that the program for this depth receives."""
@@ -328,7 +330,7 @@ class Programs:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
                 with axes.binding(self._step.names):
-                    own = self._variants.part(self._params, numbers.opt_state, depth)
+                    own = self.variants.part(self._params, numbers.opt_state, depth)
                 numbers = numbers._replace(opt_state=own)
             places, part = jax.tree.flatten(numbers)
             self._parts[depth] = Pruning(self._structure, part, tuple(places))
@@ -367,9 +369,9 @@ class Programs:
         step, params, opt_state = self._step, state.params, state.opt_state
         active: PyTree = True
         if "depth" in extra:
-            active = self._variants.active(params, extra["depth"])
-        elif self._variants is not None:
-            active = self._variants.choice(params, opt_state)
+            active = self.variants.active(params, extra["depth"])
+        elif self.variants is not None:
+            active = self.variants.choice(params, opt_state)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         given = given | {"key": key, "model_state": state.model_state}
         seen = self._gathering(params, opt_state)

@@ -33,7 +33,7 @@ from boostax.train.layers import (
 )
 from boostax.train.oracle import Oracle
 from boostax.train.release import LayersState, Released
-from boostax.train.stacks import Arrays, Layers, Plan, masked
+from boostax.train.stacks import Arrays, Layers, Plan, masked, zeros
 
 PyTree = Any
 Stacks = dict[str, Arrays]
@@ -195,7 +195,7 @@ class _Sweep:
         """Return loss, aux and gradients; with ``once`` the stacks' gradients are local."""
         names, layers, oracle = self.plan.names, self.plan.layers, self.oracle
         # The loss gets zeros in place of the layers.
-        shown = layers.joined(head, jax.tree.map(_zeros, self.plan.stacks))
+        shown = layers.joined(head, jax.tree.map(zeros, self.plan.stacks))
         how: Any = {"accumulator_dtype": oracle.accumulator_dtype}
         how["more"] = {"threaded": (self.sinks(), jnp.asarray(True))}
         args = self.evaluate, shown, self.batch, given, scale
@@ -351,10 +351,6 @@ def _away(x: Any, rank: int = 1) -> bool:
     Integers and per-layer scalars stay on the device, because the scan converts integers to floats.
     """
     return trees.is_inexact(x.dtype) and x.ndim >= rank
-
-
-def _zeros(x: Any) -> jax.Array:
-    return jnp.zeros(x.shape, x.dtype)
 
 
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:

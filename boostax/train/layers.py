@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, interpret, trees
+from boostax._core import checks, interpret, norms, trees
 
 PyTree = Any
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -249,7 +249,7 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
     def backward(kept: Any, cotangents: Any) -> Any:
         consts, carries, others, weights, sink = kept
         arrived, of_ys = cotangents
-        finite = _finite(cotangents)
+        finite = norms.all_true([jnp.isfinite(x).all() for x in _floats(cotangents)])
         like = jax.eval_shape(lambda: _at(carries, 0))
 
         def each(state: Any, x: Any) -> Any:
@@ -343,12 +343,6 @@ def _filled(like: PyTree, floats: Sequence[Any]) -> PyTree:
 
 def _none(x: Any) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _finite(cotangents: PyTree) -> jax.Array:
-    """Return whether cotangents are finite."""
-    ok = [jnp.isfinite(x).all() for x in _floats(cotangents)]
-    return jnp.stack(ok).all() if ok else jnp.asarray(True)
 
 
 def sent(tree: PyTree) -> PyTree:

@@ -188,8 +188,8 @@ class Plan:
     @functools.cached_property
     def state_cuts(self) -> dict[str, list[Cut]]:
         """The sharding over the replicas of a layer's state, for each stack, if it is gathered."""
-        zeros = lambda: jax.tree.map(_zeros, self.types)  # noqa: E731
-        states = jax.eval_shape(lambda: self.layers.first_states(self.tx, zeros(), self.names))
+        empty = lambda: jax.tree.map(zeros, self.types)  # noqa: E731
+        states = jax.eval_shape(lambda: self.layers.first_states(self.tx, empty(), self.names))
         specs = self.specs(states)
         return {k: [cut_of(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
 
@@ -272,7 +272,8 @@ class Plan:
         return params, treedef.unflatten(leaves)
 
 
-def _zeros(x: Any) -> jax.Array:
+def zeros(x: Any) -> jax.Array:
+    """Return zeros of a shape and dtype."""
     return jnp.zeros(x.shape, x.dtype)
 
 
@@ -308,7 +309,7 @@ def _by_entry(tx: optax.GradientTransformation, layer: PyTree, names: tuple[str,
     """Return whether an optimizer is elementwise in a layer's params."""
     update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
     with axes.binding(axes.ONE_LAYER + names):
-        state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(_zeros, layer)))
+        state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(zeros, layer)))
         program = jax.make_jaxpr(update)(layer, state, layer)
 
     # 0 for a value that all elements share, 1 for an array of elements, 2 for anything else.

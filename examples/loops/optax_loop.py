@@ -58,9 +58,8 @@ def set_up(devices):
     tx = boostax.on_mesh(boostax.dynamic_loss_scale(tx, growth_interval=20), params)
     grad_fn = boostax.value_and_grad(loss_fn, mesh=mesh, policy="O2")
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch):
-        params, opt_state = state
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
         loss, grads = grad_fn(params, opt_state, batch)
         return boostax.apply_gradients(tx, grads, opt_state, params), loss
 
@@ -70,7 +69,7 @@ def set_up(devices):
 def train(state, step, shards, calls):
     """Take the calls, log every sixth, and return the state."""
     for call in calls:
-        state, loss = step(state, jax.device_put(make_batch(call), shards))
+        state, loss = step(*state, jax.device_put(make_batch(call), shards))
         if call % 6 == 0:
             told = boostax.metrics(state[1])
             scale, skipped = told["loss_scale"], told["skipped_steps"]
@@ -92,7 +91,7 @@ def main():
     state = train(state, step, shards, range(SAVED))
     evaluate(state)
     batch = jax.device_put(make_batch(0), shards)
-    found = boostax.audit(step, state, batch, params=state[0], calls=WINDOW)
+    found = boostax.audit(step, *state, batch, calls=WINDOW)
     print(f"an optimizer step reduces {found.reductions:.2f} N, gathers {found.gathers:.2f} N")
 
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
