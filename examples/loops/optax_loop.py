@@ -52,7 +52,7 @@ def set_up(devices):
     shards = NamedSharding(mesh, P("data"))
     params = jax.device_put(init_params(), shards)
 
-    # From inside out: the optimizer and its average, the reduction, the window, the loss scale.
+    # From inside out: optimizer and debiased average, the reduction, the window, the loss scale.
     tx = boostax.model.average_params(optax.adamw(2e-2), decay=0.8)
     tx = boostax.accumulate(optax.chain(boostax.all_reduce(), tx), WINDOW)
     tx = boostax.on_mesh(boostax.dynamic_loss_scale(tx, growth_interval=20), params)
