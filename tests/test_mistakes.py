@@ -203,10 +203,7 @@ MISTAKES = {
     "no opt_state": (lambda: ORACLE(W, X), r"opt_state is \(\) without a loss scale"),
     "batch before state": (lambda: ORACLE(W, X, OF), r"\(loss_fn\)\(params, opt_state, batch\)"),
     "grads first": (lambda: apply_gradients(W, OF, W, ADAM), r"gradients\(tx, grads, opt_state"),
-    "state before grads": (
-        lambda: apply_gradients(ADAM, OF, W, W),
-        r"adients\(tx, grads, opt_state",
-    ),
+    "state first": (lambda: apply_gradients(ADAM, OF, W, W), r"adients\(tx, grads, opt_state"),
     "params before state": (lambda: apply_gradients(ADAM, W, W, OF), r"The call is boostax\.apply"),
     "no params": (lambda: apply_gradients(ADAM, W, OF), r"apply_gradients\(.*opt_state, params\)"),
     "loss and grads": (lambda: apply_gradients(ADAM, ORACLE(W, (), X), OF, W), r"returns \(loss"),

@@ -81,7 +81,6 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.stack(pair) for pair in reduced])
 
 
-# JAX traces a module's function once for all leaves.
 def leaves_of(params: PyTree, state: PyTree, value: Any = None) -> list[tuple[str, Any]]:
     """Return the leaves that ``compare`` compares, with their names."""
     rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica)

@@ -375,6 +375,12 @@ def decide(
     return value, finish(moved, ok, inner_state)
 
 
+def held_or_ran(state: Any, ran: jax.Array, inner_state: Any) -> Any:
+    """Return a state after a call that ran or was held, for ``decide``."""
+    held = counted(state.held_calls, ~ran)
+    return state._replace(ran=ran, held_calls=held, inner_state=inner_state)
+
+
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
     """Refuse axes that do not match the collectives in a branch, if types cannot show the mismatch.
 

@@ -35,11 +35,6 @@ class GateState(NamedTuple):
     passed = taken = gates.told_by("ran")
 
 
-def _finished(state: GateState, ran: jax.Array, inner_state: PyTree) -> GateState:
-    held = gates.counted(state.held_calls, ~ran)
-    return state._replace(ran=ran, held_calls=held, inner_state=inner_state)
-
-
 Rule = Callable[[gates.Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
@@ -139,6 +134,6 @@ def by_rule(
 
         moved = state._replace(own=trees.cast_like(own, state.own))
         how: Any = {"apply": apply, "who": who, "names": names}
-        return gates.decide(ok, heavy, grads, state, moved, _finished, params, **how)
+        return gates.decide(ok, heavy, grads, state, moved, gates.held_or_ran, params, **how)
 
     return gates.gated(init_fn, step_fn, gates.flush_of(tx, "ran"))

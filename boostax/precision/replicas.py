@@ -170,7 +170,7 @@ def check_replicas(
             rows += [f"gradients/{name}" for name in leaves]
         moved = _recorded(state, ok, rows, culprits)
         how: Any = {"apply": apply, "who": _WHO, "names": names}
-        return gate.decide(ok, heavy, grads, state, moved, _finished, params, **how)
+        return gate.decide(ok, heavy, grads, state, moved, gate.held_or_ran, params, **how)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx, "ran"))
 
@@ -265,8 +265,3 @@ def _recorded(
     leaves, found = gate.branch(ok, lambda: (state.leaves, state.culprits), told)
     calls = gate.counted(state.calls, jnp.asarray(True))
     return state._replace(calls=calls, leaves=leaves, culprits=found)
-
-
-def _finished(state: CheckReplicasState, ran: jax.Array, inner_state: PyTree) -> CheckReplicasState:
-    held = gate.counted(state.held_calls, ~ran)
-    return state._replace(ran=ran, held_calls=held, inner_state=inner_state)

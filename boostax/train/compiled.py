@@ -173,13 +173,13 @@ class TrainStep:
         with mismatch.explaining(self._explain, state, batch):
             args = self._placed(batch, given)
             programs = self._of(state)
-            if not self._varies_on_host(state):
+            if (frozen := self._followed(state)) is None:
                 return programs.jitted("step", None)(state, *args)
-            depth = programs.coming(programs.variants.own(state.opt_state))
+            depth = programs.coming(frozen)
             part = programs.part(depth)
             small, reported = programs.jitted("step", depth)(part.take(state), *args)
             state = part.put(state, small)
-            programs.coming.follow(programs.variants.own(state.opt_state))
+            programs.coming.follow(self._followed(state))
             return state, reported
 
     def flush(self, state: TrainState[types.Params]) -> TrainState[types.Params]:
@@ -241,12 +241,12 @@ class TrainStep:
         given = self.placing.common(given, batch) if given and self.placing else given
         return self.place(batch), given
 
-    def _varies_on_host(self, state: TrainState) -> bool:
-        variants = variants_of(self.tx)
-        if variants is None or self.freeze_driver != "host":
-            return False
+    def _followed(self, state: TrainState) -> Any:
+        """Return the state of the schedule that the host follows, or ``None``."""
+        variants = variants_of(self.tx) if self.freeze_driver == "host" else None
+        own = variants and variants.own(state.opt_state)
         # Inside another program the state is traced and cannot be read.
-        return not isinstance(variants.own(state.opt_state).coming(), Tracer)
+        return None if own is None or isinstance(own.coming(), Tracer) else own
 
     def _of(self, state: TrainState) -> "Programs":
         """Return the programs for a structure of the state, and types and specs of the params."""
@@ -264,9 +264,9 @@ class TrainStep:
         The result is ``None`` if the program reads the depth from the state. The end of a schedule
         does not raise here, because an open window may still have to be flushed.
         """
-        if not self._varies_on_host(state):
+        if (frozen := self._followed(state)) is None:
             return None
-        coming = variants_of(self.tx).own(state.opt_state).coming()
+        coming = frozen.coming()
         known = not isinstance(coming, jax.ShapeDtypeStruct)
         hint = "A state with values says itself what is frozen next."
         checks.require("TrainStep", "depth", None, "given with a state of shapes", known, hint)
@@ -303,7 +303,6 @@ class Programs:
     not passed.
 
     Attributes:
-      variants: see ``describe.variants_of``.
       compiled: the jitted functions, by kind and depth.
       coming: the depth of the next call.
     """
@@ -316,13 +315,13 @@ class Programs:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
         self._oracle = step.oracle.placed(local_types(state.params), self._placement, step.gather)
         self._kept = None if step.placing else _placed(state.params)
-        self.variants = variants_of(step.tx)
+        self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], Any] = {}
-        if self.variants is not None:
+        if self._variants is not None:
             step._require_fit(state)
             self._params = local_types(state.params)
-            self.coming = self.variants.on_host(self._params)
+            self.coming = self._variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
         """Return the positions of the state leaves that the program for this depth receives."""
@@ -330,7 +329,7 @@ class Programs:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
                 with axes.binding(self._step.names):
-                    own = self.variants.part(self._params, numbers.opt_state, depth)
+                    own = self._variants.part(self._params, numbers.opt_state, depth)
                 numbers = numbers._replace(opt_state=own)
             places, part = jax.tree.flatten(numbers)
             self._parts[depth] = Pruning(self._structure, part, tuple(places))
@@ -369,9 +368,9 @@ class Programs:
         step, params, opt_state = self._step, state.params, state.opt_state
         active: PyTree = True
         if "depth" in extra:
-            active = self.variants.active(params, extra["depth"])
-        elif self.variants is not None:
-            active = self.variants.choice(params, opt_state)
+            active = self._variants.active(params, extra["depth"])
+        elif self._variants is not None:
+            active = self._variants.choice(params, opt_state)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         given = given | {"key": key, "model_state": state.model_state}
         seen = self._gathering(params, opt_state)
