@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import boostax
 
@@ -49,6 +48,8 @@ class Sweep(NamedTuple):
 @functools.cache
 def data() -> tuple[Split, Split, Split]:
     """1,150 rows to train on, 290 to choose the learning rate by, 357 to test on."""
+    from sklearn.datasets import load_digits  # a second, for those who import a step alone
+
     found: Any = load_digits()
     rows = np.random.default_rng(0).permutation(len(found.target))
     images, labels = found.data.astype(np.float32) / 16, found.target.astype(np.int32)

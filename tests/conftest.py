@@ -15,9 +15,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)
 
-# JAX keeps 8192 compiled calls of all functions of a process together, and then no new one: what
-# counts them in a later test would read none.
-TESTS_BETWEEN_CLEARINGS = 500
+# Each program that JAX keeps makes the next one slower to build: every new context of MLIR looks
+# through those of all others. And of 8192 compiled calls it keeps no new one, for tests to count.
+TESTS_BETWEEN_CLEARINGS = 150
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -39,7 +39,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
     tx = case.single(spy)
     params = arrays.example_params()
     step = lambda _, state, grads: tx.update(grads, state, params, marker=7)  # noqa: E731
-    follow(step, (None, tx.init(params)), arrays.draws(params, case.calls))
+    jax.eval_shape(lambda: follow(step, (None, tx.init(params)), arrays.draws(params, case.calls)))
     assert seen and None not in seen, f"inner got {seen or 'no call'}, not marker=7"
 
 
@@ -75,7 +75,7 @@ def passes_masked_nodes(case: Case) -> None:
     """Promise 3: ``optax.MaskedNode`` leaves are unchanged."""
     tx = case.single()
     params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
-    updates: PyTree = tx.update(params, tx.init(params), params)[0]
+    updates: PyTree = jax.jit(tx.update)(params, tx.init(params), params)[0]
     assert isinstance(updates["masked"], optax.MaskedNode)
 
 
@@ -240,7 +240,8 @@ def takes_trees_without_arrays(case: Case) -> None:
 
     def updated(params: PyTree) -> Any:
         step = lambda _, state, grads: tx.update(grads, state, params)  # noqa: E731
-        return follow(step, (params, tx.init(params)), [params] * case.calls)
+        # Closed over: as arguments of jit they would be arrays.
+        return jax.jit(lambda: follow(step, (params, tx.init(params)), [params] * case.calls))()
 
     for params in ({}, {"a": None, "b": ()}):
         assert jax.tree.structure(updated(params)[0]) == jax.tree.structure(params)
