@@ -43,7 +43,8 @@ CASES = [
 def ends(name, spec, shape):
     """Params and state after three steps, compiled as JAX compiles for a CPU at present."""
     inner, options = OPTIMIZERS[name]
-    draw = lambda i: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    normal = lambda i: np.random.default_rng(i).normal(size=shape)  # noqa: E731
+    draw = lambda i: jnp.asarray(normal(i), jnp.float32)  # noqa: E731
     params = {"w": draw(0), "b": jnp.ones(3)}
     low = name != "bfloat16"
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if low else p, params)

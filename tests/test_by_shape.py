@@ -32,10 +32,9 @@ def muon(**options):
 
 def drawn(params, seed, *lead):
     """Gradients for params, stacked over the replicas."""
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    shapes = [(*lead, *x.shape) for x in leaves]
-    return treedef.unflatten([jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)])
+    normal = np.random.default_rng(seed).normal
+    draw = lambda x: jnp.asarray(normal(size=(*lead, *x.shape)), jnp.float32)  # noqa: E731
+    return jax.tree.map(draw, params)
 
 
 def tree(counts):

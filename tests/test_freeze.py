@@ -26,9 +26,8 @@ DEPTHS = [0, 2, 1, 3, 3, 0, 1, 2]
 
 
 def start(width=WIDTH, layers=LAYERS):
-    draw = lambda key: width**-0.5 * jax.random.normal(key, (width, width))  # noqa: E731
-    keys = jax.random.split(jax.random.key(0), layers)
-    return [{"k": draw(key), "b": jnp.zeros(width)} for key in keys]
+    kernels = width**-0.5 * np.random.default_rng(0).normal(size=(layers, width, width))
+    return [{"k": jnp.asarray(k, jnp.float32), "b": jnp.zeros(width)} for k in kernels]
 
 
 def loss_fn(params, batch):
@@ -40,8 +39,8 @@ def loss_fn(params, batch):
 
 def batches(count, rows=ROWS, width=WIDTH):
     for i in range(count):
-        x = jax.random.normal(jax.random.key(100 + i), (rows, width))
-        yield x, jnp.sin(3 * x)
+        x = np.random.default_rng(100 + i).normal(size=(rows, width))
+        yield jnp.asarray(x, jnp.float32), jnp.asarray(np.sin(3 * x), jnp.float32)
 
 
 def adamw():
@@ -550,10 +549,9 @@ def small():
 
 
 def gradients(step):
-    leaves, treedef = jax.tree.flatten(small())
-    keys = jax.random.split(jax.random.key(1 + step), len(leaves))
-    draw = lambda k, x: jax.random.normal(k, x.shape) * (1 + step)  # noqa: E731
-    return treedef.unflatten(map(draw, keys, leaves))
+    normal = np.random.default_rng(1 + step).normal
+    draw = lambda x: jnp.asarray(normal(size=x.shape) * (1 + step), jnp.float32)  # noqa: E731
+    return jax.tree.map(draw, small())
 
 
 def mixing():

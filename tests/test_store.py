@@ -31,7 +31,8 @@ def low(params):
 
 
 def some(seed, shape=(128, 64)):
-    return {"w": jax.random.normal(jax.random.key(seed), shape), "b": jnp.ones(3)}
+    w = np.random.default_rng(seed).normal(size=shape)
+    return {"w": jnp.asarray(w, jnp.float32), "b": jnp.ones(3)}
 
 
 @jax.jit
