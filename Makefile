@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # tests of a file share what is compiled for them, so one worker runs them all.
 TESTS := $(RUN) -m pytest -n 2 --dist loadfile
 # Freed memory (of glibc) stays for the next program, whose operations name one line of Python each.
-# Threads of NumPy's BLAS would turn and wait in each process, a quarter of a second at its start.
+# Threads of NumPy's BLAS spin for a quarter of a second when a process starts.
 LEAN := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=67108864 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=1 \
   OPENBLAS_NUM_THREADS=1
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.

@@ -48,7 +48,7 @@ class Sweep(NamedTuple):
 @functools.cache
 def data() -> tuple[Split, Split, Split]:
     """1,150 rows to train on, 290 to choose the learning rate by, 357 to test on."""
-    from sklearn.datasets import load_digits  # a second, for those who import a step alone
+    from sklearn.datasets import load_digits  # takes a second to import
 
     found: Any = load_digits()
     rows = np.random.default_rng(0).permutation(len(found.target))

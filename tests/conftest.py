@@ -15,8 +15,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)
 
-# Each program that JAX keeps makes the next one slower to build: every new context of MLIR looks
-# through those of all others. And of 8192 compiled calls it keeps no new one, for tests to count.
+# Each program that JAX keeps slows down the next: a new context of MLIR looks through all others.
+# JAX also keeps at most 8192 compiled calls: after that, a test that counts them would read none.
 TESTS_BETWEEN_CLEARINGS = 150
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -78,8 +78,8 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
     windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
     results = {mode: run(case, mode, windows) for mode in MODES}
     for mode, (params, state) in results.items():
-        leaves = jax.tree.leaves(state, is_leaf=is_per_replica)
-        shared = [x for x in leaves if not is_per_replica(x)]
+        shared = jax.tree.leaves(state, is_leaf=is_per_replica)
+        shared = [x for x in shared if not is_per_replica(x)]
         for leaf in map(np.asarray, shared + jax.tree.leaves(() if case.own_params else params)):
             assert (leaf == leaf[:1]).all(), f"{mode}: replicas differ"
         arrays.assert_close(params, results["checked"][0], mode)
