@@ -8,6 +8,8 @@ import pathlib
 import drawing  # noqa: F401, its profile stands before any test is imported
 import jax
 import pytest
+from jax._src import pjit
+from jax._src.interpreters import pxla
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
@@ -15,9 +17,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)
 
-# Each program that JAX keeps slows down the next: a new context of MLIR looks through all others.
-# JAX also keeps at most 8192 compiled calls: after that, a test that counts them would read none.
-TESTS_BETWEEN_CLEARINGS = 150
+# JAX keeps a context of MLIR with what it lowered, and a new one looks through all others. It also
+# keeps at most 8192 compiled calls: after that, a test that counts them would read none.
+LOWERED = pjit._pjit_lower, pxla._cached_lowering_to_hlo
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -40,5 +42,7 @@ def pytest_collection_finish():
 def pytest_runtest_logfinish(nodeid, location, done=itertools.count(1)):
     """Programs of tests that are over do not pile up."""
     del nodeid, location
-    if next(done) % TESTS_BETWEEN_CLEARINGS == 0:
+    for cache in LOWERED:
+        cache.cache_clear()
+    if next(done) % 1000 == 0:
         jax.clear_caches()

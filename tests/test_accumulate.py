@@ -12,6 +12,7 @@ from drawing import draws
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from lanes import spread
 from optax import microbatching
 from training import scalars as run
 
@@ -88,8 +89,7 @@ def summed(grads, weights, dtype):
     return history
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@pytest.mark.parametrize(("dtype", "normalize"), spread(NARROW, NORMALIZATIONS))
 def test_a_narrow_sum_rounds_once_per_micro_step(normalize, dtype):
     """A gradient was narrowed before it had its weight, which then multiplied the error."""
     weights = [24, 50, 7] if normalize == "weight" else [1, 1, 1]
@@ -162,8 +162,7 @@ NESTINGS = {
 }
 
 
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize(("normalize", "nesting"), spread(NORMALIZATIONS, NESTINGS))
 def test_flush_applies_what_a_partial_window_holds(nesting, normalize):
     """Bit for bit as if the window had been meant to be that short; twice is once."""
     moments = lambda state: [optax.tree.get(state, name) for name in ("mu", "nu", "count")]  # noqa: E731

@@ -11,7 +11,7 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import lanes
+from lanes import lanes, spread
 from reducing import correlated, reduced, reducer, the_one
 
 import boostax
@@ -82,8 +82,7 @@ def test_leaves_sent_together_equal_horovods_fused_ones(golden, replicas):
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "sgdm": optax.sgd(0.05, 0.9), "adam": optax.adam(0.05)}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize(("name", "replicas"), spread(OPTIMIZERS, [4, 2]))
 def test_delta_optimizer_equals_horovods(golden, replicas, name):
     """Every replica has its own momenta; the updates are combined."""
     run = np.load(golden / f"horovod_adasum_n{replicas}.npz")

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import lanes
+from lanes import lanes, spread
 from reducing import mesh_of
 
 import boostax
@@ -155,8 +155,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "kind"), spread(PLACEMENTS, (AxisType.Auto, AxisType.Explicit)))
 def test_it_is_muon_on_sharded_params(name, kind):
     sizes, spec, options = PLACEMENTS[name]
     params = matrices(6, (8, 16))

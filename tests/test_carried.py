@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax.linen import fp8_ops
 from jax.sharding import PartitionSpec as P
+from lanes import spread
 from reducing import mesh_of
 from training import follow
 
@@ -169,8 +170,7 @@ NESTINGS = {
 }
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
-@pytest.mark.parametrize("axis", [None, "data"])
+@pytest.mark.parametrize(("nesting", "axis"), spread(NESTINGS, ["data", None]))
 def test_rules_hold_over_windows_micro_batches_and_replicas(nesting, axis):
     every, build = NESTINGS[nesting]
     tx = boostax.carry(build(chain(axis, optax.adamw(0.1)), axis), RULES, axis_name=axis)

@@ -8,6 +8,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import spread
 from reducing import mesh_of
 
 import boostax
@@ -20,8 +21,7 @@ GRADS = {
 SPECS = {"w": P("fsdp"), "b": P(), "c": P("fsdp")}
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("max_norm", "dtype"), spread([0.5, 3.0, 1e3], ["float32", "bfloat16"]))
 def test_whole_leaves_are_clipped_as_by_optax(max_norm, dtype):
     cast = lambda x: x if np.iscomplexobj(x) else jnp.asarray(x, dtype)  # noqa: E731
     grads = jax.tree.map(cast, GRADS)
@@ -32,8 +32,7 @@ def test_whole_leaves_are_clipped_as_by_optax(max_norm, dtype):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e3])
-@pytest.mark.parametrize("shards", [2, 1])
+@pytest.mark.parametrize(("max_norm", "shards"), spread([0.5, 1e3], [2, 1]))
 def test_shards_are_clipped_by_the_norm_of_the_whole(max_norm, shards):
     mesh = mesh_of(fsdp=shards)
 

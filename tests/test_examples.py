@@ -23,12 +23,12 @@ OPTAX = rows("optax")
 # All but other windows, on a mesh as JAX makes it, whose axes are typed; half the bytes go by
 # all-to-all and all-gather instead of a reduction.
 TOGETHER = [*OPTAX[:2], *OPTAX[4:], [["(AxisType.Auto,), "], [""]]]
-LOOPS = [("optax_loop", 1.0, []), ("optax_loop", 0.0, TOGETHER), ("train_state_loop", 1.0, [])]
+LOOPS = [("optax_loop", 0.0, TOGETHER), ("train_state_loop", 1.0, [])]
 NNX = 4 * 128 / 4808
 LONG = [
     # Statistics of the head's BatchNorm, averaged in each call, count as gradients.
     ("nnx_loop", 1.0 + NNX, []),
-    ("equinox_loop", 1.0, []),
+    *((name, 1.0, []) for name in ("optax_loop", "equinox_loop")),
     # Gradients go by all-to-all and all-gather; the statistics alone are reduced.
     ("haiku_loop", 4 * 260 / 2760, []),
     ("keras_loop", 1.0 + 4 * 128 / 2760, []),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from lanes import lanes
+from lanes import lanes, spread
 from reducing import at_once, the_one
 
 import boostax
@@ -145,8 +145,7 @@ LARGEST = {
 }
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
-@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize(("name", "replicas"), spread(LARGEST, [3, 2, 8]))
 def test_the_largest_gradients_stay_finite(name, replicas):
     """Rounded to half they may grow, but not beyond the range of f32."""
     make, options = LARGEST[name]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import spread
 from training import follow, walk
 
 import boostax
@@ -35,8 +36,7 @@ ONE = jnp.ones(3)
 GOOD = [(ONE, {}), (2 * ONE, {})]
 
 
-@pytest.mark.parametrize("normalize", ["mean", "sum", "weight"])
-@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize(("normalize", "flush"), spread(["mean", "sum", "weight"], [False, True]))
 def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
     """Each gradient fits f16, their sum does not; neither Adam nor its decay may see it."""
     extra = {"weight": 1.0} if normalize == "weight" else {}
@@ -116,8 +116,7 @@ def is_check(x):
     return isinstance(x, boostax.states.CheckUpdatesState)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize(("nesting", "fault"), spread(NESTINGS, FAULTS))
 def test_a_step_that_would_not_stay_finite_never_happened(nesting, fault):
     opt, params, good, bad = FAULTS[fault]
     tx = NESTINGS[nesting](opt)

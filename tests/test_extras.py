@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lanes import lanes
+from lanes import lanes, spread
 from training import follow
 
 import boostax
@@ -83,8 +83,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("name", ["backtracking", "sophia"])
+@pytest.mark.parametrize(("name", "around"), spread(["backtracking", "sophia"], AROUND))
 def test_a_step_supplies_what_an_optimizer_asks_for(name, around):
     assert_near(by_step(AROUND[around](OPTIMIZERS[name]())), by_hand(name))
 

@@ -10,7 +10,7 @@ import pytest
 import train_loops
 from contract_cases import CASES
 from flax import nnx
-from lanes import lanes
+from lanes import lanes, spread
 from train_loops import LOOPS, NAME, REDUCTION, SCALE, apart, put_into
 
 import boostax
@@ -37,8 +37,7 @@ def test_a_loss_that_nobody_scaled_is_refused(loop):
             LOOPS[loop](put_into(loop, TECHNIQUES[name], forgotten=SCALE))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", ["dynamic_loss_scale", "accumulate"])
+@pytest.mark.parametrize(("name", "loop"), spread(["dynamic_loss_scale", "accumulate"], LOOPS))
 def test_gradients_that_nobody_reduced_are_refused(loop, name):
     put = put_into(loop, TECHNIQUES[name], forgotten=REDUCTION, replicated=True)
     with pytest.raises(ValueError, match=r"boostax\.all_reduce"):

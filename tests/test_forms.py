@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from restrictions import drawn, stepped
 
 import boostax
@@ -41,7 +42,7 @@ def step_of(place="FSDP", key=None):
     return step, step.init(PARAMS, key=key), BATCH
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", lanes(PLACES, ["FSDP", "tensor parallel"]))
 def test_each_form_is_the_step_of_one_device(place):
     """An Explicit mesh types no loop whose carry is sharded like its weights; no CPU is a host."""
     alone = boostax.make_train_step(loss_fn, TX)

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import lanes
+from lanes import lanes, spread
 from memory import temporary_bytes
 from reducing import mesh_of
 from training import follow, losses_of
@@ -146,8 +146,9 @@ def test_a_scan_over_a_step_takes_the_steps_of_the_host():
     chex.assert_trees_all_close(scanned.params, host.params, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("wrapped", ["scaled", "averaged", "accumulated(scaled)"])
+@pytest.mark.parametrize(
+    ("depth", "wrapped"), spread([3, 0, 1], ["averaged", "scaled", "accumulated(scaled)"])
+)
 def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
     """Clipping, finiteness and windows keep no dead backward pass alive."""
     width, rows = 128, 128

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas
 from jax.experimental.ode import odeint
 from jax.sharding import NamedSharding, PartitionSpec
-from lanes import lanes
+from lanes import lanes, spread
 
 import boostax
 from boostax.nnx import Optimizer
@@ -151,8 +151,7 @@ LOSSES = {
 SLOW = ("linen's LSTM", "nnx's GRU", "ode")
 
 
-@pytest.mark.parametrize("road", ["FSDP", "own loop"])
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(("name", "road"), spread(SLOW, ["FSDP", "own loop"]))
 def test_a_slow_loss_trains_on_two_roads_as_on_one_device(name, road):
     check_loss(*LOSSES[name](), BATCH, only=road)
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
+from lanes import spread
 
 import boostax
 
@@ -67,8 +68,7 @@ def mapped(loss, mode, mesh, scale=1024.0):
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=mode == "checked", **specs))(W, X)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "mode"), spread(LOSSES, MODES))
 def test_the_gradient_is_that_of_the_mean_of_what_replicas_return(name, mode, mesh):
     """A loss averaged inside gave 1/8 of its gradient with checking, and all of it without."""
     loss, whole = LOSSES[name]

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import spread
 from reducing import mesh_of
 
 import boostax
@@ -59,8 +60,7 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize(("name", "share"), spread(PARALLEL, SHARES))
 def test_replicas_measure_it_however_params_are_sharded(name, share):
     # The micro-steps of its small batch.
     calls = WINDOW if "windows" in name else 1

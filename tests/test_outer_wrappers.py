@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import spread
 from training import follow
 
 import boostax
@@ -120,8 +121,7 @@ PARTIAL = {
 }
 
 
-@pytest.mark.parametrize("where", PARTIAL)
-@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize(("kind", "where"), spread(SCALERS, PARTIAL))
 def test_a_scaler_of_a_part_is_refused_before_a_loss_is_multiplied(kind, where):
     """The other leaves moved by 65536 times their gradient."""
     tx = PARTIAL[where](SCALERS[kind](SGD))
@@ -151,8 +151,7 @@ def unscaled(where):
     return trained(PARTIAL[where](SGD))
 
 
-@pytest.mark.parametrize("where", PARTIAL)
-@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize(("kind", "where"), spread(SCALERS, PARTIAL))
 def test_the_mended_is_bit_for_bit_as_without_a_scaler(kind, where):
     mended = trained(SCALERS[kind](PARTIAL[where](SGD)))
     jax.tree.map(np.testing.assert_array_equal, mended, unscaled(where))

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import spread
 from reducing import mesh_of
 from training import follow, own_step
 
@@ -205,8 +206,7 @@ def test_micro_batches_replicas_and_windows_are_one_batch(
     assert np.abs(wanted["layer_0"]["query"] - unclipped["layer_0"]["query"]).max() > 0.1
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("mode", "every"), spread(MODES, [2, 1]))
 def test_a_mapped_loop_of_ones_own(mode, every):
     tx = chain("data", every)
 
@@ -284,8 +284,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize(("place", "shard_optimizer"), spread(PLACES, [True, False]))
 def test_sharded_weights_are_those_of_one_device(place, shard_optimizer):
     mesh = mesh_of(data=2, model=2)
     specs = {name: PLACES[place] for name in START}

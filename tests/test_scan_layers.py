@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import lanes
+from lanes import lanes, spread
 from reducing import mesh_of
 from training import follow
 
@@ -125,8 +125,7 @@ def test_without_a_step_it_is_a_scan(remat):
 
 # Loops of one's own, below, have one micro-batch at every place.
 @pytest.mark.parametrize("microbatches", lanes([1, 2], [2]))
-@pytest.mark.parametrize("weights", ["once", "by layer"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "weights"), spread(PLACES, ["by layer", "once"]))
 def test_layers_train_like_a_plain_step_on_one_device(place, weights, microbatches):
     how = {"layers": Layers(weights=weights), "microbatches": microbatches}
     state, _ = trained(loss_fn, optax.adamw(1e-3), place, **how)
@@ -228,12 +227,14 @@ def in_own_loop(place, layers, named, kind=AxisType.Auto):
     return jax.device_get(params)
 
 
-@pytest.mark.parametrize("layers", [Layers(weights="once"), Layers(), RELEASE], ids=str)
+MESHES = [*((x, AxisType.Auto) for x in PLACES if PLACES[x][0]), ("FSDP", AxisType.Explicit)]
+
+
 @pytest.mark.parametrize(
-    ("place", "kind"),
-    [*((x, AxisType.Auto) for x in PLACES if PLACES[x][0]), ("FSDP", AxisType.Explicit)],
+    ("mesh", "layers"), spread(MESHES, [RELEASE, Layers(weights="once"), Layers()]), ids=str
 )
-def test_a_loop_of_ones_own_runs_layers(place, kind, layers):
+def test_a_loop_of_ones_own_runs_layers(mesh, layers):
+    place, kind = mesh
     assert_close(in_own_loop(place, layers, layers, kind), once(loss_fn, ADAMW)[0].params, 2e-6)
 
 
@@ -371,7 +372,7 @@ def test_a_loss_that_is_not_finite_changes_no_bit(place):
     assert_same(jax.device_get((state.params, state.opt_state[:2])), kept)
 
 
-@pytest.mark.parametrize("place", ["one device", "FSDP", "HSDP"])
+@pytest.mark.parametrize("place", lanes(["one device", "FSDP", "HSDP"], ["one device", "HSDP"]))
 def test_a_layer_whose_gradient_overflows_is_skipped_alone(place, tmp_path):
     """The first layer's own gradient: no other one has it."""
 
@@ -502,8 +503,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("layers", [Layers(), RELEASE], ids=["by layer", "release"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "layers"), spread(LOSSES, [RELEASE, Layers()]))
 def test_a_loss_that_uses_its_layers_otherwise_is_refused(name, layers):
     loss, words = LOSSES[name]
     step = step_of(loss, optax.adam(1e-3), layers=layers)

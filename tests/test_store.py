@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import lanes
+from lanes import lanes, spread
 from memory import temporary_bytes
 from reducing import mesh_of
 from training import follow, losses_of, walk
@@ -133,8 +133,7 @@ def test_codes_of_log8_are_levels_above_the_scale():
     assert not np.asarray(made.encode(x, formats.draw(formats.fold(0, 0), x.shape))[0])[:, 1:].any()
 
 
-@pytest.mark.parametrize("signs", [1, -1])
-@pytest.mark.parametrize("most", [1.0, 3.4e38, 1e-30])
+@pytest.mark.parametrize(("signs", "most"), spread([1, -1], [1.0, 3.4e38, 1e-30]))
 def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
     """Also where the inverse of the largest is no normal number."""
     x = most * 2.0 ** jax.random.uniform(jax.random.key(2), (256, 64), minval=-20.0, maxval=0.0)
@@ -144,8 +143,7 @@ def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
     assert bool(jnp.isfinite(found).all())
 
 
-@pytest.mark.parametrize("name", ["int8", "log8"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("name", "bad"), spread(["int8", "log8"], [np.nan, np.inf]))
 def test_what_is_not_finite_is_seen(name, bad):
     assert not bool(jnp.isfinite(rounded(name, some(0)["w"].at[5, 5].set(bad))).all())
 

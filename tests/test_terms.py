@@ -13,6 +13,7 @@ from drawing import draws
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+from lanes import spread
 from reducing import mesh_of
 
 import boostax
@@ -208,8 +209,7 @@ GATES = {
 SKIPS = "skipped_steps|skipped_in_a_row|held_calls"
 
 
-@pytest.mark.parametrize("form", ["terms", "weight"])
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("name", "form"), spread(GATES, ["terms", "weight"]))
 def test_a_gate_holds_a_call_without_items(name, form):
     """Of three calls the second is as if it had never been; it moved momentum and schedules."""
 

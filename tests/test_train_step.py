@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lanes import spread
 from reducing import mesh_of
 from training import follow
 
@@ -142,8 +143,7 @@ def statistics_loss(params, batch, *, model_state):
     return plain_loss(params, batch), boostax.Aux(model_state=state)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("microbatches", "parallel"), spread([4, 1], [True, False]))
 def test_model_state_is_threaded_and_averaged(mesh, parallel, microbatches):
     names = "data" if parallel else None
     tx = boostax.dynamic_loss_scale(optimizer(names), axis_name=names)
@@ -162,8 +162,7 @@ def test_model_state_is_threaded_and_averaged(mesh, parallel, microbatches):
     assert int(state.model_state["seen"]) == microbatches
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("parallel", "bad"), spread([True, False], [np.nan, np.inf]))
 def test_a_skipped_step_leaves_the_whole_train_state_but_the_scaler(mesh, parallel, bad):
     names = "data" if parallel else None
     tx = boostax.accumulate(optimizer(names), 2, axis_name=names)

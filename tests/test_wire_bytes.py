@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from lanes import spread
 from reducing import mapped, sends, updating
 from replica_runs import AXIS, wire_bytes
 
@@ -91,8 +92,7 @@ LOW = jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), PARAMS)
 SHARES = {"PowerSGD": 1 / 2, PARTIAL: 1 / 3}
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize(("name", "replicas"), spread(FORMULAS, [8, 2]))
 def test_a_device_sends_what_the_formula_says(name, replicas):
     make, formula, rtol = FORMULAS[name]
     # The share of the steps in which each branch that sends is taken.
