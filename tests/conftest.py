@@ -1,5 +1,6 @@
 """Eight emulated devices for every test, and shared fixtures."""
 
+import functools
 import gc
 import itertools
 import os
@@ -8,8 +9,7 @@ import pathlib
 import drawing  # noqa: F401, its profile stands before any test is imported
 import jax
 import pytest
-from jax._src import pjit
-from jax._src.interpreters import pxla
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
@@ -17,9 +17,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)
 
-# JAX keeps a context of MLIR with what it lowered, and a new one looks through all others. It also
-# keeps at most 8192 compiled calls: after that, a test that counts them would read none.
-LOWERED = pjit._pjit_lower, pxla._cached_lowering_to_hlo
+# To make a context of MLIR is a fifth of a small program's time, and each looks through all others
+# that live: every program shares one.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -40,9 +40,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_logfinish(nodeid, location, done=itertools.count(1)):
-    """Programs of tests that are over do not pile up."""
+    """JAX keeps at most 8192 compiled calls: after these, a test that counts would read none."""
     del nodeid, location
-    for cache in LOWERED:
-        cache.cache_clear()
     if next(done) % 1000 == 0:
         jax.clear_caches()
