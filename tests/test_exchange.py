@@ -36,7 +36,7 @@ REDUCTIONS = {
 
 
 HALVES = ("float16", "bfloat16")
-QUICK = ((3, None), (8, None), (3, "bfloat16"))
+QUICK = ((8, None), (3, "bfloat16"))
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def test_what_is_sent_and_what_is_held_back_is_all(name, replicas):
             np.testing.assert_allclose(mean[0], whole, rtol=0, atol=2 * narrow * scale)
 
 
-@pytest.mark.parametrize("replicas", lanes([2, 3, 8], [3, 8]))
+@pytest.mark.parametrize("replicas", lanes([2, 3, 8], [3]))
 def test_a_row_has_a_scale_of_its_own(replicas):
     """Rows of 1e-3 beside rows of 1e3 keep their digits."""
     means, _ = reduced("int8", replicas)

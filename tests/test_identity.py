@@ -105,8 +105,7 @@ HELD = {"all, float32": (all_of_them, jnp.float32)} | {
 # The wrapper widens low gradients before any optimizer; these have states of their own dtypes.
 LOW = ("adafactor", "adamw", "lbfgs", "lion", "muon", "prodigy", "sgd", "sophia")
 EACH = [(name, held) for name in OPTIMIZERS for held in HELD]
-QUICK = [(name, "all, float32") for name in OPTIMIZERS]
-QUICK += [(name, "dynamic_loss_scale, bfloat16") for name in LOW]
+QUICK = [(name, x) for name in LOW for x in ("all, float32", "dynamic_loss_scale, bfloat16")]
 
 
 @pytest.mark.parametrize("case", lanes(EACH, QUICK), ids=", ".join)
