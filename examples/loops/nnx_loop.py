@@ -4,8 +4,7 @@ Eight emulated devices hold whole params, and compare them. The program evaluate
 head, saves inside a window of four calls, resumes on four devices, and counts what a step reduces.
 Model and optimizer change in place: params only in a call that takes a step, statistics of
 BatchNorm in each call where all of them are finite, to their mean over the devices. Each device
-normalizes by its own rows, as under ``shard_map`` (``axis_name="data"`` in the layer takes all
-rows), and draws a dropout of its own.
+normalizes by its own rows (by all with ``axis_name="data"`` in the layer) and draws its dropout.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """
@@ -101,7 +100,6 @@ def main():
     batch, head = jax.device_put(make_batch(0), rows), nnx.state(model, HEAD)
     found = boostax.audit(step, model, optimizer, batch, params=head, calls=WINDOW)
     print(f"an optimizer step reduces {found.reductions:.2f} N, statistics of BatchNorm included")
-
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         saved = nnx.as_pure((nnx.state(model), optimizer.opt_state))
         checkpointer.save(SAVED, saved, {"calls": SAVED})
