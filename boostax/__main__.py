@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Sequence
 
-from boostax._core.late import told
+from boostax._core.checks import replacement
 from boostax.inspect.command import run
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] in (["-h"], ["--help"]):
         given = ["audit", "--help"]
     if given[:1] != ["audit"]:
-        gone = told(f"boostax {given[0]}") if given else None
+        gone = replacement(f"boostax {given[0]}") if given else None
         said = gone or "the command is boostax audit module:function."
         print(f"boostax: {said}", file=sys.stderr)
         return 2

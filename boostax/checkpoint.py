@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, copies, late, mismatch, replicas, transfer, trees, types
+from boostax._core import checks, copies, mismatch, replicas, transfer, trees, types
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
@@ -314,7 +314,9 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
     versions = record.get("versions", {"boostax": "0.2 or before"})
     by = ", ".join(map(" ".join, versions.items()))
     if saved != parts and (saved or "parts" in record):
-        rows = {name: late.told(f"boostax.{name}") or "" for name in saved if name not in parts}
+        rows = {
+            name: checks.replacement(f"boostax.{name}") or "" for name in saved if name not in parts
+        }
         gone = " ".join(f"{name}: {text}" for name, text in rows.items() if " gone" in text)
         hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
         both = [", ".join(x) or "no part" for x in (saved, parts)]

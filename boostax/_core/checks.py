@@ -23,7 +23,12 @@ _AROUND = " It stands around an optimizer, not beside it in optax.chain."
 _ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
 # Notes on calls by argument, and the names by which users know the classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}
-_CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
+_CALLS = {
+    "Layers.__init__": "Layers",
+    "TrainStep": "step",
+    "TrainStep.init": "step.init",
+    "Oracle": "value_and_grad(loss_fn)",
+}
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
@@ -154,6 +159,14 @@ def table(package: str, name: str) -> dict[str, Any]:
     return tomllib.loads(files(package).joinpath(f"{name}.toml").read_text("utf8"))
 
 
+def replacement(name: str) -> str | None:
+    """Return the sentence in ``names.toml`` about a name, or about an argument ``"f(argument=)"``.
+
+    The file lists what was removed or moved, or exists in another package.
+    """
+    return table("boostax", "names").get(name)
+
+
 def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
     """Bind the arguments of a call; if they do not fit, show a call that does."""
     signature = inspect.signature(factory)
@@ -166,6 +179,8 @@ def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundAr
         shown, names = ", ".join(_SHOWN.get(x, x) for x in wanted), [x.name for x in known]
         notes = "".join(note for name, note in _NOTES.items() if name in names)
         allowed, hint = ", ".join(names), f"The call is {who}({shown}).{notes}"
+        removed = (replacement(f"{who}({name}=)") for name in kwargs if name not in names)
+        hint = next(filter(None, removed), hint)
         raise TypeError(message(who, "arguments", allowed, f"others: {error}", hint)) from None
 
 

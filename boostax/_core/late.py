@@ -33,7 +33,7 @@ def late(package: str, names: Mapping[str, str] | None = None, apart: Collection
         text = f"module {package!r} has no attribute {name!r}"
         # Python itself looks up names in modules that begin with underscores.
         if not name.startswith("__"):
-            said = told(f"{package}.{name}") or told(f"boostax.{name}")
+            said = checks.replacement(f"{package}.{name}") or checks.replacement(f"boostax.{name}")
             text = f"{text}. {said or checks.nearest(name, listed())}"
         raise AttributeError(text)
 
@@ -41,11 +41,3 @@ def late(package: str, names: Mapping[str, str] | None = None, apart: Collection
         return sorted({*vars(sys.modules[package]), *names})
 
     vars(sys.modules[package]).update(__getattr__=load, __dir__=listed)
-
-
-def told(name: str) -> str | None:
-    """Return the sentence in ``names.toml`` about a name, such as ``"boostax train"``.
-
-    The file lists names that were removed or moved, or that exist in another package.
-    """
-    return checks.table("boostax", "names").get(name)

@@ -1,0 +1,21 @@
+"""Names and arguments that were removed are answered with what to write instead."""
+
+import boostax
+import optax
+import pytest
+from boostax._core import checks
+
+# By the key in names.toml: a call with an argument that was removed.
+CALLS = {}
+
+
+@pytest.mark.parametrize("key", CALLS)
+def test_a_removed_argument_is_answered_with_the_call_to_write_instead(key):
+    with pytest.raises(TypeError) as error:
+        CALLS[key]()
+    assert str(error.value).endswith(checks.replacement(key))
+
+
+def test_every_removed_argument_in_the_table_has_a_call():
+    table = checks.table("boostax", "names")
+    assert {key for key in table if key.endswith("=)")} == set(CALLS)
