@@ -1,6 +1,4 @@
-"""Replicas whose bits differ are held and named; replicas that compute otherwise are found."""
-
-import functools
+"""Steps of replicas whose bits differ are skipped, and the replicas are named."""
 
 import chex
 import jax
@@ -9,15 +7,14 @@ import numpy as np
 import optax
 import processes
 import pytest
-from check_replicas import PARAMS, batch_of, faulty, flipped, flipped_somewhere, loss_fn, optimizer
+from check_replicas import PARAMS, batch_of, flipped, flipped_somewhere, loss_fn, optimizer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import copies
 from boostax.checkpoint import Checkpointer
-from boostax.precision import check_replicas, raise_if_diverged
-from boostax.train import replay
+from boostax.precision import check_replicas, raise_if_diverged, replicas
 
 WORKER = processes.ROOT / "tests" / "workers" / "replicas.py"
 
@@ -66,7 +63,7 @@ def test_a_difference_is_named_by_leaf_and_stays_named(checked):
 def test_a_clean_run_is_the_run_without_it(mesh):
     inner = boostax.dynamic_loss_scale(optax.chain(boostax.all_reduce(), optax.adam(1e-2)))
     ends = []
-    for tx in (inner, check_replicas(inner, every=2, replay=4)):
+    for tx in (inner, check_replicas(inner, every=2)):
         step = boostax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=2)
         state = step.init(PARAMS, key=jax.random.key(0))
         for call in range(9):
@@ -116,7 +113,7 @@ def test_a_shard_is_compared_with_its_copies(place):
         own = jax.tree.map(jnp.copy, state)
         params = own.params | {name: flipped(own.params[name], device, 1, 7)}
         _, metrics = step(own._replace(params=params), batch_of(1))
-        # Without copies nothing shows; the replay of a gradient does.
+        # A shard without copies is not compared.
         alone = place == "FSDP" and name == "w"
         assert metrics["applied"] == alone
         replica = {"HSDP": device, "FSDP": device, "tensor parallel": device // 2}[place]
@@ -141,55 +138,27 @@ def test_in_a_mapped_function_of_ones_own(mesh, checks):
     assert not held.ran and held.culprits[0] == 7
 
 
-@pytest.mark.parametrize("device", [0, 5, 7])
-def test_a_device_that_computes_wrongly_is_found_by_a_replay(mesh, monkeypatch, device):
-    monkeypatch.setattr(replay, "sums", functools.partial(faulty, device, 2, 5, 2))
-    step = boostax.make_train_step(loss_fn, optimizer(every=2, replay=4), mesh=mesh)
-    state = step.init(PARAMS, key=jax.random.key(0))
-    applied = []
-    for call in range(6):
-        state, metrics = step(state, batch_of(call))
-        applied.append(bool(metrics["applied"]))
-    assert applied == [False, True, True, True, False, True]
-    assert metrics["differing_replica"] == device
-    with pytest.raises(RuntimeError, match=f"  replica {device}: gradients/w\n"):
-        raise_if_diverged(state)
+@pytest.fixture
+def texts(monkeypatch):
+    """The texts of which checksums are compared."""
+    found, checksum = [], replicas._checksum
+    monkeypatch.setattr(replicas, "_checksum", lambda text: found.append(text) or checksum(text))
+    return found
 
 
-def test_a_replay_compares_fsdp_gradients_of_terms_in_micro_batches(monkeypatch):
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-
-    def terms(params, batch):
-        x, y = batch
-        out = jnp.tanh(x @ params["w"]) @ params["v"]
-        return {"mse": ((out - y) ** 2, jnp.ones_like(y)), "size": (jnp.abs(out).sum(), 1.0)}
-
-    found = []
-    for sums in (copies.sums, functools.partial(faulty, 3, 2, 5, 2)):
-        monkeypatch.setattr(replay, "sums", sums)
-        specs = jax.tree.map(lambda _: P("data"), PARAMS)
-        how = {"mesh": mesh, "param_specs": specs, "microbatches": 2}
-        step = boostax.make_train_step(terms, optimizer(replay=1), **how)
-        found.append(step(step.init(PARAMS), batch_of(0))[1]["differing_replica"])
-    assert found == [-1, 3]
-
-
-def test_an_own_loop_hands_over_the_gradient_function(mesh):
-    tx = optimizer(replay=1)
+def test_a_loop_of_ones_own_passes_the_program_of_its_loss(mesh, texts):
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
-    sharded, grad_fn = boostax.on_mesh(tx, params), boostax.value_and_grad(loss_fn, mesh=mesh)
+    tx, grad_fn = boostax.on_mesh(optimizer(), params), boostax.value_and_grad(loss_fn, mesh=mesh)
 
-    @functools.partial(jax.jit, static_argnums=3)
-    def step(params, state, batch, told):
+    @jax.jit
+    def step(params, state, batch):
         _, grads = grad_fn(params, state, batch)
-        extra = {"replayed": grad_fn.replayed(batch)} if told else {}
-        return boostax.apply_gradients(sharded, grads, state, params, **extra)
+        loss_program = str(jax.make_jaxpr(grad_fn.loss_at(batch))(params))
+        return boostax.apply_gradients(tx, grads, state, params, loss_program=loss_program)
 
-    _, state = step(params, sharded.init(params), batch_of(0), True)
-    assert state.ran and state.compared == 8
+    _, state = step(params, tx.init(params), batch_of(0))
+    assert state.ran and any("f32[32,8]" in text and "tanh" in text for text in texts)
     raise_if_diverged(state)
-    with pytest.raises(ValueError, match=r"replayed must be .* replayed=grad_fn.replayed\(batch\)"):
-        step(params, sharded.init(params), batch_of(0), False)
 
 
 SCHEDULE = boostax.freeze_schedule("continuous", total_steps=8, frozen_fraction=0.6)
@@ -201,11 +170,12 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_inside_other_parts_it_compares_what_it_is_given(mesh, around):
-    step = boostax.make_train_step(loss_fn, AROUND[around](optimizer(replay=1)), mesh=mesh)
+def test_inside_other_parts_it_compares_what_it_is_given(mesh, around, texts):
+    step = boostax.make_train_step(loss_fn, AROUND[around](optimizer()), mesh=mesh)
     state = step.init(PARAMS)
     for call in range(6):
         state, _ = step(state, batch_of(call))
+    assert any("tanh" in text for text in texts)
     raise_if_diverged(state)
     state = state._replace(params=state.params | {"v": flipped(state.params["v"], 3, 5, 7)})
     for call in range(2):
@@ -215,26 +185,13 @@ def test_inside_other_parts_it_compares_what_it_is_given(mesh, around):
         raise_if_diverged(state)
 
 
-@pytest.mark.parametrize("loss", ["mean over replicas", "index"])
-def test_a_loss_that_depends_on_its_replica_is_refused_by_a_replay(mesh, loss):
-    own = {"index": lambda x: jax.lax.axis_index("data") * 1.0}
-    own["mean over replicas"] = lambda x: jax.lax.pmean(x.mean(), "data")
-    moved = lambda params, batch: loss_fn(params, batch) * own[loss](batch[0])  # noqa: E731
-    step = boostax.make_train_step(moved, optimizer(replay=1), mesh=mesh)
-    with pytest.raises(ValueError, match="loss_fn must be one that computes on its rows alone"):
-        step(step.init(PARAMS), batch_of(0))
-
-
-def test_params_of_each_replica_have_no_replay_and_are_not_compared(mesh):
+def test_params_of_each_replica_are_not_compared(mesh):
     local = boostax.reduce.local_updates(optax.sgd(0.1), None, every=2)
     step = boostax.make_train_step(loss_fn, check_replicas(local), mesh=mesh)
     state = step.init(PARAMS)
     for call in range(3):
         state, metrics = step(state, batch_of(call))
         assert metrics["applied"] and metrics["differing_replica"] == -1
-    step = boostax.make_train_step(loss_fn, check_replicas(local, replay=1), mesh=mesh)
-    with pytest.raises(ValueError, match="without params that each replica owns"):
-        step(step.init(PARAMS), batch_of(0))
 
 
 def test_a_check_that_compares_nothing_is_refused(mesh):
@@ -284,13 +241,14 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
     rows = {
         "seed": "params/w",
         "rate": "update",
-        "rows": "batch",
-        "code": "loss",
+        "rows": "batch or loss",
+        "code": "batch or loss",
         "version": "versions",
     }
     for name, leaf in rows.items():
         found = printed.split(f"{name}: after call 1, applied 0: ")[1].split("Go back")[0]
         assert f"replica 1: {leaf}" in found, printed
+        assert ("batch or loss" in found) == (name in ("rows", "code")), printed
 
 
 def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():

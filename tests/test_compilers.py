@@ -171,7 +171,7 @@ def test_an_average_writes_in_place_and_a_held_call_moves_nothing_of_it(place, k
 
 @everywhere
 def test_copies_are_compared_by_one_read_and_eight_bytes(target):
-    """The sums of each leaf, and rows for a replay, are sent in branches that are seldom taken."""
+    """The sums of each leaf are sent in a branch that is seldom taken."""
     model, check = perceptron(8, 4096), boostax.precision.check_replicas
     gate = lambda: boostax.dynamic_loss_scale(mean())  # noqa: E731
     bare = trained(model, gate(), target)

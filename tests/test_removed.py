@@ -1,12 +1,15 @@
 """Names and arguments that were removed are answered with what to write instead."""
 
-import boostax
 import optax
 import pytest
+
+import boostax
 from boostax._core import checks
 
 # By the key in names.toml: a call with an argument that was removed.
-CALLS = {}
+CALLS = {
+    "check_replicas(replay=)": lambda: boostax.precision.check_replicas(optax.sgd(0.1), replay=4),
+}
 
 
 @pytest.mark.parametrize("key", CALLS)

@@ -3,7 +3,7 @@
 
 In Optax a transformation is two functions, which do not show which field of the state is the state
 of an inner transformation, over which axes a part reduces, or how a part changes a gradient.
-``boostax.chain`` reads descriptionsfor ``explain``, the rules of order, ``make_train_step`` and
+``boostax.chain`` reads descriptions for ``explain``, the rules of order, ``make_train_step`` and
 ``migrate_state``.
 
 Extra arguments of ``update`` are passed inwards. ``value`` is the loss: unscaled, the mean over the
@@ -202,10 +202,7 @@ def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> di
         return lambda trial: fn(place(trial))
 
     functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}
-    placed = {name: moved(fn) for name, fn in functions.items() if fn is not None}
-    replayed: Any = extra.get("replayed")
-    placed |= {} if replayed is None else {"replayed": replayed.at(place)}
-    return {**extra, **placed}
+    return {**extra, **{name: moved(fn) for name, fn in functions.items() if fn is not None}}
 
 
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:

@@ -269,10 +269,7 @@ class _Windows(NamedTuple):
         sums = jax.tree_util.tree_map_with_path(add, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        # A replay computes the loss of one call's rows; a line search would need the rows of all
-        # calls.
-        kept = {name: extra[name] for name in ("replayed",) if name in extra}
-        rest = params, apply, elsewhere(extra, _refused) | kept
+        rest = params, apply, elsewhere(extra, _refused)
         value, closed = self._close_if(ends, sums, count, state, *rest)
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that replicas have the same params and state, and compute the same gradients.
+"""Check that replicas have the same params and state.
 
 Data parallelism keeps one model in many copies, which training programs do not compare. After a
-flipped bit, with another seed, learning rate or version in one process, or on a device that
-sometimes computes wrongly, a replica trains another model. Still each replica reports the same
-averaged loss, and a checkpoint has the params of one device only.
+flipped bit, or with another seed, learning rate or version in one process, a replica trains another
+model. Still each replica reports the same averaged loss, and a checkpoint has the params of one
+device only.
 
 References:
   Dixit et al., Silent Data Corruptions at Scale, https://arxiv.org/abs/2102.11245, 2021. Dubey et
@@ -72,7 +72,6 @@ def check_replicas(
     inner: optax.GradientTransformation,
     *,
     every: int = 1,
-    replay: int | None = None,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` only while all replicas have the same bits.
@@ -88,11 +87,6 @@ def check_replicas(
     leaf without copies (FSDP over all devices) is not compared. Arrays in a ``PerReplica`` may
     differ.
 
-    With ``replay``, at each ``replay``-th call every replica also computes two gradients in one
-    loop: of its own first micro-batch, and of its neighbour's. The two replicas that computed the
-    same gradient compare its bits. So a device that often computes wrongly is found even if params
-    have no copies.
-
     A difference holds the step: params, state and schedules stay unchanged, bit for bit. Replicas
     that differ stay different, so all further calls with a comparison are held:
     ``boostax.precision.raise_if_diverged(state)`` raises an error with the names of leaves and
@@ -101,23 +95,18 @@ def check_replicas(
     Args:
       inner: the optimizer, with a reduction inside.
       every: calls between two comparisons of params and state.
-      replay: calls between two replays, a multiple of ``every``; ``None`` for never.
-        ``make_train_step`` passes the gradient function to ``update``; in your own loop pass
-        ``replayed=grad_fn.replayed(batch)``, where ``grad_fn`` is ``boostax.value_and_grad(...)``.
-        Without ``replayed``, batch and loss are not compared. The loss may not communicate over the
-        replicas or read its replica's index.
       axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. With ``None``, a train step
         supplies its own axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
       A gate with a ``CheckReplicasState``. Cost: 141 bytes of state; one read of params and state
       at each ``every``-th call; each call gathers 8 bytes from each device for each distinct
-      sharding among the leaves, and, if these differ, the sums of all leaves. A replay computes two
-      gradients of a micro-batch and sends the micro-batch's rows once.
+      sharding among the leaves, and, if these differ, the sums of all leaves. ``make_train_step``
+      passes ``update`` the loss's program. In your own loop the loss and the types of the batch are
+      compared if you pass ``loss_program=str(jax.make_jaxpr(grad_fn.loss_at(batch))(params))``.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, ``replay`` without
-        ``replayed``, params that each replica owns, or a loss that communicates.
+      ValueError, TypeError: an argument out of range.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -128,11 +117,6 @@ def check_replicas(
     """
     tx, names = checks.transformation(_WHO, "inner", inner), axes.canonical(_WHO, axis_name)
     every = checks.positive_int(_WHO, "every", every, "1 compares before every step.")
-    if replay is not None:
-        checks.positive_int(_WHO, "replay", replay, "1000 replays each thousandth call.")
-        # The comparison shows that all replicas have the same counter, so no replica waits alone.
-        fits, hint = not replay % every, f"Pass replay={-(-replay // every) * every}."
-        checks.require(_WHO, "replay", replay, f"a multiple of every={every}", fits, hint)
 
     def init_fn(params: PyTree) -> CheckReplicasState:
         zero, none = jnp.zeros((), jnp.int32), jnp.full(_ROWS, -1, jnp.int32)
@@ -147,27 +131,19 @@ def check_replicas(
         params: PyTree,
         *,
         apply: bool,
-        replayed: Any = None,
+        loss_program: str = "",
         **extra: Any,
     ) -> Stepped:
         axes.require_bound(names, _WHO)
-        given = extra if replayed is None else extra | {"replayed": replayed}
-        run = lambda: gate.run(tx, grads, state.inner_state, params, apply=apply, extra=given)  # noqa: E731
+        run = lambda: gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)  # noqa: E731
         heavy, _ = trees.trace_once(run)
-        said = _said(heavy.program, replayed, params)
-        own = owns_params(state.inner_state)
+        said = _said(str(heavy.program), loss_program)
         due = state.calls % every == 0
-        compared = () if own else params
+        compared = () if owns_params(state.inner_state) else params
         value = extra.get("value")
         found = copies.compare(compared, state, tuple(said.values()), due, names, value)
         ok, culprits, state = *found, state._replace(compared=copies.replicas(names))
         rows = [*said, *(name for name, _ in copies.leaves_of(compared, state, value))]
-        if replay is not None:
-            leaves, run = _replayed(replayed, own)(params)
-            none = lambda: jnp.full(len(leaves), -1, jnp.int32)  # noqa: E731
-            more = gate.branch(ok & (state.calls % replay == 0), run, none)
-            ok, culprits = ok & jnp.all(more < 0), jnp.concatenate([culprits, more])
-            rows += [f"gradients/{name}" for name in leaves]
         moved = _recorded(state, ok, rows, culprits)
         how: Any = {"apply": apply, "who": _WHO, "names": names}
         return gate.decide(ok, heavy, grads, state, moved, gate.held_or_ran, params, **how)
@@ -185,7 +161,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
       params: the params, if ``state`` is an optimizer state; the error names their leaves.
 
     Raises:
-      RuntimeError: replicas differed, or computed different gradients.
+      RuntimeError: replicas differed.
       ValueError: the state has no ``check_replicas``, or no replicas were compared although there
         are several devices.
 
@@ -208,7 +184,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     if int(own.culprits[0]) < 0:
         return
     params = getattr(state, "params", None) if params is None else params
-    names += [f"{tree}/{name}" for tree in ("params", "gradients") for name in trees.names(params)]
+    names += [f"params/{name}" for name in trees.names(params)]
     known = {_checksum(name): name for name in names}
     found = zip(np.asarray(own.culprits), np.asarray(own.leaves), strict=True)
     rows = [f"  replica {i}: {known.get(int(x), 'a param')}" for i, x in found if i >= 0]
@@ -220,15 +196,14 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     )
 
 
-# Names of the checksums: versions of packages, the batch's types, and the programs.
-_SAID = "versions", "batch", "loss", "update"
+# Names of the checksums; the program of the loss contains the types of the batch.
+_SAID = "versions", "batch or loss", "update"
 
 
-def _said(program: Any, replayed: Any, params: PyTree) -> dict[str, int]:
-    """Return checksums of this process's packages, batch types and programs, by name."""
+def _said(update: str, loss: str) -> dict[str, int]:
+    """Return checksums of this process's packages and programs, by name."""
     versions = str([importlib.metadata.version(name) for name in _PACKAGES])
-    batch, loss = ("", "") if replayed is None else replayed.said(params)
-    texts = versions, batch, loss, str(program)
+    texts = versions, loss, update
     return {name: _checksum(text) for name, text in zip(_SAID, texts, strict=True)}
 
 
@@ -239,16 +214,6 @@ def _checksum(text: str) -> int:
     """
     words = re.split(r"[\s,(){}\[\]]+", re.sub(r" at 0x[0-9a-f]+", "", text))
     return zlib.crc32(" ".join(sorted(words)).encode())
-
-
-def _replayed(replayed: Any, own: bool) -> Any:
-    """Require the gradient function of a step in which replicas have the same params."""
-    allowed, hint = "without params that each replica owns", "No other replica has the same params."
-    checks.require(_WHO, "replay", "one beside some", allowed, not own, hint)
-    hint = "apply_gradients(tx, grads, state, params, replayed=grad_fn.replayed(batch)) passes it."
-    allowed, fits = "the gradient function with replay=", replayed is not None
-    checks.require(_WHO, "replayed", replayed, allowed, fits, hint)
-    return replayed
 
 
 def _recorded(

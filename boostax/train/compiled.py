@@ -376,13 +376,13 @@ class Programs:
         seen = self._gathering(params, opt_state)
         (loss, aux), grads = self._oracle.with_aux(seen(params), opt_state, batch, active, given)
         aux = as_aux(aux)
-        # Only line searches call this function; otherwise it is not compiled.
+        # Only line searches compile this function.
         loss_at, wanted = self._oracle.loss_at(batch, **given), asked(step.tx)
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
-        if "replayed" in wanted:
-            extra["replayed"] = self._oracle.replayed(batch, seen=seen, **given)
+        if "loss_program" in wanted:
+            extra["loss_program"] = str(jax.make_jaxpr(value_fn)(params))
         extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         # A window adds up the items of several calls.

@@ -40,7 +40,6 @@ from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
-from boostax.train.replay import Replay
 
 PyTree = Any
 _Loss = Callable[Concatenate[Params, ...], Value]
@@ -326,10 +325,6 @@ class Oracle(Generic[Value, Params, Grads]):
             both = (placement.outside(self._mapped(fn, PartitionSpec())) for fn in both)
         loss = placement.differentiable(*both, args)
         return lambda params: loss(trees.aside(params))
-
-    def replayed(self, batch: PyTree, /, *, seen: Any = None, **kwargs: Any) -> Replay:
-        """Return the ``Replay`` of a batch, for ``boostax.precision.check_replicas``."""
-        return Replay(self, batch, _given(kwargs), seen or (lambda params: params))
 
     def _local(
         self,
