@@ -8,6 +8,7 @@ from boostax._core import checks
 
 # By the key in names.toml: a call with an argument that was removed.
 CALLS = {
+    "Layers(host=)": lambda: boostax.train.Layers("layers", release=True, host=True),
     "check_replicas(replay=)": lambda: boostax.precision.check_replicas(optax.sgd(0.1), replay=4),
 }
 

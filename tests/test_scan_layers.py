@@ -240,12 +240,8 @@ def test_a_loop_of_ones_own_runs_layers(mesh, layers):
 
 def test_a_loop_of_ones_own_names_layers_in_both_places():
     assert_close(in_own_loop("FSDP", Layers(), None), once(loss_fn, ADAMW)[0].params, 2e-6)
-    for layers, words in (
-        (RELEASE, "those of scan_layers"),
-        (Layers(release=True, host=True), "host"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            in_own_loop("FSDP", layers, None)
+    with pytest.raises(ValueError, match="those of scan_layers"):
+        in_own_loop("FSDP", RELEASE, None)
     with pytest.raises(TypeError, match="the optimizer on a mesh"):
         in_own_loop("FSDP", None, Layers())
 
@@ -527,7 +523,6 @@ STEPS = {
         {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
         r"the plain mean where layers are reduced in the loop, got \('all_reduce', 'clip'\)",
     ),
-    "host": ({"layers": Layers(release=True, host=True)}, "host must be False .* Leave host= out"),
     "path": ({"layers": "blocks"}, "path must be one of stacked params"),
     "line search": ({"tx": LINE_SEARCH}, "an optimizer without them with release=True"),
 }

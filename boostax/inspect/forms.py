@@ -37,7 +37,6 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "layers, once": {"weights": "once"},
     "layers, by layer": {"weights": "by layer"},
     "layers, release": {"release": True},
-    "layers, release, host": {"release": True, "host": True},
 }
 
 
@@ -59,15 +58,15 @@ class Forms(NamedTuple):
         return {"audits": {k: x.to_dict() for k, x in self.audits.items()}, "refused": self.refused}
 
     def __str__(self) -> str:
-        heads = "reduced, N", "sent", "temporaries, P", "arguments, P", "host, P"
+        heads = "reduced, N", "sent", "temporaries, P", "arguments, P"
         cells: tables.Cells = [("an optimizer step", *heads, "")]
         for name, x in self.audits.items():
-            sizes = x.temporary_bytes, x.argument_bytes, x.host_bytes
-            shares = ("" if y is None else tables.number(y / x.params_bytes, 2) for y in sizes)
+            sizes = x.temporary_bytes, x.argument_bytes
+            shares = (tables.number(y / x.params_bytes, 2) for y in sizes)
             sent = {dtype: x.per_step(ways) / 1e6 for dtype, ways in x.wire_dtypes.items()}
             said = ", ".join(f"{dtype} {tables.number(size, 2)} MB" for dtype, size in sent.items())
             cells.append((name, tables.number(x.reductions, 2), said, *shares, ""))
-        cells += [(name, "", "", "", "", "", why) for name, why in self.refused.items()]
+        cells += [(name, "", "", "", "", why) for name, why in self.refused.items()]
         return tables.aligned(cells)
 
 

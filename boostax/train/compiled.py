@@ -114,8 +114,7 @@ class TrainStep:
             state = state._replace(params=jax.tree.map(typed, state.params, params))
         else:
             state = jax.tree.map(_own, self._unplaced(*given))
-        state = state if self.placing is None else self.placing.state(state)
-        return self.oracle.settled(state)
+        return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         trees.require_arrays(params, "make_train_step")
@@ -133,10 +132,8 @@ class TrainStep:
     def shardings(self, state: PyTree) -> TrainState:
         """Return the sharding of each leaf of a state, for restoring a checkpoint."""
         if self.placing is None:
-            where = jax.tree.map(lambda x: x.sharding, state)
-        else:
-            where = self.placing.shardings(state)
-        return self.oracle.shardings(state, where)
+            return jax.tree.map(lambda x: x.sharding, state)
+        return self.placing.shardings(state)
 
     @checks.arguments
     def __call__(

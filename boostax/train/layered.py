@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks, gate, handshake, norms, placement, trees
 from boostax._core.placement import Placement
@@ -25,7 +25,6 @@ from boostax.train.layers import (
     Run,
     Sink,
     Stack,
-    moved,
     received,
     require_scanned,
     sent,
@@ -114,37 +113,6 @@ class LayeredOracle(Oracle):
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
         return tuple(trees.path_name(path) for path in paths if self.plan.layers.stack_of(path))
 
-    def shardings(self, state: PyTree, where: PyTree) -> PyTree:
-        """Return the shardings of a state; the layers' state may be in host memory."""
-        if not self.plan.layers.host:
-            return where
-
-        def hosted(node: Any, at: Any) -> Any:
-            if not isinstance(node, LayersState):
-                return at
-            kind = lambda x, at: at.with_memory_kind("pinned_host") if _away(x, 2) else at  # noqa: E731
-            return at._replace(stacks=jax.tree.map(kind, node.stacks, at.stacks))
-
-        return jax.tree.map(hosted, state, where, is_leaf=lambda x: isinstance(x, LayersState))
-
-    def settled(self, state: PyTree) -> PyTree:
-        """Return a step's first state, placed in device or host memory."""
-        if not self.plan.layers.host:
-            return state
-        here = SingleDeviceSharding(jax.devices()[0])
-        where = jax.tree.map(lambda x: x.sharding or here, state)
-        devices = jax.tree.leaves(where)[0].device_set
-        kinds = {x.kind for d in devices for x in d.addressable_memories()}
-        fits = "pinned_host" in kinds and all(d.platform != "cpu" for d in devices)
-        hint, allowed = "Leave host= out.", "False where a backend ignores memory kinds"
-        checks.require("Layers", "host", True, allowed, fits, hint)
-
-        def put(x: Any, where: Any) -> Any:
-            typed = isinstance(x, jax.ShapeDtypeStruct)
-            return x.update(sharding=where) if typed else jax.device_put(x, where)
-
-        return jax.tree.map(put, state, self.shardings(state, where))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sweep:
@@ -229,15 +197,9 @@ class _Sweep:
             return {k: trees.buffers(x, dtype) for k, x in self.stacks.items()}
         found: dict[str, PyTree] = {}
         for name, leaves in self.stacks.items():
-            bits, none = sent(self.states[name]), jnp.zeros(len(leaves[0]), jnp.float32)
-            # A step's argument has a device type, even if it is in host memory.
-            bits = moved(bits, jax.memory.Space.Host, self.away(name))
-            found[name] = Sink(leaves, bits, none)
+            none = jnp.zeros(len(leaves[0]), jnp.float32)
+            found[name] = Sink(leaves, sent(self.states[name]), none)
         return found
-
-    def away(self, name: str) -> list[bool]:
-        """Return for each array of a layer's state whether it is in host memory."""
-        return [self.plan.layers.host and _away(x) for x in jax.tree.leaves(self.types[name])]
 
     def evaluate(
         self,
@@ -310,9 +272,8 @@ class _Sweep:
             read = lambda x: plan.cast(name, sent_(x))  # noqa: E731
             if sinks is None:
                 return Stack(name, leaves, read, wrap=cast)
-            host = self.away(name) if plan.layers.host else ()
             change = functools.partial(update, name, factor)
-            return Stack(name, leaves, read, sinks[name], change, host, cast)
+            return Stack(name, leaves, read, sinks[name], change, cast)
 
         return Run([stack(name, leaves) for name, leaves in self.stacks.items()])
 
@@ -345,14 +306,6 @@ def _weighed(g: jax.Array, factor: jax.Array | None) -> jax.Array:
     return jnp.where(factor == 0, 0, g.astype(trees.wide_dtype(g)) * factor)
 
 
-def _away(x: Any, rank: int = 1) -> bool:
-    """Return whether an array of a state can be kept in host memory.
-
-    Integers and per-layer scalars stay on the device, because the scan converts integers to floats.
-    """
-    return trees.is_inexact(x.dtype) and x.ndim >= rank
-
-
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
     """Return a gradient function that runs layers; its params are set later by ``placed``."""
     hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
@@ -383,8 +336,6 @@ class LayeredUpdate(gate.GatedUpdate):
 
 def on_place(update: Any, plan: Plan, types: PyTree, place: Placement) -> LayeredUpdate:
     """Return the ``update`` of an optimizer on a mesh, for params of these types and placement."""
-    hint = "boostax.make_train_step(layers=) returns a state that is in the host's memory."
-    checks.require(_WHO, "host", True, "False in on_mesh", not plan.layers.host, hint)
 
     def around(oracle: Oracle, policy: Policy | None) -> Oracle:
         got, wanted = (oracle.mesh, oracle.names), (place.mesh, place.names)

@@ -98,7 +98,6 @@ class Stack:
       sink: see the module; a ``Sink`` contains the params. ``()`` for a forward pass only.
       update: ``update(sink, gradient, finite)`` returns a layer's new sink; ``finite`` is whether
         the cotangent of the layers' results is finite.
-      host: for each array of the state in the sink, whether it is in host memory; or ``()``.
       wrap: a transformation of the body, such as a policy's, or ``None``.
       shown: the leaves that the loss gets in place of the stack's params, which it may only pass to
         the scan.
@@ -110,7 +109,6 @@ class Stack:
     read: Callable[[list[jax.Array]], list[jax.Array]]
     sink: PyTree = ()
     update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None = None
-    host: Sequence[bool] = ()
     wrap: Callable[[Body], Body] | None = None
     shown: Sequence[Any] = ()
     scanned: bool = False
@@ -252,22 +250,21 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
         finite = norms.all_true([jnp.isfinite(x).all() for x in _floats(cotangents)])
         like = jax.eval_shape(lambda: _at(carries, 0))
 
-        def each(state: Any, x: Any) -> Any:
-            (i, away), (of_carry, of_consts, sink) = x, state
+        def each(state: Any, i: jax.Array) -> Any:
+            of_carry, of_consts, sink = state
             w = stack.read(_at(mine(weights, sink), i))
             _, pull = jax.vjp(hoisted, consts, _at(carries, i), w, _at(others, i))
             here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else _none(y[0]), of_ys)
             more, of_carry, grads, of_others = pull((_filled(like, of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
-            update = lambda old: change(old, grads, finite)  # noqa: E731
-            sink, away = _written(stack, sink, away, i, update)
-            return (_floats(of_carry), total, sink), (_floats(of_others), away)
+            old = _at(sink, i)
+            new = _computed(i, old, change(old, grads, finite))
+            put = lambda stacked, x: lax.dynamic_update_index_in_dim(stacked, x, i, 0)  # noqa: E731
+            return (_floats(of_carry), total, jax.tree.map(put, sink, new)), _floats(of_others)
 
-        sink, away = (sink._replace(bits=()), sink.bits) if stack.host else (sink, ())
         start = _floats(arrived), [jnp.zeros_like(x) for x in _floats(consts)], sink
-        turns = jnp.arange(len(stack.weights[0]), dtype=jnp.int32), away
-        (arrived, more, sink), (of_others, away) = lax.scan(each, start, turns, reverse=True)
-        sink = sink._replace(bits=away) if stack.host else sink
+        numbers = jnp.arange(len(stack.weights[0]), dtype=jnp.int32)
+        (arrived, more, sink), of_others = lax.scan(each, start, numbers, reverse=True)
         found = (consts, more), (like, arrived), (others, of_others)
         return *(_filled(*x) for x in found), None, sink
 
@@ -286,27 +283,6 @@ def _hoisted(fn: Callable[..., Any], *args: PyTree) -> tuple[list[Any], Callable
         return replay._replace(program=replay.program.replace(consts=consts))(*args)
 
     return [*replay.program.consts], hoisted
-
-
-def _written(
-    stack: Stack, sink: PyTree, away: PyTree, i: jax.Array, update: Callable[[Any], Any]
-) -> tuple[PyTree, PyTree]:
-    """Update layer ``i`` of a sink in place; return new state in host memory separately."""
-    old = _at(sink, i)
-    if stack.host:
-        new = update(old._replace(bits=moved(away, jax.memory.Space.Device, stack.host)))
-        away, new = moved(new.bits, jax.memory.Space.Host, stack.host), new._replace(bits=())
-    else:
-        new = _computed(i, old, update(old))
-    put = lambda stacked, x: lax.dynamic_update_index_in_dim(stacked, x, i, 0)  # noqa: E731
-    return jax.tree.map(put, sink, new), away
-
-
-def moved(bits: PyTree, space: Any, which: Sequence[bool]) -> PyTree:
-    """Move the marked arrays of a state to a memory."""
-    leaves, treedef = jax.tree.flatten(bits)
-    pairs = zip(leaves, which, strict=True)
-    return treedef.unflatten([jax.device_put(x, space) if move else x for x, move in pairs])
 
 
 def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:

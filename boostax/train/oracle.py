@@ -208,15 +208,6 @@ class Oracle(Generic[Value, Params, Grads]):
         del types, place, wire
         return self
 
-    def shardings(self, state: PyTree, where: PyTree) -> PyTree:
-        """Return the shardings of a step's state; the default is ``where``."""
-        del state
-        return where
-
-    def settled(self, state: PyTree) -> PyTree:
-        """Return a step's first state, placed in device or host memory."""
-        return state
-
     def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Return the arguments that ``swept`` differentiates, and their specs, if it has layers."""
         del opt_state

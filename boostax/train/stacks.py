@@ -41,11 +41,9 @@ class Layers:
         mean.
       release: whether to run the stacks' optimizer in the backward loop, layer by layer, so that
         only one layer's gradient exists at a time. Weights are then gathered by layer.
-      host: with ``release``, whether to keep the floating arrays of the layers' optimizer state in
-        host memory, and move one layer's arrays at a time to the device.
 
     Raises:
-      ValueError: an unknown value of ``weights``, or ``host`` without ``release``.
+      ValueError: an unknown value of ``weights``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -62,13 +60,10 @@ class Layers:
     path: str | tuple[str, ...] = "layers"
     weights: Weights = "by layer"
     release: bool = False
-    host: bool = False
 
     def __post_init__(self) -> None:
         hint = "'by layer' holds one layer's weights, 'once' sends them once."
         checks.choice("Layers", "weights", self.weights, Weights, hint)
-        hint = "Add release=True: the state is moved in the loop in which the optimizer runs."
-        checks.require("Layers", "host", True, "False", self.release or not self.host, hint)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -132,6 +127,9 @@ class Layers:
         stacks = self.split(params)[1]
         with axes.binding(axes.ONE_LAYER + names):
             return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
+
+
+Layers.__init__ = checks.arguments(Layers.__init__)
 
 
 def masked(tree: PyTree) -> PyTree:
