@@ -324,3 +324,56 @@ def test_marks_do_not_outlive_their_trace():
         jax.jit(step_of(tx, by_scale_loss)).lower(W, tx.init(W), X)
     gc.collect()
     assert len(handshake._MARKS) <= before
+
+
+# Losses inside losses.
+
+NESTED = [(1, 8), (8, 1), (8, 2)]
+
+
+def state_of(scale):
+    tx = optax.sgd(0.1)
+    return (tx if scale == 1 else boostax.static_loss_scale(tx, float(scale))).init(jnp.ones(()))
+
+
+@pytest.mark.parametrize("context", ["jit", "eager"])
+@pytest.mark.parametrize(("outer", "inner"), NESTED)
+def test_a_loss_inside_a_loss_has_its_own_scale(outer, inner, context):
+    """Defect guarded against: the outermost loss decided whether the inner one was scaled."""
+
+    def inner_loss(w, x):
+        return w * x, precision.current_scale()
+
+    def outer_loss(w, x, states):
+        before = precision.current_scale()
+        gradient = boostax.value_and_grad(inner_loss, has_aux=True)
+        (_, inside), grad = gradient(w, states, x)
+        return w * grad / inner, (before, inside, precision.current_scale())
+
+    def found(w, states, x):
+        loss = lambda w, x: outer_loss(w, x, states[1])  # noqa: E731
+        return boostax.value_and_grad(loss, has_aux=True)(w, states[0], x)
+
+    args = jnp.float32(3.0), (state_of(outer), state_of(inner)), jnp.float32(5.0)
+    run = jax.jit(found) if context == "jit" else found
+    (value, scales), grad = run(*args)
+    assert scales == (outer, inner, outer)
+    assert (value, grad) == (15.0, 5.0 * outer)
+
+
+@pytest.mark.parametrize("scaled", ["outer", "inner", "other"])
+def test_a_loss_inside_a_loss_is_scaled_once(scaled):
+    """The scale of each enclosing loss, and no other scale, is refused."""
+
+    def found(w, states, x):
+        by_hand = lambda w, x: precision.scale_loss(w * x, states[scaled])  # noqa: E731
+
+        def outer_loss(w, x):
+            return w * boostax.value_and_grad(by_hand)(w, states["inner"], x)[1]
+
+        return boostax.value_and_grad(outer_loss)(w, states["outer"], x)
+
+    states = {name: state_of(2.0) for name in ("outer", "inner", "other")}
+    refused = pytest.raises(ValueError, match="must be multiplied by the scale once")
+    with contextlib.nullcontext() if scaled == "other" else refused:
+        jax.eval_shape(found, jnp.float32(3.0), states, jnp.float32(5.0))
