@@ -249,10 +249,6 @@ def applied(
 
     ``counted`` is described in ``Pending``.
     """
-    peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
-    weight = extra_args.get("weight") if peers else None
-    hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
-    checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
     apart = is_per_replica(grads) and not is_per_replica(params)
     like, own = grads.local if apart else grads, params
     if isinstance(grads, Swept):

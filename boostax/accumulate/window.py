@@ -388,6 +388,14 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
     return None if not found else found.pop() if len(found) == 1 else ()
 
 
+def require_weighted(opt_state: PyTree, weight: Any) -> None:
+    """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
+    others = trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState))
+    hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
+    got, allowed = weight if others else None, "left out around optax.MultiSteps"
+    checks.absent("apply_gradients", "weight", got, allowed, hint)
+
+
 def _local(window: PerReplica | Window) -> Window:
     return window.local if isinstance(window, PerReplica) else window
 

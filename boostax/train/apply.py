@@ -7,6 +7,7 @@ import optax
 
 from boostax._core import checks, mismatch, types
 from boostax._core.gate import PyTree, applied
+from boostax.accumulate.window import require_weighted
 
 
 @checks.arguments
@@ -48,4 +49,5 @@ def apply_gradients(
     """
     who, call = "apply_gradients", "boostax.apply_gradients(tx, grads, opt_state, params)"
     with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params, grads):
+        require_weighted(opt_state, extra_args.get("weight"))
         return applied(tx, grads, opt_state, params, extra_args)

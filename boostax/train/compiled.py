@@ -28,7 +28,7 @@ from boostax._core.transfer import own_rows
 from boostax._core.trees import Pruning
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
-from boostax.accumulate.window import AccumulateState, flush
+from boostax.accumulate.window import AccumulateState, flush, require_weighted
 from boostax.precision.policy import Policy
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
@@ -382,6 +382,7 @@ class Programs:
             extra["loss_program"] = str(jax.make_jaxpr(value_fn)(params))
         extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
+        require_weighted(opt_state, aux.weight)
         # A window adds up the items of several calls.
         windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
         counted = None if aux.weight is None or windows else any_items(aux.weight)
