@@ -8,7 +8,7 @@ import textwrap
 from contract_cases import CASES, VARIANTS, each_law
 
 import boostax.testing
-from boostax.testing import INIT_LAWS
+from boostax.testing._single import INIT_LAWS
 
 ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
 

@@ -1,4 +1,4 @@
-"""Losses whose loops start from constants, and others that no types can follow, on every road."""
+"""Losses whose loops start from constants, or that no types can follow, on every code path."""
 
 import functools
 
@@ -17,7 +17,8 @@ from lanes import lanes, spread
 
 import boostax
 from boostax.nnx import Optimizer
-from boostax.testing import ROADS, check_loss
+from boostax.testing import check_loss
+from boostax.testing._losses import TRIALS
 
 ROWS, TIME, WIDTH, WORDS = 16, 5, 8, 12
 KEY = jax.random.key(0)
@@ -147,18 +148,18 @@ LOSSES = {
 }
 
 
-# Roads differ by where params are, which the quick losses go through.
+# Trials differ by where params are, which the quick losses go through.
 SLOW = ("linen's LSTM", "nnx's GRU", "ode")
 
 
-@pytest.mark.parametrize(("name", "road"), spread(SLOW, ["FSDP", "own loop"]))
-def test_a_slow_loss_trains_on_two_roads_as_on_one_device(name, road):
-    check_loss(*LOSSES[name](), BATCH, only=road)
+@pytest.mark.parametrize(("name", "trial"), spread(SLOW, ["FSDP", "own loop"]))
+def test_a_slow_loss_trains_in_two_trials_as_on_one_device(name, trial):
+    check_loss(*LOSSES[name](), BATCH, only=trial)
 
 
 @pytest.mark.parametrize("name", lanes(LOSSES, LOSSES.keys() - SLOW))
-def test_a_loss_trains_on_every_road_as_on_one_device(name):
-    """A loop from a constant was refused, in JAX's words, on every road to a mesh."""
+def test_a_loss_trains_in_every_trial_as_on_one_device(name):
+    """A loop from a constant was refused, in JAX's words, on every code path to a mesh."""
     loss, params = LOSSES[name]()
     if name != "called_back":
         check_loss(loss, params, BATCH)
@@ -166,8 +167,8 @@ def test_a_loss_trains_on_every_road_as_on_one_device(name):
     # JAX calls back only where every axis of the mesh is mapped.
     with pytest.raises(NotImplementedError, match="manually"):
         check_loss(loss, params, BATCH, only="another axis")
-    for road in ROADS.keys() - {"another axis"}:
-        check_loss(loss, params, BATCH, only=road)
+    for trial in TRIALS.keys() - {"another axis"}:
+        check_loss(loss, params, BATCH, only=trial)
 
 
 def test_a_recurrent_module_of_nnx_draws_its_carry_on_a_mesh(mesh):

@@ -18,7 +18,8 @@ from training import follow
 
 import boostax
 from boostax.checkpoint import Checkpointer
-from boostax.train import Layers, LayersState, scan_layers
+from boostax.train import Layers, scan_layers
+from boostax.train.release import LayersState
 
 COUNT, WIDTH, WORDS, ROWS = 4, 16, 32, 16
 RELEASE = Layers(release=True)

@@ -65,7 +65,7 @@ FREEZE = functools.partial(boostax.scheduled_freeze, groups={"head": 1, "router"
 SCALE = functools.partial(boostax.dynamic_loss_scale, init_scale=2.0**10)
 WINDOW = functools.partial(boostax.accumulate, every=4, normalize=NAMES)
 SHARDED = on(2, microbatches=2, param_specs=dict.fromkeys(SHAPES, PartitionSpec("data")))
-ROADS = {
+CODE_PATHS = {
     "micro-batches": ({"microbatches": 4}, optax.chain, 1),
     "replicas": (on(4), SCALE, 1),
     "micro-batches of replicas": (on(4, microbatches=4), optax.chain, 1),
@@ -79,10 +79,10 @@ ROADS = {
 }
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_each_term_is_divided_once_by_its_count(road):
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_each_term_is_divided_once_by_its_count(code_path):
     """The gradient, the loss and its terms, and means that are no part of the loss."""
-    how, wrap, calls = ROADS[road]
+    how, wrap, calls = CODE_PATHS[code_path]
     tx = optax.chain(*[boostax.all_reduce()] * ("mesh" in how), optax.trace(0.0), optax.scale(0.0))
     step = boostax.make_train_step(loss_fn, wrap(tx), has_aux=True, **how)
     state = step.init(PARAMS)

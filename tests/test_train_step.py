@@ -317,7 +317,7 @@ def on(sizes, chain=lambda tx: tx, **options):
 
 COMPILES = "Compiling jit(_checked)"
 FROZEN = {"w": 1, "b": 0}
-ROADS = {
+CODE_PATHS = {
     "one device": on({}),
     "replicas": on({"data": 2}),
     "two axes": on({"data": 2, "more": 2}, boostax.dynamic_loss_scale),
@@ -326,8 +326,8 @@ ROADS = {
 }
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_keyword_reaches_the_loss_whole_and_its_values_share_a_program(road, caplog):
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_a_keyword_reaches_the_loss_whole_and_its_values_share_a_program(code_path, caplog):
     """Defect guarded against: a number in the batch was cut like rows, and a step took no other."""
     batch, traced = token_batch(8), []
 
@@ -337,7 +337,7 @@ def test_a_keyword_reaches_the_loss_whole_and_its_values_share_a_program(road, c
         assert "rows" not in kwargs or kwargs["rows"]["table"].shape == (8,)
         return weighted_loss(*args, **kwargs)
 
-    step = ROADS[road](loss)
+    step = CODE_PATHS[code_path](loss)
     state, more = step.init(PARAMS), {"rows": {"table": np.arange(8.0)}, "scale": 2}
     with jax.log_compiles():
         step(state, batch, beta=0.5, **more)
@@ -389,9 +389,9 @@ def test_a_keyword_that_the_loss_cannot_take_is_refused():
         step(step.init(PARAMS), token_batch(8), mode="sum")
 
 
-@pytest.mark.parametrize("road", ["one device", "replicas", "two axes"])
-def test_a_program_with_keywords_is_read_without_a_call(road):
-    step, batch = ROADS[road](weighted_loss), token_batch(8)
+@pytest.mark.parametrize("code_path", ["one device", "replicas", "two axes"])
+def test_a_program_with_keywords_is_read_without_a_call(code_path):
+    step, batch = CODE_PATHS[code_path](weighted_loss), token_batch(8)
     types = lambda batch: jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch))  # noqa: E731
     state, shapes = step.init(PARAMS), types(batch)
     text = str(step.jaxpr(state, batch, beta=0.1))

@@ -19,16 +19,16 @@ In pytest::
     law(case)
 """
 
+from boostax._core.late import late as _late
+from boostax.testing import _single
 from boostax.testing._case import Case as Case
 from boostax.testing._case import Law as Law
 from boostax.testing._case import drawn as drawn
-from boostax.testing._losses import ROADS as ROADS
 from boostax.testing._losses import check_loss as check_loss
 from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
 from boostax.testing._mapped import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._pairs import MAPPED_PAIRS
 from boostax.testing._pairs import PAIR_LAWS as PAIR_LAWS
-from boostax.testing._single import INIT_LAWS as INIT_LAWS
 from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 
 LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS, **PLACED_LAWS, **PAIR_LAWS}
@@ -44,7 +44,7 @@ def laws_for(case: Case) -> dict[str, Law]:
     A reduction has no laws on a single device. Laws about skipping need a transformation that
     skips, and the law of residuals needs a transformation with residuals.
     """
-    single = SINGLE_LAWS.keys() - INIT_LAWS
+    single = SINGLE_LAWS.keys() - _single.INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}
     return {
         name: law
@@ -52,5 +52,8 @@ def laws_for(case: Case) -> dict[str, Law]:
         if (case.skips or "skip" not in name)
         and (case.compresses or name != "what_is_not_sent_waits")
         and not (case.reduces and name in single)
-        and (case.distributed or name in single | INIT_LAWS | anywhere)
+        and (case.distributed or name in single | _single.INIT_LAWS | anywhere)
     }
+
+
+_late(__name__)

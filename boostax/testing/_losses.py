@@ -50,9 +50,9 @@ def check_loss(
       >>> boostax.testing.check_loss(loss, jnp.float32(1.0), jnp.arange(8.0), only="own loop")
     """
     expected = _in_steps(loss_fn, params, batch, optax.sgd(_RATE))
-    roads = {only: ROADS[only]} if only else ROADS
-    for name, road in roads.items():
-        found = road(loss_fn, params, batch)
+    trials = {only: TRIALS[only]} if only else TRIALS
+    for name, trial in trials.items():
+        found = trial(loss_fn, params, batch)
         if found is None:
             continue
         np.testing.assert_allclose(found[1], expected[1], rtol=rtol, err_msg=f"{name}: loss")
@@ -87,14 +87,14 @@ def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
 
 
 def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..., Trained]:
-    def road(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
+    def trial(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
         how = {"mesh": _mesh(**sizes), "axis_name": "data", **more}
         if shard:
             spec = functools.partial(_spec, shard, sizes[shard])
             how["param_specs"] = jax.tree.map(spec, params)
         return _in_steps(loss_fn, params, batch, _reduced(), **how)
 
-    return road
+    return trial
 
 
 def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
@@ -150,7 +150,7 @@ def _read(loss_fn: Loss, params: PyTree, batch: PyTree, *, compiled: bool) -> No
         assert not explain(*given).problem, f"explain: {explain(*given).problem}"
 
 
-ROADS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {
+TRIALS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {
     "step": _step({"data": 4}),
     "FSDP": _step({"data": 4}, "data"),
     "ZeRO-1": _step({"data": 4}, shard_optimizer=True),

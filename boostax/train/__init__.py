@@ -13,7 +13,6 @@ from boostax.train.gather import gather_params as gather_params
 from boostax.train.layers import scan_layers as scan_layers
 from boostax.train.on_mesh import on_mesh as on_mesh
 from boostax.train.oracle import value_and_grad as value_and_grad
-from boostax.train.release import LayersState as LayersState
 from boostax.train.stacks import Layers as Layers
 from boostax.train.state import TrainState as TrainState
 from boostax.train.state import metrics as metrics
