@@ -15,6 +15,8 @@ from training import follow, own_step
 
 import boostax
 from boostax import model, precision
+from boostax._core import axes, trees
+from boostax._core.replicas import is_per_replica
 
 P = PartitionSpec
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
@@ -152,6 +154,14 @@ def test_a_gate_behind_the_reduction_stays_without(mesh):
 half = functools.partial(boostax.all_reduce, dtype="bfloat16")
 other = lambda axis: boostax.all_reduce((axis, "model"))  # noqa: E731
 MORE = (boostax.adasum, None), (boostax.int8_reduce, "data"), (half, None), (other, "data")
+
+
+def test_a_gate_behind_the_reduction_in_a_gate_stays_without():
+    """The outer gate has the axis of the reduction, the inner window has none."""
+    inner = optax.chain(boostax.all_reduce(), boostax.accumulate(optax.sgd(0.1), 2))
+    with axes.binding(("data",)):
+        state = boostax.dynamic_loss_scale(inner).init(PARAMS)
+    assert not trees.find(state, is_per_replica)
 
 
 @pytest.mark.parametrize(("part", "axis"), MORE)
