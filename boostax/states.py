@@ -27,7 +27,6 @@ from boostax.precision.updates import LostUpdatesState as LostUpdatesState
 from boostax.reduce.adasum import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.by_shape import ByShapeState as ByShapeState
-from boostax.reduce.by_shape import Dealt as Dealt
 from boostax.reduce.feedback import CompressedState as CompressedState
 from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
 from boostax.reduce.local import PartialAverageState as PartialAverageState

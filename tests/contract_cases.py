@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from reducing import in_turn
 
 import boostax
 from boostax import model, precision, reduce, subspace
@@ -212,8 +213,8 @@ int8 = nested(scaler, behind(boostax.int8_reduce, rounding="stochastic"))
 partial = nested(scaler, around(reduce.partial_average, partitions=2))
 local = nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV))
 two_bits = top_k("data", 0.4, block=16, bits=2, decay=0.9)
-in_turn = around(reduce.local_updates, every=2, fragments=2, reduction=two_bits, warmup=1)
-sparse_local = nested(scaler, window, in_turn)
+alternating = around(reduce.local_updates, every=2, fragments=2, reduction=two_bits, warmup=1)
+sparse_local = nested(scaler, window, alternating)
 latest = nested(alone(model.average_params, "lawa", size=2, start=1), scaler, window)
 low_subspace = nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16"))
 measured = nested(functools.partial(by_group, rule="measure"), window)
@@ -249,13 +250,7 @@ VARIANTS = [
     Case("top_k_reduce_inside_gates", gated_top_k, reduces=True, by_shard=True, **gates),
     Case("threshold_reduce", over_threshold, **compressed),
     Case("int8_reduce", int8, **compressed, skips=True),
-    Case(
-        "power_sgd_reduce",
-        behind(reduce.power_sgd_reduce, {0: 1, 3: 2}),
-        reduces=True,
-        compresses=True,
-        **refused("rank", lambda: reduce.power_sgd_reduce("data", {5: 0})),
-    ),
+    Case("codec_with_state_for_each_leaf", behind(in_turn), **compressed),
     Case("partial_average", partial, **own_params),
     Case("local_updates", local, **own_params, calls=2),
     Case("local_updates_sparse_in_turn", sparse_local, **own_params, by_shard=True, calls=2),

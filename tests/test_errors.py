@@ -116,7 +116,6 @@ REFUSED = [
     (of(threshold, "data"), {"threshold": [-0.1], "capacity": [0, (0.5, 1.0)], "block": [-1]}),
     (of(threshold, "data"), {"bucket_bytes": [0]}),
     (of(boostax.int8_reduce, "data"), {"block": [0], "rounding": ["up"]}),
-    (of(reduce.power_sgd_reduce, "data"), {"rank": [0], "layout": ["keras"]}),
     (of(average, axis_name="data"), {"partitions": [None, 0, "two", {"a": 0, "b": 2}, {"a": 1.0}]}),
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),

@@ -552,14 +552,6 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 
-def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
-    """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
-    others = ((name, sorted(varying(leaf).difference(names))) for name, leaf in trees.named(tree))
-    sharded = [f"{name} sharded over {', '.join(over)}" for name, over in others if over]
-    allowed = f"whole on every device of a replica (axes {names})"
-    checks.require(who, "leaves", "; ".join(sharded[:6]), allowed, not sharded, hint)
-
-
 def local_params(params: Params, axis_name: AxisName) -> Params:
     """Make params whose gradient stays local to each replica.
 
