@@ -3,7 +3,6 @@
 
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late
-from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import enter_replica as enter_replica
 from boostax._core.replicas import leave_replica as leave_replica

@@ -202,7 +202,6 @@ FIRST = [
 ]
 narrow_window = around(boostax.accumulate, 2, accumulator_dtype="bfloat16", rounding="stochastic")
 unchecked = around(boostax.static_loss_scale, 128.0, skip_nonfinite=False)
-noisy = nested(window, scaler, behind(boostax.all_reduce, noise=0.9))
 in_shards = around(boostax.accumulate, 2, sums="sharded"), around(precision.check_updates)
 in_shards = nested(scaler, *in_shards, behind(boostax.all_reduce))
 low_adasum = nested(scaler, behind(boostax.adasum, wire_dtype="bfloat16", scope="tree"))
@@ -227,7 +226,6 @@ VARIANTS = [
     Case("static_loss_scale", around(boostax.static_loss_scale, 128.0), skips=True),
     Case("static_loss_scale_without_check", unchecked),
     Case("accumulate_in_bfloat16", narrow_window, calls=2),
-    Case("all_reduce_with_noise_inside_gates", noisy, reduces=True, **scaler_below),
     Case("accumulate_in_shards", in_shards, reduces=True, **gates),
     Case("accumulate_every_one", around(boostax.accumulate, 1)),
     Case("accumulate_by_schedule", around(boostax.accumulate, lambda step: 2 + step * 0), calls=2),

@@ -471,7 +471,7 @@ def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...] = ()) -> jax.
     A leaf that is not sharded counts once. There is one collective for each set of axes over which
     leaves are sharded.
     """
-    return summed(parts, lambda x: varying(x) - frozenset(names), names)
+    return _summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
@@ -484,10 +484,10 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     allowed = "left out where JAX does not track which leaves are sharded"
     fits = not names or bool(tracked(names))
     checks.require(who, "shard_axes", names, allowed, fits, "Leave check_vma on.")
-    return summed(parts, lambda x: varying(x) & frozenset(names))
+    return _summed(parts, lambda x: varying(x) & frozenset(names))
 
 
-def summed(
+def _summed(
     parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]], names: tuple[str, ...] = ()
 ) -> jax.Array:
     """Sum the parts over ``names`` and each part's own axes, by one collective per set of axes."""
