@@ -412,7 +412,6 @@ REDUCTIONS = {
     "`all_reduce`": lambda: boostax.all_reduce(AXIS),
     "`int8_reduce`": lambda: boostax.int8_reduce(AXIS),
     "`top_k_reduce`, 1%": lambda: boostax.top_k_reduce(AXIS, 0.01),
-    "`power_sgd_reduce`, rank 2": lambda: boostax.reduce.power_sgd_reduce(AXIS, 2),
     "`adasum`": lambda: boostax.adasum(AXIS),
 }
 

@@ -33,9 +33,9 @@ from replica_runs import (
 
 import boostax
 
-DENSE, INT8, TOP_K, POWER = "dense f32", "int8", "top-k 1%", "PowerSGD rank 2"
+DENSE, INT8, TOP_K = "dense f32", "int8", "top-k 1%"
 # Within half a point on digits, or 1% of the loss on text.
-CLAIMED = (INT8, TOP_K, POWER)
+CLAIMED = (INT8, TOP_K)
 
 Key = tuple[str, bool | None]
 Found = dict[Key, Tuned]
@@ -69,7 +69,6 @@ def on_both() -> list[Method]:
         *either(TOP_K, boostax.top_k_reduce, 0.01, dense=vectors),
         Method("top-k 1%, vectors too", True, first(boostax.top_k_reduce(AXIS, 0.01))),
         Method("top-k 1%, momentum in the reduction", True, first(corrected), None),
-        *either(POWER, boostax.reduce.power_sgd_reduce, 2),
         local("local SGD, every 16", optax.sgd(1.0), 16),
         local("DiLoCo, every 16", optax.sgd(0.7, momentum=0.9, nesterov=True), 16),
     ]
@@ -92,7 +91,6 @@ def on_digits() -> list[Method]:
         ),
         Method("DGC 0.1%", True, first(scarce(0.001)), None),
         Method("DGC 0.1%, warm-up", True, first(warming), None, final=first(scarce(0.001))),
-        *either("PowerSGD rank 1", boostax.reduce.power_sgd_reduce, 1),
     ]
 
 
@@ -156,11 +154,11 @@ def kept_in_mind(digits: Found, words: Found) -> list[str]:
         "A linear warm-up for a tenth of the steps, then a cosine, for every method.",
         "Bytes are those of the jaxpr, on a ring of eight; of a warm-up, those of its last stage.",
         "The text's model and steps were chosen after trials, one seed each: larger models with "
-        "fewer steps lost far more, top-k 1% 22% (width 48, 400 steps) and 26% (width 32, 2,000), "
-        "PowerSGD rank 2 11% and 12%. This model with 8,000 steps: 2.5% and 1.0%.",
+        "fewer steps lost far more, top-k 1% 22% (width 48, 400 steps) and 26% (width 32, 2,000). "
+        "This model with 8,000 steps: 2.5%.",
         "Vectors (biases, norms) travel dense with all methods that choose entries or signs, as in "
-        "DGC's own code; PowerSGD always leaves them so. That rule was taken after top-k of all "
-        "leaves had been seen to miss the 1% on text; it stands beside.",
+        "DGC's own code. That rule was taken after top-k of all leaves had been seen to miss the "
+        "1% on text; it stands beside.",
         "Momentum in the reduction: momentum=0.9 there, and none in SGD or b1=0 in AdamW.",
         "Local SGD and DiLoCo see the same batches in the same order; the rate is the inner "
         "optimizer's, SGD with momentum or AdamW. Judged are the replicas' mean params. DiLoCo's "

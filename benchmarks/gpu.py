@@ -106,7 +106,6 @@ def wires(rounds: int) -> list[Row]:
         "mean in bf16": boostax.all_reduce("data", dtype="bfloat16"),
         "int8": boostax.int8_reduce("data"),
         "top-k 1%": boostax.top_k_reduce("data", 0.01),
-        "PowerSGD rank 4": boostax.reduce.power_sgd_reduce("data", 4),
     }
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     spec = jax.sharding.PartitionSpec()

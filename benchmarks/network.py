@@ -160,7 +160,6 @@ TECHNIQUES = {
     "threshold_reduce, 1%": _first(
         boostax.reduce.threshold_reduce(AXIS, 3.0, relative=True, capacity=0.01)
     ),
-    "power_sgd_reduce, rank 4": _first(boostax.reduce.power_sgd_reduce(AXIS, rank=4)),
     "partial_average, 8": Technique(lambda tx: boostax.reduce.partial_average(tx, AXIS, 8)),
     "local_updates, 8": _local(8),
     "local_updates, 16": _local(16),

@@ -46,7 +46,7 @@ SHORT, STEPS, RATES = 300, (450, 600), tuple(2.0**power for power in (-9, -8, -7
 LINKS = ("20mbit", "100mbit", "1gbit")
 FORMS = [name for name in TECHNIQUES if name not in ("all_reduce, f16", "threshold_reduce, 1%")]
 DRAWN = (
-    *("all_reduce", "all_reduce, bf16", "int8_reduce", "power_sgd_reduce, rank 4"),
+    *("all_reduce", "all_reduce, bf16", "int8_reduce"),
     *("local_updates, 16", "local_updates, 16, int8", "SparseLoCo, 16"),
 )
 # How techniques are written, where it is not their name.

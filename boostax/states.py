@@ -3,7 +3,6 @@
 
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late
-from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import enter_replica as enter_replica
 from boostax._core.replicas import leave_replica as leave_replica
@@ -27,7 +26,6 @@ from boostax.precision.updates import LostUpdatesState as LostUpdatesState
 from boostax.reduce.adasum import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.by_shape import ByShapeState as ByShapeState
-from boostax.reduce.by_shape import Dealt as Dealt
 from boostax.reduce.feedback import CompressedState as CompressedState
 from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
 from boostax.reduce.local import PartialAverageState as PartialAverageState

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from reducing import in_turn
 
 import boostax
 from boostax import model, precision, reduce, subspace
@@ -201,7 +202,6 @@ FIRST = [
 ]
 narrow_window = around(boostax.accumulate, 2, accumulator_dtype="bfloat16", rounding="stochastic")
 unchecked = around(boostax.static_loss_scale, 128.0, skip_nonfinite=False)
-noisy = nested(window, scaler, behind(boostax.all_reduce, noise=0.9))
 in_shards = around(boostax.accumulate, 2, sums="sharded"), around(precision.check_updates)
 in_shards = nested(scaler, *in_shards, behind(boostax.all_reduce))
 low_adasum = nested(scaler, behind(boostax.adasum, wire_dtype="bfloat16", scope="tree"))
@@ -212,8 +212,8 @@ int8 = nested(scaler, behind(boostax.int8_reduce, rounding="stochastic"))
 partial = nested(scaler, around(reduce.partial_average, partitions=2))
 local = nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV))
 two_bits = top_k("data", 0.4, block=16, bits=2, decay=0.9)
-in_turn = around(reduce.local_updates, every=2, fragments=2, reduction=two_bits, warmup=1)
-sparse_local = nested(scaler, window, in_turn)
+alternating = around(reduce.local_updates, every=2, fragments=2, reduction=two_bits, warmup=1)
+sparse_local = nested(scaler, window, alternating)
 latest = nested(alone(model.average_params, "lawa", size=2, start=1), scaler, window)
 low_subspace = nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16"))
 measured = nested(functools.partial(by_group, rule="measure"), window)
@@ -226,7 +226,6 @@ VARIANTS = [
     Case("static_loss_scale", around(boostax.static_loss_scale, 128.0), skips=True),
     Case("static_loss_scale_without_check", unchecked),
     Case("accumulate_in_bfloat16", narrow_window, calls=2),
-    Case("all_reduce_with_noise_inside_gates", noisy, reduces=True, **scaler_below),
     Case("accumulate_in_shards", in_shards, reduces=True, **gates),
     Case("accumulate_every_one", around(boostax.accumulate, 1)),
     Case("accumulate_by_schedule", around(boostax.accumulate, lambda step: 2 + step * 0), calls=2),
@@ -249,13 +248,7 @@ VARIANTS = [
     Case("top_k_reduce_inside_gates", gated_top_k, reduces=True, by_shard=True, **gates),
     Case("threshold_reduce", over_threshold, **compressed),
     Case("int8_reduce", int8, **compressed, skips=True),
-    Case(
-        "power_sgd_reduce",
-        behind(reduce.power_sgd_reduce, {0: 1, 3: 2}),
-        reduces=True,
-        compresses=True,
-        **refused("rank", lambda: reduce.power_sgd_reduce("data", {5: 0})),
-    ),
+    Case("codec_with_state_for_each_leaf", behind(in_turn), **compressed),
     Case("partial_average", partial, **own_params),
     Case("local_updates", local, **own_params, calls=2),
     Case("local_updates_sparse_in_turn", sparse_local, **own_params, by_shard=True, calls=2),

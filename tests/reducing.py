@@ -1,16 +1,19 @@
 """Reductions of stacked gradients: under ``vmap``, in ``shard_map``, and what they send."""
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs, trees
+from boostax.reduce import Codec, Message, PerLeaf, compress
 
 # How the two matrices of each layer of ``loss_fn`` are sharded.
 PLACEMENTS = {
@@ -34,6 +37,31 @@ def correlated(shapes, replicas=8, seed=0, magnitude=1.0):
     draw = np.random.default_rng(seed).normal
     rows = lambda x: np.float32(magnitude * (draw(size=x) + draw(size=(replicas, *x))))  # noqa: E731
     return jax.tree.map(rows, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Codec):
+    """Send one row of every matrix, row after row: each matrix counts its own steps."""
+
+    lossy = True
+
+    def serves(self, leaf):
+        return leaf.ndim == 2
+
+    def init(self, leaves):
+        return PerLeaf([jnp.zeros((), jnp.int32) for _ in leaves])
+
+    def reduce(self, leaves, state, names):
+        pairs = zip(leaves, state.values, strict=True)
+        sent = [jnp.where(jnp.arange(len(x))[:, None] == n % len(x), x, 0) for x, n in pairs]
+        held = [x - y for x, y in zip(leaves, sent, strict=True)]
+        state = PerLeaf([n + 1 for n in state.values])
+        return Message([lax.pmean(x, names) for x in sent], held, state)
+
+
+def in_turn(axis_name, **options):
+    """A codec with state for each leaf, which cannot send some leaves."""
+    return compress(InTurn(), axis_name, **options)
 
 
 def updating(tx):

@@ -19,7 +19,6 @@ REDUCTIONS = {
     "adasum": boostax.adasum,
     "int8": boostax.int8_reduce,
     "top_k": lambda axis: boostax.top_k_reduce(axis, 1.0),
-    "power_sgd": lambda axis: boostax.reduce.power_sgd_reduce(axis, 4),
 }
 WRAPPERS = {
     "bare": lambda tx: tx,

@@ -504,27 +504,6 @@ def test_devices_of_a_target_are_had_beside_those_at_hand():
     assert in_a_process(DEVICES).stdout == "8 True\n"
 
 
-@pytest.mark.xdist_group("v5e")
-def test_a_stack_of_sharded_layers_is_not_gathered_for_its_factors():
-    """Low rank reads a leaf in its own dimensions: as a matrix XLA would gather the sharded one."""
-    model = cases.decoder(4, 1024, 4096, 8, 64)
-    make = {"mean": boostax.all_reduce(AXIS), "rank": boostax.reduce.power_sgd_reduce(AXIS, 2)}
-    found = {
-        name: cases.sharded(model, optax.chain(tx, cases.adam()), "v5e:4x4*2")
-        for name, tx in make.items()
-    }
-    params = found["mean"].params
-    more = (found["rank"].temporary_bytes - found["mean"].temporary_bytes) / (4 * params / 16)
-    moved = {
-        name: sum(x.elements * x.executions for x in audit.collectives if x.does != "send") / params
-        for name, audit in found.items()
-    }
-    added = moved["rank"] - moved["mean"]
-    print(f"rank 2: {more:.2f} P of temporaries and {added:.3f} N within a slice beside the mean's")
-    assert more <= 1.2
-    assert added <= 0.01
-
-
 LOW = {name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for name, x in cases.LEAVES.items()}
 EIGHT_BITS = {"*mu": "int8", "*nu": "log8"}
 # Bytes a param that may be read and written; those of AdamW in f32 are 28.

@@ -10,7 +10,7 @@ import pytest
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from reducing import at_once, correlated, repeated
+from reducing import at_once, correlated, in_turn, repeated
 
 import boostax
 
@@ -30,7 +30,7 @@ ROUNDED = {
     "top_k_2_bits": lambda **o: boostax.top_k_reduce("data", 0.2, block=30, bits=2, **o),
     "int8": lambda **o: boostax.int8_reduce("data", block=16, **o),
     "int8_stochastic": lambda **o: boostax.int8_reduce("data", rounding="stochastic", **o),
-    "power_sgd": lambda **o: boostax.reduce.power_sgd_reduce("data", 1, **o),
+    "in_turn": lambda **o: in_turn("data", **o),
 }
 ALL = SPARSE | ROUNDED
 SHAPES = {"kernel": (12, 9), "bias": (9,), "scalar": ()}
@@ -261,37 +261,6 @@ def test_warming_up_goes_by_steps_that_were_not_skipped():
         means, state = update(broken, state)
         counts.append(int(np.sum(np.isfinite(means[0]) & (means[0] != 0))))
     assert counts == [40, 0, 40, 20, 4, 4]
-
-
-def test_a_rank_that_shrinks_goes_on_from_the_same_basis():
-    """After the warm-up, a matrix of that rank is had exactly."""
-    rng = np.random.default_rng(0)
-    matrix = rng.normal(size=(16, 1)) @ rng.normal(size=(1, 12))
-    grads = {"w": np.float32(np.stack([matrix] * 2))}
-    tx = boostax.reduce.power_sgd_reduce("data", {0: 2, 2: 1}, error_feedback=False)
-    means, _ = repeated(tx, grads, 5)
-    np.testing.assert_allclose(means["w"], grads["w"], rtol=1e-4, atol=1e-5)
-
-
-def test_low_rank_of_kernels_with_their_outputs_first():
-    """Defect guarded against: (out, in, H, W) as a matrix of W columns hardly shrinks."""
-    rng = np.random.default_rng(0)
-    kernel = np.einsum("o,ihw->oihw", rng.normal(size=32), rng.normal(size=(16, 3, 3)))
-    grads = {"weight": np.float32(np.stack([kernel] * 2))}
-    tx = boostax.reduce.power_sgd_reduce("data", 2, layout="torch", error_feedback=False)
-    means, state = repeated(tx, grads, 3)
-    left, right = state.codec.left.values["weight"], state.codec.right.values["weight"]
-    assert left.shape[1:] == (32, 2) and right.shape[1:] == (16 * 3 * 3, 2)
-    np.testing.assert_allclose(means["weight"], grads["weight"], rtol=1e-4, atol=1e-5)
-    plain = boostax.reduce.power_sgd_reduce("data", 2)
-    assert repeated(plain, grads, 0)[1].codec.left.values["weight"] is None
-
-
-def test_low_rank_of_zeros_is_zero():
-    grads = {"w": jnp.zeros((2, 16, 16))}
-    means, state = repeated(boostax.reduce.power_sgd_reduce("data", 2), grads, 3)
-    assert not np.any(means["w"])
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.codec))
 
 
 def test_momentum_correction_stops_where_an_entry_has_been_sent():

@@ -205,7 +205,6 @@ def test_two_replica_axes():
         (optax.chain(boostax.all_reduce("data"), boostax.all_reduce("slice")), sharded),
         (boostax.adasum("slice", within="data"), sharded),
         (boostax.int8_reduce(names), whole),
-        (boostax.reduce.power_sgd_reduce(names, 2), sharded),
     ):
         window = boostax.accumulate(optax.chain(reduction, optax.adam(1e-2)), 2, axis_name=names)
         tx = boostax.dynamic_loss_scale(window, axis_name=names)

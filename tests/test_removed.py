@@ -10,6 +10,7 @@ from boostax._core import checks
 CALLS = {
     "Layers(host=)": lambda: boostax.train.Layers("layers", release=True, host=True),
     "check_replicas(replay=)": lambda: boostax.precision.check_replicas(optax.sgd(0.1), replay=4),
+    "all_reduce(noise=)": lambda: boostax.all_reduce("data", noise=0.9),
 }
 
 

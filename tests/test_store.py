@@ -416,7 +416,7 @@ def test_refusals_name_the_line_that_mends_them():
         hidden.init(low(some(0)))
 
 
-@pytest.mark.parametrize("reduce", ["int8_reduce", "power_sgd_reduce", "top_k_reduce"])
+@pytest.mark.parametrize("reduce", ["int8_reduce", "top_k_reduce"])
 def test_residuals_of_replicas_stand_inside(reduce):
     """Defect guarded against: turns that waited for a replica's own differed by replica."""
     mesh = mesh_of(data=4)

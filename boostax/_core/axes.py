@@ -471,7 +471,7 @@ def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...] = ()) -> jax.
     A leaf that is not sharded counts once. There is one collective for each set of axes over which
     leaves are sharded.
     """
-    return summed(parts, lambda x: varying(x) - frozenset(names), names)
+    return _summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
@@ -484,10 +484,10 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     allowed = "left out where JAX does not track which leaves are sharded"
     fits = not names or bool(tracked(names))
     checks.require(who, "shard_axes", names, allowed, fits, "Leave check_vma on.")
-    return summed(parts, lambda x: varying(x) & frozenset(names))
+    return _summed(parts, lambda x: varying(x) & frozenset(names))
 
 
-def summed(
+def _summed(
     parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]], names: tuple[str, ...] = ()
 ) -> jax.Array:
     """Sum the parts over ``names`` and each part's own axes, by one collective per set of axes."""
@@ -550,14 +550,6 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
             got = f"{trees.path_name(path)!r} equal over {missing}: checked, jax.grad sums it"
             hint = "Use boostax.value_and_grad or grad of boostax.train.local_params(params, axis)."
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
-
-
-def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
-    """Refuse leaves whose types say that they are sharded over axes that are not replica axes."""
-    others = ((name, sorted(varying(leaf).difference(names))) for name, leaf in trees.named(tree))
-    sharded = [f"{name} sharded over {', '.join(over)}" for name, over in others if over]
-    allowed = f"whole on every device of a replica (axes {names})"
-    checks.require(who, "leaves", "; ".join(sharded[:6]), allowed, not sharded, hint)
 
 
 def local_params(params: Params, axis_name: AxisName) -> Params:

@@ -122,13 +122,6 @@ class Kernels:
         return node
 
 
-def named(who: str, name: LayoutName | None) -> Layout:
-    """Return the layout with this name; Flax's layout for ``None``."""
-    if name is not None:
-        checks.choice(who, "layout", name, LayoutName, "None reads kernels as Flax's.")
-    return LAYOUTS[name or "linen"]
-
-
 def _classes(node: object, within: str = "") -> set[str]:
     """Return the names of a module's classes in Equinox, without importing it."""
     prefix = f"equinox.{within}"

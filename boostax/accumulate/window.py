@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, noise_scale, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, trees
 from boostax._core.describe import Holds, PyTree, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.norms import all_finite
@@ -165,10 +165,10 @@ def accumulate(
       backward passes per call, and on CPU a temporary copy if ``inner`` is a gate.
 
     Raises:
-      ValueError, TypeError: an argument is out of range; in ``init``, weights around
-        ``all_reduce(noise=...)``, or sharded sums around a reduction other than ``all_reduce()``;
-        at trace time, a missing or unused ``weight``, already reduced gradients, an unbound axis,
-        integer gradients, a line search inside a window of several calls.
+      ValueError, TypeError: an argument is out of range; in ``init``, sharded sums around a
+        reduction other than ``all_reduce()``; at trace time, a missing or unused ``weight``,
+        already reduced gradients, an unbound axis, integer gradients, a line search inside a window
+        of several calls.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -226,17 +226,12 @@ class _Windows(NamedTuple):
         with bound_axis.averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)
-        weighted = self.normalize == "weight"
-        hint = "Weights would multiply its local gradients, and so their norms."
-        allowed = "'mean' or 'sum' around all_reduce(noise=...)"
-        fits = not (weighted and noise_scale.found(inner_state))
-        checks.require(_WHO, "normalize", self.normalize, allowed, fits, hint)
         window = None
         # Only a Python 1 needs no buffer; a schedule or a traced value may become larger.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
             # Around optax.lookahead, gradients are of the fast params only.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
-            weight: PyTree = jnp.zeros((), jnp.float32) if weighted else None
+            weight: PyTree = jnp.zeros((), jnp.float32) if self.normalize == "weight" else None
             if self.terms:
                 weight = {x: jnp.zeros((), jnp.float32) for x in self.terms}
             window = Window(trees.buffers(fast, self.narrow, len(self.terms) or None), weight)

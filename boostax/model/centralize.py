@@ -131,7 +131,9 @@ def centralize_gradients(
     fits = callable(rules) or isinstance(rules, Mapping)
     checks.require(_WHO, "axes", axes, allowed, fits, hint, TypeError)
     patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
-    layouts.named(_WHO, layout)
+    if layout is not None:
+        hint = "None reads kernels as Flax's."
+        checks.choice(_WHO, "layout", layout, layouts.LayoutName, hint)
     least = 1 if multiple_of is None else multiple_of
     checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
 

@@ -41,7 +41,7 @@ class ByShapeState(NamedTuple):
       order: for each shape, u32 ``[matrices]``, CRC-32 of the matrices' paths, for
         ``migrate_state``: matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
       inner_state: the state of the inner optimizer. Its moments, where shaped like the params, are
-        a ``Dealt`` with arrays ``[slots, ...]`` for the matrices that the replica owns.
+        a tree with arrays ``[slots, ...]`` for the matrices that the replica owns.
     """
 
     order: tuple[jax.Array, ...]
@@ -239,8 +239,8 @@ def by_shape(
 
     Args:
       inner: an optimizer without collectives or gates that computes the update of a matrix from its
-        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. It gets a ``Dealt`` of
-        matrices without paths, so put a mask or partition by path around ``by_shape``.
+        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. It gets matrices without
+        their paths, so put a mask or partition by path around ``by_shape``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 

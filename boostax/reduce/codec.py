@@ -40,7 +40,7 @@ class Message(NamedTuple):
       held: for each leaf the residual, which is the part that this replica did not send. The mean
         over the replicas of ``leaf - held`` is ``means``, up to rounding.
       state: the codec's new state, the same on all replicas.
-      late: for each leaf a correction of ``held``, or ``None``; empty if no leaf has one.
+      late: corrections of ``held`` by a codec of boostax; empty for a codec of your own.
       capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on the
         wire; ``None`` if the share is fixed.
     """
@@ -76,19 +76,16 @@ def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTr
 class Codec:
     """A lossy mean over the replicas: the part of a compressed reduction that sends leaves.
 
-    A codec gets real, nonempty leaves in f32 or wider; complex leaves come as pairs. A subclass is
-    usually a frozen dataclass of its settings. ``boostax.reduce.compress`` makes a transformation
-    from a codec.
+    A codec gets real, nonempty leaves in f32 or wider; complex leaves come as pairs. Of sharded
+    leaves it gets the shards of a device, each shard as a leaf. A subclass is usually a frozen
+    dataclass of its settings. ``boostax.reduce.compress`` makes a transformation from a codec.
 
     Attributes:
-      whole: whether the codec gets global leaves, and XLA shards the computation. Other codecs get
-        the shards of a device, each shard as a leaf.
       lossy: whether the codec, without error feedback, loses most of a gradient, the same part at
         every step.
       chooses: whether its messages have a ``Message.capacity``.
     """
 
-    whole: bool = False
     lossy: bool = False
     chooses: bool = False
 
@@ -107,32 +104,24 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Codec):
-    """A sequence of codecs, such as a warm-up of the density.
+    """A warm-up of the density: a sequence of sparse codecs, which have no state of their own.
 
     Every stage has its own shapes, so the stages are branches of one ``lax.switch``, and each step
-    sends only the elements of its stage. All stages share the widest stage's state.
+    sends only the elements of its stage.
 
     Attributes:
       starts: the step at which each stage begins, ascending from 0.
       codecs: the stages.
-      widest: the codec with the largest state.
-      whole: see ``Codec``; equal for all stages.
       lossy: see ``Codec``.
     """
 
     starts: tuple[int, ...]
     codecs: tuple[Codec, ...]
-    widest: Codec
-    whole: bool
-    lossy: bool
-
-    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Return the widest stage's answer."""
-        return self.widest.serves(leaf)
+    lossy: bool = True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Return the step and the state of the widest stage."""
-        return jnp.zeros((), jnp.int32), self.widest.init(leaves)
+        """Return the step, and the state of a stage."""
+        return jnp.zeros((), jnp.int32), None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
         """Send the leaves with the codec of the current stage."""
@@ -178,9 +167,7 @@ def staged(
     checks.require(who, argument, dict(value), allowed, fits, hint)
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
-    codecs = tuple(make(value[start]) for start in starts)
-    widest = make(max(value.values()))
-    return Staged(starts, codecs, widest, widest.whole, widest.lossy)
+    return Staged(starts, tuple(make(value[start]) for start in starts))
 
 
 def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:

@@ -75,8 +75,8 @@ def compress(
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
     ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call ``compress`` with a
-    codec of boostax. Your own codec gets the same features: error feedback, warm-ups
-    (``boostax.reduce.staged``), dense leaves, shards, agreement on finite gradients, resharding.
+    codec of boostax. Your own codec gets the same features: error feedback, dense leaves, shards,
+    agreement on finite gradients, resharding.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
@@ -137,11 +137,9 @@ def compress(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, who)
-        if codec.whole:
-            axes.require_whole(updates, names, who, "boostax.on_mesh shards params in plain jit.")
         return how.update(updates, state)
 
-    update = update_fn if codec.whole else placement.on_shards(who, names, update_fn)
+    update = placement.on_shards(who, names, update_fn)
     lossy = codec.lossy and not error_feedback
     described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
     return optax.GradientTransformationExtraArgs(how.init, described(update))

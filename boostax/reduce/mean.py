@@ -2,7 +2,7 @@
 """The dense reduction: the mean or the sum of local gradients over the replicas."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, bound_axis, checks, noise_scale, placement, trees
+from boostax._core import axes, bound_axis, checks, placement, trees
 from boostax._core.describe import Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
@@ -38,7 +38,6 @@ def all_reduce(
     clip: float | None = None,
     divide: When = "after",
     bucket_bytes: int | None = None,
-    noise: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replace local gradients by their mean (or sum) over the replicas.
 
@@ -66,20 +65,16 @@ def all_reduce(
         vectors are packed, up to 8 MiB together. Between processes on CPUs, where each leaf would
         be a message, ``None`` packs the unsharded leaves of a mean, up to 1 MiB together, and
         reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
-      noise: decay of the running means for ``noise_scale`` in ``boostax.metrics``, the gradient
-        noise scale in units of one replica's batch; ``None`` does not measure it. Inside
-        ``accumulate`` the unit is one replica's window.
 
     Returns:
-      A transformation without state, or with a ``NoiseScaleState`` if ``noise`` is given. The sum
-      is taken in f32 or wider and cast back to the gradients' dtype, saturating there. Cost:
-      ``jax.lax.pmean`` of each leaf in its own shape, one all-reduce per leaf in the traced
-      program, which XLA may merge (4 bytes an element on the wire, times ``2 (n-1)/n`` on a ring).
-      With ``dtype`` it is 2 bytes an element, by an all-to-all and an all-gather of each leaf, cut
-      along one of its dimensions, and of each pack of small leaves; in f16 two more gathers of 4
-      bytes a leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and 1.56
-      (f16) times the cycles of the step with the f32 mean. ``noise`` adds an all-reduce of 4 bytes
-      and a read of the local and of the reduced gradients.
+      A transformation without state. The sum is taken in f32 or wider and cast back to the
+      gradients' dtype, saturating there. Cost: ``jax.lax.pmean`` of each leaf in its own shape, one
+      all-reduce per leaf in the traced program, which XLA may merge (4 bytes an element on the
+      wire, times ``2 (n-1)/n`` on a ring). With ``dtype`` it is 2 bytes an element, by an
+      all-to-all and an all-gather of each leaf, cut along one of its dimensions, and of each pack
+      of small leaves; in f16 two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train step
+      of 67 M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32
+      mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -103,11 +98,6 @@ def all_reduce(
     wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     if clip is not None:
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
-    if noise is not None:
-        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, "Try 0.99.")
-        hint = "noise compares local gradients with their mean."
-        checks.choice(who, "op", op, ("mean",), hint)
-        checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
@@ -138,28 +128,12 @@ def all_reduce(
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
-    def init_fn(params: PyTree) -> SumState | noise_scale.NoiseScaleState | optax.EmptyState:
-        if noise is not None:
-            return noise_scale.fresh()
+    def init_fn(params: PyTree) -> SumState | optax.EmptyState:
         return SumState() if op == "sum" else optax.EmptyState()
 
     # A mean in f32 is a plain sum, which XLA shards by itself.
     update = update_fn if wire is None else placement.on_shards(who, names, update_fn)
-    if noise is not None:
-        update = _measured(update, names, noise)
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
-
-
-def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Callable[..., Stepped]:
-    """Wrap the ``update`` of a mean so that it also estimates the noise scale."""
-
-    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-        means, _ = update(updates, (), params, **extra)
-        local = axes.mean(noise_scale.square_norm(updates, names), names)
-        large, count = noise_scale.square_norm(means), jnp.float32(axes.size(names))
-        return means, noise_scale.observe(state, local, large, count, decay)
-
-    return update_fn
 
 
 def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:

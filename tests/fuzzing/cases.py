@@ -16,7 +16,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16
 MAPPED = ("checked", "unchecked", "pmap")
 MESHES = ("mesh", "zero", "fsdp", "hsdp")
 # Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
-CONSERVING = ("int8", "threshold", "top_k_blocks", "power_sgd")
+CONSERVING = ("int8", "threshold", "top_k_blocks")
 # What is given to an average, by its kind.
 AVERAGES: dict[str, dict[str, Any]] = {
     "ema": {"decay": 0.8},

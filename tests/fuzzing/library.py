@@ -31,7 +31,6 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
         axis, 1.5, capacity=0.25, relative=True
     ),
     "top_k_blocks": lambda axis: boostax.top_k_reduce(axis, {0: 0.5, 2: 0.25}, block=8),
-    "power_sgd": lambda axis: boostax.reduce.power_sgd_reduce(axis, 1),
 }
 
 

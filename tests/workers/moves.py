@@ -33,7 +33,6 @@ REDUCTIONS = {
     "mean": lambda: boostax.all_reduce("data"),
     "top-k": lambda: boostax.top_k_reduce("data", 0.1),
     "int8": lambda: boostax.int8_reduce("data"),
-    "rank 2": lambda: boostax.reduce.power_sgd_reduce("data", 2),
 }
 
 
