@@ -76,7 +76,6 @@ bench: $(READY)
 	$(RUN) benchmarks/stored_accuracy.py
 	$(RUN) benchmarks/stored_time.py
 	$(RUN) benchmarks/restrictions.py
-	$(RUN) benchmarks/spikes.py
 	$(RUN) benchmarks/check_replicas.py
 	$(RUN) benchmarks/average_params.py
 	$(RUN) benchmarks/qk_clip.py

@@ -20,7 +20,6 @@ from boostax.model.qk_clip import QKClipState as QKClipState
 from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.replicas import CheckReplicasState as CheckReplicasState
-from boostax.precision.spikes import SpikesState as SpikesState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
 from boostax.precision.updates import LostUpdatesState as LostUpdatesState

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -168,8 +167,6 @@ FIRST = [
             (first_state(precision.store(optax.adam(0.1), moments={"nu": "log8"})), "moments"),
         ),
     ),
-    # Before half of a window no finite norm is refused.
-    Case("skip_spikes", around(precision.skip_spikes), skips=True, bad=(np.nan, np.inf, -np.inf)),
     Case("accumulate", window, calls=2),
     Case("all_reduce", behind(boostax.all_reduce), reduces=True),
     Case(

@@ -362,7 +362,7 @@ GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3
 RULES = {"rules": {"layer_0/bias": "last"}}
 FROZEN = {"carry": RULES, "check_updates": True, "freeze": {"groups": 3}}
 RECORDED = {"reduce": "adasum", "dim_reduce": True}
-LOCAL = {"reduce": {"kind": "local", "every": 2}, "skip_spikes": True}
+LOCAL = {"reduce": {"kind": "local", "every": 2}}
 STORED = {"average_params": "window", "dim_reduce": True, "store": {"moments": "bfloat16"}}
 CLIPPED = {"carry": RULES, "qk_clip": NEEDED["qk_clip"]}
 AROUND = "LossScale Accumulate"
@@ -371,7 +371,7 @@ ORDERS = (
     (WINDOW, "Accumulate LossScale Empty Empty Empty Trace"),
     (RECORDED, f"{AROUND} Trajectory Adasum Empty Empty Trace"),
     (GROUPED, "GroupLossScale Accumulate AdasumDelta Empty Empty Trace"),
-    (LOCAL, f"{AROUND} Gate LocalUpdates Empty Empty Trace"),
+    (LOCAL, f"{AROUND} LocalUpdates Empty Empty Trace"),
     (STORED, f"{AROUND} AverageParams Store Trajectory Empty Empty Empty Trace"),
     (FROZEN, f"ScheduledFreeze Carry {AROUND} Empty Empty Empty CheckUpdates"),
     (CLIPPED, f"Carry {AROUND} Empty Empty Empty QKClip"),

@@ -54,7 +54,6 @@ WRAPPERS = (
     functools.partial(boostax.static_loss_scale, scale=1),
     precision.check_updates,
     precision.store,
-    precision.skip_spikes,
     functools.partial(precision.group_loss_scale, labels=half),
     functools.partial(reduce.adasum_delta, axis_name="data"),
     functools.partial(boostax.by_shape, axis_name="data"),
@@ -95,8 +94,6 @@ REFUSED = [
     (of(apply_policy, policy="O1"), {"module": [None, jnp.sum]}),
     (of(precision.check_updates, SGD), {"axis_name": AXES}),
     (of(precision.store, SGD), {"params": ["bf16", "kahan"], "moments": ["fp8"], "least": [0]}),
-    (of(precision.skip_spikes, SGD), {"rule": ["mean"], "k": [0.0], "floor": [-1.0]}),
-    (of(precision.skip_spikes, SGD), {"window": [1], "axis_name": AXES}),
     (by_group, {"labels": [{}], "init_scale": [0.5], "min_scale": [0.0], "max_scale": [2.0**61]}),
     (by_group, {"growth_factor": [1.0], "backoff_factor": [1.0], "headroom": [0.5]}),
     (by_group, {"rule": ["guess"], "overflow": ["all"], "axis_name": AXES}),
@@ -254,7 +251,7 @@ def test_arguments_in_range_pass():
         static(scale)
     dynamic(init_scale=2.0**-20, min_scale=2.0**-30, max_scale=1, growth_factor=1.001)
     top_k("data", 1, momentum=0), boostax.all_reduce("data", noise=0), record(2)
-    model.adagc(factor=1), precision.skip_spikes(optax.sgd(1.0), window=2)
+    model.adagc(factor=1)
     boostax.freeze_schedule("progressive", total_steps=2, frozen_fraction=0)
 
 

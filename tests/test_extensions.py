@@ -11,6 +11,7 @@ from contract_cases import each_law, half
 from extensions.drop_spikes import drop_spikes
 from extensions.signs import Signs, sign_reduce
 from extensions.thaw import thaw
+from median_gate import median_gate
 from reducing import at_once
 from training import walk
 
@@ -37,7 +38,7 @@ def late(case, law):
 # Of a single leaf nothing can be frozen.
 SINGLE_LEAF = ("works_in_float64", "passes_masked_nodes", "meta_gradients_are_finite")
 # What the gate and the reduction do around any rule, under ours in every run.
-SLOW = PAIR_LAWS.keys() | set(
+SLOW = (PAIR_LAWS.keys() - {"skip_inserted_anywhere_never_was"}) | set(
     "any_placement_means_the_same any_placement_means_the_same_on_an_explicit_mesh "
     "results_are_typed_equal scan_eager_and_disabled_jit_agree vmap_over_an_ensemble "
     "works_in_every_optax_wrapper works_in_float64 meta_gradients_are_finite "
@@ -126,6 +127,40 @@ def test_a_rule_that_says_no_bool_is_refused():
 def test_a_role_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match=r"describe: role must be 'scaler' or .*, got 'clipper'"):
         boostax.describe("mine", "clipper")
+
+
+def accepted(norms, window):
+    """Whether each norm is below the limit of ``median_gate``, in float64."""
+    recorded, found = [], []
+    for norm in np.float64(norms):
+        last, limit = np.array(recorded[-window:]), np.inf
+        if len(recorded) >= window // 2:
+            center = np.median(last)
+            limit = center + 6 * max(1.4826 * np.median(abs(last - center)), center / 100)
+        found.append(bool(np.isfinite(norm) and norm <= limit))
+        recorded += [norm] * found[-1]
+    return np.array(found)
+
+
+def test_a_gate_by_the_median_skips_the_steps_that_numpy_skips():
+    """The others are the run without these steps, bit for bit."""
+    norms = np.float32(np.exp(0.1 * np.random.default_rng(0).normal(size=80)))
+    norms[[20, 21, 35]] *= 50
+    norms[[12, 30]] = np.nan, np.inf
+    tx, zero = median_gate(optax.adam(0.1), window=16), jnp.float32(0)
+
+    def call(carry, grad):
+        params, state = carry
+        return boostax.apply_gradients(tx, grad, state, params), state.own.count
+
+    run = jax.jit(lambda grads: jax.lax.scan(call, (zero, tx.init(zero)), grads))
+
+    (params, state), counts = run(norms)
+    expected = accepted(norms, window=16)
+    np.testing.assert_array_equal(np.diff(counts, append=state.own.count), expected)
+    assert 5 <= (~expected).sum() < 12
+    (alone, kept), _ = run(norms[expected])
+    jax.tree.map(np.testing.assert_array_equal, (params, state.own), (alone, kept.own))
 
 
 def test_a_saved_state_of_theirs_moves_to_another_chain():
