@@ -22,7 +22,6 @@ from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.replicas import CheckReplicasState as CheckReplicasState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
-from boostax.precision.updates import LostUpdatesState as LostUpdatesState
 from boostax.reduce.adasum import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.by_shape import ByShapeState as ByShapeState

@@ -158,7 +158,6 @@ FIRST = [
         around(precision.check_replicas),
         **refused("replay", lambda: precision.check_replicas(OPT, every=2, replay=3)),
     ),
-    Case("count_lost_updates", alone(precision.count_lost_updates)),
     Case(
         "store",
         alone(precision.store, moments="log8", least=1),

@@ -21,6 +21,5 @@ from boostax.precision.replicas import raise_if_diverged as raise_if_diverged
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates
-from boostax.precision.updates import count_lost_updates as count_lost_updates
 
 _late(__name__)
