@@ -78,7 +78,6 @@ bench: $(READY)
 	$(RUN) benchmarks/restrictions.py
 	$(RUN) benchmarks/check_replicas.py
 	$(RUN) benchmarks/average_params.py
-	$(RUN) benchmarks/qk_clip.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py

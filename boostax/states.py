@@ -16,7 +16,6 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
 from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.model.clip import AdaGCState as AdaGCState
-from boostax.model.qk_clip import QKClipState as QKClipState
 from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.replicas import CheckReplicasState as CheckReplicasState

@@ -47,7 +47,6 @@ local_updates = functools.partial(reduce.local_updates, SGD)
 freeze = functools.partial(boostax.scheduled_freeze, SGD)
 top_k, threshold = boostax.top_k_reduce, reduce.threshold_reduce
 record = subspace.record_trajectory
-HEADS = model.Heads("query", "key", "max_logits")
 WRAPPERS = (
     functools.partial(boostax.accumulate, every=2),
     boostax.dynamic_loss_scale,
@@ -60,7 +59,6 @@ WRAPPERS = (
     functools.partial(reduce.partial_average, axis_name="data", partitions=2),
     functools.partial(boostax.scheduled_freeze, groups=half, schedule=1),
     model.average_params,
-    functools.partial(model.qk_clip, heads=HEADS),
 )
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 PARAMS = {"w": jnp.ones(3)}
@@ -138,7 +136,6 @@ REFUSED = [
     (of(model.average_params, SGD), {"start": [-1], "dtype": ["bfloat16"]}),
     (of(model.average_params, SGD, "window"), {"decay": [0.9]}),
     (of(model.average_params, SGD, "lawa"), {"size": [0], "dtype": ["int8"]}),
-    (of(model.qk_clip, SGD, HEADS), {"tau": [0.0, nan]}),
     (model.clip_by_global_norm, {"max_norm": [0.0, "1"]}),
     (model.adagc, {"factor": [0.5], "decay": [1.0], "warmup": [0], "max_norm": [0.0]}),
     (boostax.centralize_gradients, {"axes": ["last"], "layout": ["keras"], "multiple_of": [0]}),
