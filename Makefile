@@ -76,10 +76,8 @@ bench: $(READY)
 	$(RUN) benchmarks/stored_accuracy.py
 	$(RUN) benchmarks/stored_time.py
 	$(RUN) benchmarks/restrictions.py
-	$(RUN) benchmarks/spikes.py
 	$(RUN) benchmarks/check_replicas.py
 	$(RUN) benchmarks/average_params.py
-	$(RUN) benchmarks/qk_clip.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py

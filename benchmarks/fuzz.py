@@ -13,9 +13,8 @@ from typing import Any
 import jax
 from harness import Bar, arguments, on_cpu, report, sections_of
 
-TESTS = pathlib.Path(__file__).parents[1] / "tests"
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "docs/examples")]
 
 from contract_cases import CASES  # noqa: E402
 from fuzzing.cases import Case, draw  # noqa: E402

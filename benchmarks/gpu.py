@@ -76,11 +76,9 @@ def gates(rounds: int) -> list[Row]:
     p, g = problems.params(), problems.grads()
     scaled = boostax.dynamic_loss_scale(ADAM)
     finite = optax.apply_if_finite(ADAM, 5)
-    spikes = boostax.precision.skip_spikes(ADAM)
     made = {
         "bare Adam": compiled_form(by_update(ADAM), p, ADAM.init(p), g),
         "dynamic_loss_scale": compiled_form(by_apply(scaled), p, scaled.init(p), g),
-        "skip_spikes": compiled_form(by_apply(spikes), p, spikes.init(p), g),
         "optax.apply_if_finite": compiled_form(by_update(finite), p, finite.init(p), g),
     }
     return _rows(made, "bare Adam", rounds, problems.nbytes(p))

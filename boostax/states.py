@@ -15,14 +15,11 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
 from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.model.clip import AdaGCState as AdaGCState
-from boostax.model.qk_clip import QKClipState as QKClipState
 from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.replicas import CheckReplicasState as CheckReplicasState
-from boostax.precision.spikes import SpikesState as SpikesState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
-from boostax.precision.updates import LostUpdatesState as LostUpdatesState
 from boostax.reduce.adasum import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.by_shape import ByShapeState as ByShapeState

@@ -43,12 +43,12 @@ HEAD = """\
 > scaling, accumulation, freezing, compressed reductions, stored formats. Each is a pure
 > `optax.GradientTransformation`.
 
-One order is right, outermost first: freeze, carry, loss scale, accumulate, skip spikes, average,
-store, then a chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...)
-stand outermost and are applied by `boostax.apply_gradients` or `boostax.make_train_step`. Arguments
-after the first one or two are by keyword. Documents: [the five in one step](the_five.md),
-[how to choose](choose.md), [the contract](contract.md), [where params live](placements.md),
-[the cards](cards/).
+One order is right, outermost first: freeze, carry, loss scale, accumulate, average, store, then a
+chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...) stand outermost
+and are applied by `boostax.apply_gradients` or `boostax.make_train_step`. Arguments after the first
+one or two are by keyword. Documents: [the five in one step](the_five.md), [how to
+choose](choose.md), [the contract](contract.md), [where params live](placements.md), [the
+cards](cards/).
 """
 PROGRAMS = {
     "loops/optax_loop.py": "Optax",

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from reducing import in_turn
@@ -105,26 +104,6 @@ def in_a_subspace(inner, axis, **options):
     return given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis, **options))
 
 
-def as_row(x):
-    """A scalar as one element."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(shape=x.shape or (1,))
-    return x if jnp.ndim(x) else jnp.reshape(x, 1)
-
-
-def with_high_logits(inner, axis):
-    """Each leaf's own queries and keys, as one head; the laws know of no carried leaves."""
-    tx = model.qk_clip(inner, model.Heads("*", "*", "*", axis=-1))
-    rows = functools.partial(jax.tree.map, as_row)
-
-    def update(updates, state, params=None, **extra):
-        carried = {name: jnp.full(1, 101.0) for name in trees.names(params)}
-        new, state = tx.update(rows(updates), state, rows(params), carried=carried, **extra)
-        return jax.tree.map(lambda x, u: x.reshape(jnp.shape(u)), new, updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: tx.init(rows(params)), update)
-
-
 def each_law(cases, late, left_out=lambda case, name: False):
     """Parametrise a test by the laws of some cases, ``long`` where ``late`` says so."""
     mark = lambda *of: [pytest.mark.long] if late(*of) else []  # noqa: E731
@@ -160,7 +139,6 @@ FIRST = [
         around(precision.check_replicas),
         **refused("every", lambda: precision.check_replicas(OPT, every=0)),
     ),
-    Case("count_lost_updates", alone(precision.count_lost_updates)),
     Case(
         "store",
         alone(precision.store, moments="log8", least=1),
@@ -169,8 +147,6 @@ FIRST = [
             (first_state(precision.store(optax.adam(0.1), moments={"nu": "log8"})), "moments"),
         ),
     ),
-    # Before half of a window no finite norm is refused.
-    Case("skip_spikes", around(precision.skip_spikes), skips=True, bad=(np.nan, np.inf, -np.inf)),
     Case("accumulate", window, calls=2),
     Case("all_reduce", behind(boostax.all_reduce), reduces=True),
     Case(
@@ -263,11 +239,6 @@ VARIANTS = [
     Case("average_params_around_scaler_and_window", latest, **gates, skip_view=averaged_view),
     Case("dim_reduce_in_bfloat16_inside_the_scaler", low_subspace, skips=True),
     Case("clip_by_global_norm", before(model.clip_by_global_norm(0.5))),
-    Case(
-        "qk_clip",
-        with_high_logits,
-        **refused("tau", lambda: model.qk_clip(OPT, model.Heads("*", "*", "*"), tau=-1)),
-    ),
     Case(
         "centralize_gradients",
         before(boostax.centralize_gradients()),

@@ -282,7 +282,6 @@ NEEDED = {
     **{"local_updates": {"every": 2}, "partial_average": {"partitions": 2}},
     **{"policy": {"spec": "O1", "dtype": "bfloat16"}, "static_loss_scale": {"scale": 8.0}},
     **{"store": {"moments": {"*mu": "int8"}}, "scale": {"step_size": 4.0}},
-    "qk_clip": {"heads": {"query": "*_0/kernel", "key": "*_1/kernel", "maxima": "*_1/bias"}},
 }
 
 
@@ -362,19 +361,17 @@ GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3
 RULES = {"rules": {"layer_0/bias": "last"}}
 FROZEN = {"carry": RULES, "check_updates": True, "freeze": {"groups": 3}}
 RECORDED = {"reduce": "adasum", "dim_reduce": True}
-LOCAL = {"reduce": {"kind": "local", "every": 2}, "skip_spikes": True}
+LOCAL = {"reduce": {"kind": "local", "every": 2}}
 STORED = {"average_params": "window", "dim_reduce": True, "store": {"moments": "bfloat16"}}
-CLIPPED = {"carry": RULES, "qk_clip": NEEDED["qk_clip"]}
 AROUND = "LossScale Accumulate"
 ORDERS = (
     ({}, f"{AROUND} Empty Empty Empty Trace"),
     (WINDOW, "Accumulate LossScale Empty Empty Empty Trace"),
     (RECORDED, f"{AROUND} Trajectory Adasum Empty Empty Trace"),
     (GROUPED, "GroupLossScale Accumulate AdasumDelta Empty Empty Trace"),
-    (LOCAL, f"{AROUND} Gate LocalUpdates Empty Empty Trace"),
+    (LOCAL, f"{AROUND} LocalUpdates Empty Empty Trace"),
     (STORED, f"{AROUND} AverageParams Store Trajectory Empty Empty Empty Trace"),
     (FROZEN, f"ScheduledFreeze Carry {AROUND} Empty Empty Empty CheckUpdates"),
-    (CLIPPED, f"Carry {AROUND} Empty Empty Empty QKClip"),
 )
 
 

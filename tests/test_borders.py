@@ -25,9 +25,7 @@ WRAPPERS = {
     "window": lambda tx: boostax.accumulate(tx, 2),
     "scaler": boostax.dynamic_loss_scale,
     "average": boostax.model.average_params,
-    "norms": lambda tx: optax.chain(
-        boostax.model.adagc(max_norm=1e3), boostax.precision.skip_spikes(tx)
-    ),
+    "norms": lambda tx: optax.chain(boostax.model.adagc(max_norm=1e3), tx),
 }
 PLACES = {
     "whole": {},

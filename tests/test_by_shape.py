@@ -356,13 +356,6 @@ def test_an_optimizer_that_chooses_matrices_by_path_is_refused():
             boostax.by_shape(inner, "data").init(matrices(2, (2, 4)))
 
 
-def test_qk_clip_which_finds_weights_by_path_stands_around_it():
-    heads = boostax.model.Heads("*/w0", "*/w1", "*ias", axis=-1)
-    inside = boostax.by_shape(boostax.model.qk_clip(muon(), heads), "data")
-    with pytest.raises(ValueError, match=r"Write qk_clip\(by_shape\(\.\.\.\), heads\)"):
-        inside.init(matrices())
-
-
 def test_counts_do_not_move_without_the_moments_that_are_dealt():
     params = matrices()
     plain = optax.chain(boostax.all_reduce("data"), optax.contrib.muon(0.1))

@@ -190,22 +190,6 @@ def test_copies_are_compared_by_one_read_and_eight_bytes(target):
     assert found.temporary_bytes - bare.temporary_bytes <= 0.15 * 4 * found.params
 
 
-@everywhere
-def test_factors_of_attention_heads_are_applied_in_the_loop_of_the_optimizer(target):
-    """`qk_clip` reads and writes no weight once more, and adds no temporary."""
-    weights = dict.fromkeys(("query", "key"), jax.ShapeDtypeStruct((4096, 32, 128), jnp.float32))
-    maxima = {"max_logits": jax.ShapeDtypeStruct((32,), jnp.float32)}
-    params = {f"layer_{i}": weights | maxima for i in range(4)}
-    heads = boostax.model.Heads("*/query", "*/key", "*/max_logits")
-    forms = cases.adam(), boostax.model.qk_clip(cases.adam(), heads)
-    carried = (boostax.carry(tx, {"max_logits": "max"}) for tx in forms)
-    plain, found = (cases.on_one_chip(tx, target, params=params) for tx in carried)
-    size = 4 * sum(x.size for x in jax.tree.leaves(params))
-    print(f"traffic {found.traffic.most / plain.traffic.most:.4f} of Adam's in carry")
-    assert found.traffic.most <= 1.01 * plain.traffic.most
-    assert found.temporary_bytes <= plain.temporary_bytes + 0.01 * size
-
-
 @on(H100)
 @pytest.mark.parametrize("name", ["dynamic_loss_scale", "accumulate"])
 def test_a_gate_adds_at_most_one_copy_to_a_whole_step(name, target):

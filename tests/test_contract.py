@@ -14,8 +14,7 @@ ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
 
 # Of those that share the gate with the scalers: what is not the gate's.
 GATED = set(
-    "check_replicas check_updates count_lost_updates dim_reduce group_loss_scale scheduled_freeze "
-    "skip_spikes store".split()
+    "check_replicas check_updates dim_reduce group_loss_scale scheduled_freeze store".split()
 )
 OF_THEIR_OWN = set(
     "is_a_transformation_with_array_state forwards_unknown_extra_arguments "

@@ -47,21 +47,18 @@ local_updates = functools.partial(reduce.local_updates, SGD)
 freeze = functools.partial(boostax.scheduled_freeze, SGD)
 top_k, threshold = boostax.top_k_reduce, reduce.threshold_reduce
 record = subspace.record_trajectory
-HEADS = model.Heads("query", "key", "max_logits")
 WRAPPERS = (
     functools.partial(boostax.accumulate, every=2),
     boostax.dynamic_loss_scale,
     functools.partial(boostax.static_loss_scale, scale=1),
     precision.check_updates,
     precision.store,
-    precision.skip_spikes,
     functools.partial(precision.group_loss_scale, labels=half),
     functools.partial(reduce.adasum_delta, axis_name="data"),
     functools.partial(boostax.by_shape, axis_name="data"),
     functools.partial(reduce.partial_average, axis_name="data", partitions=2),
     functools.partial(boostax.scheduled_freeze, groups=half, schedule=1),
     model.average_params,
-    functools.partial(model.qk_clip, heads=HEADS),
 )
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 PARAMS = {"w": jnp.ones(3)}
@@ -95,8 +92,6 @@ REFUSED = [
     (of(apply_policy, policy="O1"), {"module": [None, jnp.sum]}),
     (of(precision.check_updates, SGD), {"axis_name": AXES}),
     (of(precision.store, SGD), {"params": ["bf16", "kahan"], "moments": ["fp8"], "least": [0]}),
-    (of(precision.skip_spikes, SGD), {"rule": ["mean"], "k": [0.0], "floor": [-1.0]}),
-    (of(precision.skip_spikes, SGD), {"window": [1], "axis_name": AXES}),
     (by_group, {"labels": [{}], "init_scale": [0.5], "min_scale": [0.0], "max_scale": [2.0**61]}),
     (by_group, {"growth_factor": [1.0], "backoff_factor": [1.0], "headroom": [0.5]}),
     (by_group, {"rule": ["guess"], "overflow": ["all"], "axis_name": AXES}),
@@ -139,7 +134,6 @@ REFUSED = [
     (of(model.average_params, SGD), {"start": [-1], "dtype": ["bfloat16"]}),
     (of(model.average_params, SGD, "window"), {"decay": [0.9]}),
     (of(model.average_params, SGD, "lawa"), {"size": [0], "dtype": ["int8"]}),
-    (of(model.qk_clip, SGD, HEADS), {"tau": [0.0, nan]}),
     (model.clip_by_global_norm, {"max_norm": [0.0, "1"]}),
     (model.adagc, {"factor": [0.5], "decay": [1.0], "warmup": [0], "max_norm": [0.0]}),
     (boostax.centralize_gradients, {"axes": ["last"], "layout": ["keras"], "multiple_of": [0]}),
@@ -252,7 +246,7 @@ def test_arguments_in_range_pass():
         static(scale)
     dynamic(init_scale=2.0**-20, min_scale=2.0**-30, max_scale=1, growth_factor=1.001)
     top_k("data", 1, momentum=0), record(2)
-    model.adagc(factor=1), precision.skip_spikes(optax.sgd(1.0), window=2)
+    model.adagc(factor=1)
     boostax.freeze_schedule("progressive", total_steps=2, frozen_fraction=0)
 
 

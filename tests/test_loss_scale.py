@@ -261,7 +261,6 @@ SGD = optax.sgd(0.1)
 REPORTS = {
     "loss_scaling": boostax.dynamic_loss_scale(SGD),
     "group_loss_scale": boostax.precision.group_loss_scale(SGD, {"k": 0}),
-    "skip_spikes": boostax.precision.skip_spikes(SGD),
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
+from median_gate import median_gate
 from memory import temporary_bytes
 from reducing import mesh_of
 from training import follow, losses_of, walk
@@ -298,7 +299,7 @@ WRAPPERS = {
     "scaler": lambda tx: drawn(boostax.dynamic_loss_scale(tx, init_scale=1.0)),
     "window": lambda tx: boostax.accumulate(tx, 1),
     "average": lambda tx: boostax.model.average_params(tx, "ema", decay=0.9),
-    "spikes": boostax.precision.skip_spikes,
+    "gate": median_gate,
     "freezing": lambda tx: boostax.scheduled_freeze(tx, {"w": 1, "b": 0}, [1, 0]),
 }
 

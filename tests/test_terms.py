@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from lanes import spread
+from median_gate import median_gate
 from reducing import mesh_of
 
 import boostax
@@ -202,7 +203,7 @@ GATES = {
     "skip_bad_steps": boostax.skip_bad_steps,
     "dynamic_loss_scale": functools.partial(SCALE, growth_interval=1),
     "group_loss_scale": functools.partial(boostax.precision.group_loss_scale, labels={"w": 0}),
-    "skip_spikes": functools.partial(boostax.precision.skip_spikes, k=1e9, window=2),
+    "median_gate": functools.partial(median_gate, k=1e9, window=2),
     "average_params": lambda tx: boostax.model.average_params(SCALE(tx), decay=0.5),
 }
 # What counts the calls that a gate holds, and says that the last one was held.

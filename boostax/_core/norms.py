@@ -134,17 +134,6 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.abs(x)
 
 
-def counts(*marks: jax.Array) -> jax.Array:
-    """Return in f32 how many elements of each array are true.
-
-    All counts come from one reduction, because XLA:CPU writes the operand of a plain sum to memory,
-    which takes 5 times as long.
-    """
-    ones, zeros = tuple(mark.astype(jnp.int32) for mark in marks), (jnp.int32(0),) * len(marks)
-    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
-    return jnp.stack(lax.reduce(ones, zeros, add, tuple(range(marks[0].ndim)))).astype(jnp.float32)
-
-
 def all_true(flags: list[jax.Array]) -> jax.Array:
     """Return the conjunction of bool scalars; True if there are none."""
     return jnp.stack(flags).all() if flags else jnp.asarray(True)

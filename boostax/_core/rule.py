@@ -93,6 +93,7 @@ def gate(
     """
     who = name or getattr(rule, "__name__", "gate")
     names = axes.canonical(who, axis_name)
+    tx = checks.transformation(who, "inner", inner)
 
     def agreed(grads: gates.Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
         ok, own = rule(grads, own, params)
@@ -101,32 +102,18 @@ def gate(
             raise TypeError(checks.message(who, "run", allowed, ok, hint))
         return axes.agree(ok, names), own
 
-    return by_rule(who, inner, agreed, init, names)
-
-
-def by_rule(
-    who: str,
-    inner: optax.GradientTransformation,
-    rule: Rule,
-    init: Callable[[PyTree], PyTree],
-    names: tuple[str, ...],
-    what: str = "",
-) -> optax.GradientTransformationExtraArgs:
-    """Make the gate of a rule whose ``run`` is equal on all replicas; see ``gate``."""
-    tx = checks.transformation(who, "inner", inner)
-
     def init_fn(params: PyTree) -> GateState:
         # The leaves are copied, because donation refuses a buffer that two fields share.
         own = jax.tree.map(jnp.array, init(params))
         inner_state = gates.init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
-    @describe(who, "check", names, inner={"inner_state": tx}, what=what)
+    @describe(who, "check", names, inner={"inner_state": tx})
     def step_fn(
         grads: gates.Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GateState]:
         axes.require_local(grads.raw, names, who)
-        ok, own = rule(grads, state.own, params)
+        ok, own = agreed(grads, state.own, params)
         trees.require_shapes(who, "own", state.own, own, "A rule keeps the shapes of its state.")
 
         def heavy() -> Stepped:

@@ -66,9 +66,6 @@ def carry(
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines micro-batches by the same rules.
 
-    The combined values are passed to ``inner`` by path as the extra argument ``carried``, which
-    ``boostax.model.qk_clip`` reads.
-
     Put ``carry`` outermost; only ``scheduled_freeze`` may stand around it. It needs
     ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
     rounded.
@@ -155,14 +152,14 @@ class _Carry(NamedTuple):
         extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
-        others, inside = without(params, found), state.inner_state
+        others = without(params, found)
 
         def merged(name: str, old: jax.Array) -> jax.Array:
             x = new[name].astype(old.dtype)
             return jnp.where(opened, combine(found[name], old, x), x)
 
         both = {name: merged(name, x) for name, x in _named(state.window).items()}
-        extra |= _handed(inside, both)
+        inside = state.inner_state
         trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
         kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731
@@ -174,7 +171,6 @@ class _Carry(NamedTuple):
     def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
         """Close the open windows inside, and set their carried leaves."""
         others = without(params, resolve(self.rules, params))
-        extra |= _handed(state.inner_state, _named(state.window))
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
         closed = state.open & gate.passed(inner_state)
         params = _settled(trained, params, state.window, closed)
@@ -269,11 +265,6 @@ def _require_agreed(new: Carried, old: Carried) -> None:
 def _named(window: dict[Rule, PyTree]) -> Carried:
     """Return the values of a window by path."""
     return {name: x for tree in window.values() for name, x in trees.named(tree)}
-
-
-def _handed(inner_state: PyTree, carried: Carried) -> dict[str, Carried]:
-    """Return the extra argument ``carried``, if a part reads it; other parts may refuse it."""
-    return {"carried": carried} if trees.telling(inner_state, "reads_carried") else {}
 
 
 def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:

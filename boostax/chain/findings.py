@@ -124,21 +124,9 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
         if row.masks and row.role in ("scaler", "window", "peer window", "hold"):
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
-        if name == "qk_clip":
-            yield from _unbounded(found, row)
         # The compressed reduction discards values that it does not send.
         if description is not None and description.lossy:
             yield finding("lossy", name=name)
-
-
-def _unbounded(found: Sequence[Row], clip: Row) -> Iterator[Finding]:
-    """Yield parts that change the params that ``qk_clip`` has set, or that keep copies of them."""
-    changing = {*_roles("rates | clips | memories | decay | noise | sign")}
-    for row in found[found.index(clip) + 1 :]:
-        if row.inside(clip) and row.role in ("average", "outer optimizer"):
-            yield finding("own_copy", name=row.part.name)
-        elif not row.inside(clip) and row.meets(clip) and row.role in changing:
-            yield finding("after_qk_clip", name=row.part.name)
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:

@@ -69,11 +69,10 @@ class Boost:
         """Build the whole chain around an optimizer, with its parts in the recommended order.
 
         The order, outermost first: freezing, carried leaves, the check of replicas, loss scaling,
-        the window (or the window, then scaling), the check for spikes, the average of the params,
-        storage in fewer bytes, the recorder of snapshots, the reduction, centralization, clipping,
-        the check of updates, the bound on attention logits, the count of lost updates, ``inner``. A
-        reduction around the optimizer (``"adasum-delta"``, ``"by-shape"``, ``"partial"``,
-        ``"local"``) also stands around centralization and clipping.
+        the window (or the window, then scaling), the average of the params, storage in fewer bytes,
+        the recorder of snapshots, the reduction, centralization, clipping, the check of updates,
+        ``inner``. A reduction around the optimizer (``"adasum-delta"``, ``"by-shape"``,
+        ``"partial"``, ``"local"``) also stands around centralization and clipping.
 
         A ``dim_reduce`` from files replaces the chain inside the loss scaler; ``inner`` then trains
         the part outside of the span, unless ``residual_rate`` selects SGD.

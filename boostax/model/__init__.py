@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages of params, gradient centralization, clipping of gradients and of attention, LessBN."""
+"""Averages of params, gradient centralization, clipping of gradients, LessBN."""
 
 from typing import TYPE_CHECKING
 
@@ -9,9 +9,6 @@ from boostax.model.average import averaged_params as averaged_params
 from boostax.model.centralize import centralize_gradients as centralize_gradients
 from boostax.model.clip import adagc as adagc
 from boostax.model.clip import clip_by_global_norm as clip_by_global_norm
-from boostax.model.qk_clip import Heads as Heads
-from boostax.model.qk_clip import qk_clip as qk_clip
-from boostax.model.qk_clip import set_gradient as set_gradient
 
 if TYPE_CHECKING:
     from boostax.model.less_bn import LessBNReport as LessBNReport

@@ -94,8 +94,8 @@ def adagc(
 
     Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite;
     without a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the
-    norms are of global arrays, for any sharding. In a recorded short run ``adagc`` clipped nine
-    steps in ten and the loss was worse, because its bounds are the least norms of the warm-up.
+    norms are of global arrays, for any sharding. On record it costs
+    0.055 nats of a text model compared with a clip by the global norm.
 
     Args:
       factor: :math:`\lambda`, >= 1.

@@ -18,10 +18,8 @@ from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
 from boostax.precision.replicas import check_replicas as check_replicas
 from boostax.precision.replicas import raise_if_diverged as raise_if_diverged
-from boostax.precision.spikes import skip_spikes as skip_spikes
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates
-from boostax.precision.updates import count_lost_updates as count_lost_updates
 
 _late(__name__)

@@ -17,7 +17,6 @@ from boostax._core.describe import Holds, PyTree, Stepped, describe
 from boostax.precision import formats
 from boostax.precision.formats import FORMATS
 from boostax.precision.leafwise import COMMON, SMALL, Turn, leaf_by_leaf
-from boostax.precision.updates import LostUpdatesState
 
 Moments = Literal["bfloat16", "int8", "log8"]
 Params = Literal["stochastic", "remainder"]
@@ -26,7 +25,6 @@ Noise = Callable[[Path, tuple[int, ...]], tuple[jax.Array, str]]
 # The params (or updates) and their low bits, and the codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
 _WHO = "store"
-_NONE = "'stochastic' and 'remainder' lose none on average."
 _SECOND = "store: {!r} in int8 rounds small values to 0, by which optimizers divide: take 'log8'."
 
 
@@ -149,9 +147,8 @@ def store(
 
     Raises:
       ValueError, TypeError: ``inner`` is not a transformation, or has a gate; an unknown format; at
-        ``init``, ``count_lost_updates`` inside with bf16 or f16 params, ``params`` although no
-        param is bf16, or a pattern without a match; at trace time, in your own ``shard_map``, 8-bit
-        arrays that are sharded along dimensions with blocks.
+        ``init``, ``params`` although no param is bf16, or a pattern without a match; at trace time,
+        in your own ``shard_map``, 8-bit arrays that are sharded along dimensions with blocks.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -181,16 +178,10 @@ def store(
 
     def init_fn(params: PyTree) -> StoreState:
         inner_state = gate.init_optimizer(_WHO, tx, params)
-        narrow = any(trees.wide_dtype(p) != jnp.result_type(p) for p in jax.tree.leaves(params))
-        counting = narrow and trees.find(inner_state, lambda x: isinstance(x, LostUpdatesState))
-        hint = f"It sees f32 params; with params=None write count_lost_updates(store(...)). {_NONE}"
-        allowed = "without count_lost_updates where params are bf16 or f16"
-        checks.require(_WHO, "inner", "LostUpdatesState", allowed, not counting, hint)
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...))). "
-            f"Leave count_lost_updates out. {_NONE}"
+            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
         )
         checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
         codes, scales = _first(inner_state, params, rules, least)

@@ -282,11 +282,6 @@ def by_shape(
         shapes = _shapes(params, names if axes.are_bound(names) else ())
         view = _chosen(trees.at_least_float32(params), shapes)
         state = gate.init_optimizer(_WHO, tx, view)
-        by_path = trees.telling(state, "reads_carried")
-        allowed, hint = "an optimizer that reads no paths", "Write qk_clip(by_shape(...), heads)."
-        checks.require(
-            _WHO, "inner", "qk_clip, which finds weights by path", allowed, not by_path, hint
-        )
         _require_pathless(tx, trees.at_least_float32(params), state, view, shapes)
         _require_apart(tx, view)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]

@@ -25,7 +25,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
 }
 # A gradient whose square overflows, and one that is only unusual.
 LARGE, SPIKE = 1e36, 300.0
-# Of the ring of values by which a spike is judged.
+# The number of norms that the gate records.
 RING = 4
 Move = tuple[int, Literal["save", "reshard", "nest", "flush"], int]
 
@@ -62,7 +62,7 @@ class Case:
       bad: ``(call, replica, value)``; values that make a gradient unusable.
       moves: ``(call, kind, argument)``: what happens before that call.
       average: ``(kind, gates around it)`` of an average of the params, or ``()``.
-      spikes: the rule by which the norm of the gradient is judged, or ``""``.
+      median: whether ``median_gate`` of the examples skips unusual norms.
       stored: whether the optimizer is in ``store``, which keeps f32 params and state as they are.
       told: whether each part names the axis, or the step around them alone.
       empty: whether there is a leaf without elements.
@@ -97,7 +97,7 @@ class Case:
     bad: tuple[tuple[int, int, float], ...] = ()
     moves: tuple[Move, ...] = ()
     average: tuple[Any, ...] = ()
-    spikes: str = ""
+    median: bool = False
     stored: bool = False
     told: bool = True
     empty: bool = False
@@ -201,7 +201,7 @@ def draw(seed: int) -> Case:
             bad=tuple(bad),
             moves=tuple(sorted(moves)),
             average=(one_of(*AVERAGES), int(rng.integers(3))) if chance(0.3) else (),
-            spikes=one_of("", "", "median", "sigma"),
+            median=one_of(False, False, True, True),
             stored=chance(0.25),
             told=chance(0.5),
             empty=chance(0.3),
@@ -236,16 +236,16 @@ def tidy(case: Case) -> Case:
     bound = placement in MESHES or new.get("face", case.face) == "train"
     new["told"] = new.get("told", case.told) or single or not bound
     if not scaled:
-        # A check of spikes refuses what is not finite as well.
-        left = [x for x in case.bad if x[2] != LARGE] if case.spikes else []
+        # The gate skips values that are not finite, too.
+        left = [x for x in case.bad if x[2] != LARGE] if case.median else []
         new |= {"scale": 1.0, "bad": tuple(left)}
     elif case.loss and case.dtype == "float16":
         # Near the end of f16 a program overflows or does not, as its compiler fuses.
         new["scale"] = min(case.scale, 256.0)
     if single:
         new["reduction"] = "mean"
-    if case.reduction != "mean" or case.spikes:
-        # The norms of local gradients, by which spikes are judged, are gone.
+    if case.reduction != "mean" or case.median:
+        # The gate needs the norms of local gradients.
         new["shards"] = False
     if (not case.gates and not case.loss) or case.reduction == "top_k":
         # Without a gate an optimizer computes in the dtype of what it is given; and half of the

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from median_gate import median_gate
 
 import boostax
 import boostax.nnx
@@ -53,8 +54,9 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
     tx = optax.chain(*parts, optax.scale_by_learning_rate(rate))
     if case.stored:
         tx = boostax.precision.store(tx, least=1)
-    if case.spikes:
-        tx = boostax.precision.skip_spikes(tx, rule=case.spikes, window=RING, axis_name=axis)
+    if case.median:
+        # The rule averages over the axis, so it cannot leave the axis to the step.
+        tx = median_gate(tx, window=RING, axis_name=None if single else AXIS)
     kind, around = case.average or ("", -1)
     average = lambda tx: boostax.model.average_params(tx, kind, **AVERAGES[kind])  # noqa: E731
     for place in reversed(range(len(case.gates) + 1)):

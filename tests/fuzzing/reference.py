@@ -42,8 +42,8 @@ class Reference:
             found |= {"scale_backoffs": self.backoffs}
         if "window" in self.gates:
             found |= {"micro_step": self.count, "optimizer_steps": self.windows}
-        if self.case.spikes:
-            found["spikes"] = self.refused
+        if self.case.median:
+            found["held_calls"] = self.refused
         return found
 
     def received(self, x: Tree, weights: np.ndarray) -> tuple[list[Tree], Any]:
@@ -118,7 +118,7 @@ class Reference:
     def _enter(self, gates: tuple[str, ...], grads: list[Tree], weights: Any) -> bool:
         """Through these gates; whether a step was taken."""
         if not gates:
-            if self.case.spikes and not self._usual(grads):
+            if self.case.median and not self._usual(grads):
                 self.refused += 1
                 return False
             self._optimize(grads)
@@ -204,10 +204,8 @@ class Reference:
         norm, limit = math.sqrt(sum(squares) / len(squares)), math.inf
         if len(self.norms) >= RING // 2:
             ring = np.array(self.norms[-RING:])
-            median = self.case.spikes == "median"
-            centre = np.median(ring) if median else ring.mean()
-            spread = 1.4826 * np.median(abs(ring - centre)) if median else ring.std()
-            limit = centre + 6 * max(spread, 0.01 * abs(centre))
+            center = np.median(ring)
+            limit = center + 6 * max(1.4826 * np.median(abs(ring - center)), 0.01 * center)
         usual = math.isfinite(norm) and norm <= limit
         if usual:
             self.norms.append(norm)
