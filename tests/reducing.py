@@ -3,6 +3,7 @@
 import functools
 import math
 
+import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import costs, trees
+from boostax._core import trees
 
 # How the two matrices of each layer of ``loss_fn`` are sharded.
 PLACEMENTS = {

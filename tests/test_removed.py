@@ -1,12 +1,18 @@
 """Names and arguments that were removed are answered with what to write instead."""
 
-import boostax
+import jax.numpy as jnp
 import optax
 import pytest
+
+import boostax
 from boostax._core import checks
 
 # By the key in names.toml: a call with an argument that was removed.
-CALLS = {}
+CALLS = {
+    "explain(axis_sizes=)": lambda: boostax.explain(
+        optax.sgd(0.1), jnp.zeros(2), axis_sizes={"data": 8}
+    ),
+}
 
 
 @pytest.mark.parametrize("key", CALLS)
