@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import axes, costs
+from boostax._core import axes
 from boostax.reduce.exchange import BLOCK
 from boostax.reduce.pairwise import Bucket, Rows, combine_replicas, exponent_of
 
@@ -150,18 +150,16 @@ def measure(entries: int, leaves: int, rounds: int) -> tuple[list[dict[str, Any]
     results: dict[str, Any] = {}
     for name, form in FORMS.items():
         mapped = program(form, mesh)
-        found = costs.collectives(mapped, grads)
+        found = boostax.audit(jax.jit(mapped), grads)
         compiled = jax.jit(mapped).lower(grads).compile()
         results[name] = compiled(grads)[0]
-        memory = compiled.memory_analysis()
-        assert memory is not None
         forms[name] = Form(lambda compiled=compiled: jax.block_until_ready(compiled(grads)))
         rows.append(
             {
                 "form": name,
-                "bytes / mean's": sum(c.wire_bytes for c in found),
-                "collectives": len(found),
-                "temp / gradient": memory.temp_size_in_bytes / (4 * entries),
+                "bytes / mean's": found.wire_bytes.most,
+                "collectives": len(found.collectives),
+                "temp / gradient": found.temporary_bytes / (4 * entries),
             }
         )
     for name in OTHERS:

@@ -203,7 +203,7 @@ def train_steps() -> Rows:
     return rows
 
 
-# The forms of ``boostax.inspect.forms``, in the words of the documents.
+# The forms of ``benchmarks/forms.py``, in the words of the documents.
 SAID = {
     "jit and lax.scan": "jit and `lax.scan` over micro-batches",
     "optax.MultiSteps": "`optax.MultiSteps`",
@@ -217,7 +217,7 @@ SAID = {
 def reductions() -> Rows:
     found: dict[tuple[str, str], dict[str, Audit]] = {}
     for (name, target), fsdp in itertools.product(TARGETS.items(), (False, True)):
-        audits = cases.forms(target, fsdp, cases.deep()).audits
+        audits = cases.in_forms(target, cases.deep(), fsdp)
         for form, said in SAID.items():
             key = said, "FSDP" if fsdp else "whole"
             found.setdefault(key, {})[name] = audits[form]
@@ -269,7 +269,9 @@ def wires() -> Rows:
     for form, (make, _) in cases.WIRES.items():
         row: dict[str, Any] = {"wire": form}
         for name, target in TARGETS.items():
-            found, _ = cases.reduced(make(), target)
+            found = boostax.audit(
+                *cases.reduction(make(), target), target=target, params=cases.SQUARES
+            )
             row[name] = found.wire_bytes.most / (2 * 7 / 8 * found.params_bytes)
         rows.append(row)
     return rows

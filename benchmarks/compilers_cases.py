@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import forms
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, re
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import costs
 from boostax.inspect.audit import Audit
 from boostax.testing import drawn
 
@@ -235,8 +235,8 @@ NARROW = {
 SQUARES = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
 
 
-def reduced(tx: optax.GradientTransformation, target: str | None) -> tuple[Audit, float]:
-    """A reduction alone over eight devices, and the bytes that its traced program sends."""
+def reduction(tx: optax.GradientTransformation, target: str | None) -> tuple[Any, Any]:
+    """A reduction alone over eight devices, and the types of its gradients."""
     mesh = mesh_of(target)
 
     def update(grads):
@@ -249,8 +249,7 @@ def reduced(tx: optax.GradientTransformation, target: str | None) -> tuple[Audit
         name: jax.ShapeDtypeStruct((8, *x.shape), x.dtype, sharding=sharding)
         for name, x in SQUARES.items()
     }
-    declared = sum(c.wire_bytes for c in costs.collectives(mapped, grads))
-    return boostax.audit(jax.jit(mapped), grads, target=target, params=SQUARES), declared
+    return jax.jit(mapped), grads
 
 
 def over_replicas(tree, mesh, axis=AXIS):
@@ -293,14 +292,21 @@ def placed(placement, target, microbatches=1, rows=2, **options):
     return boostax.audit(step, step.init(params), batch, target=target)
 
 
-def forms(target, fsdp=False, model=None, rows=2):
+def in_forms(
+    target: str | None, model: Model | None = None, fsdp: bool = False
+) -> dict[str, Audit]:
     """A decoder with a scanned stack, of a window of micro-batches, in all forms of a step."""
     model, mesh = decoder(4, 256, 1024, 4, 64) if model is None else model, mesh_of(target)
-    params = over_replicas(model.params, mesh) if fsdp else model.params
-    how = {"mesh": mesh, "microbatches": WINDOW}
-    step = boostax.make_train_step(model.loss, mean(), **how)
-    batch = model.batch(rows * mesh.size * WINDOW)
-    return boostax.inspect.forms(step, step.init(params), batch, target=target)
+    params = over_replicas(model.params, mesh)
+    specs = jax.tree.map(lambda x: x.sharding.spec if fsdp else P(), params)
+    batch = model.batch(2 * mesh.size * WINDOW)
+    case = forms.Case(model.loss, adam(), mesh, (AXIS,), model.params, specs, batch, WINDOW)
+
+    def audited(build: Callable[[forms.Case], forms.Program]) -> Audit:
+        run, args, calls = build(case)
+        return boostax.audit(run, *args, target=target, calls=calls)
+
+    return {name: audited(build) for name, build in forms.FORMS.items()}
 
 
 MUON = {

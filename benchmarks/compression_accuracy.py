@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import optax
 from digits_replicas import order
-from harness import Bar, arguments, caveats, power, report
+from harness import Bar, arguments, caveats, on_cpu, power, report
 from replica_runs import (
     AXIS,
     BATCH,
@@ -152,7 +152,7 @@ def kept_in_mind(digits: Found, words: Found) -> list[str]:
         "all seeds with the one of the highest mean validation accuracy. On text all rates with "
         "one seed, judged on training windows unseen. Rates by factors of two.",
         "A linear warm-up for a tenth of the steps, then a cosine, for every method.",
-        "Bytes are those of the jaxpr, on a ring of eight; of a warm-up, those of its last stage.",
+        "Bytes are of the compiled program, on a ring of eight; of a warm-up, in its last stage.",
         "The text's model and steps were chosen after trials, one seed each: larger models with "
         "fewer steps lost far more, top-k 1% 22% (width 48, 400 steps) and 26% (width 32, 2,000). "
         "This model with 8,000 steps: 2.5%.",
@@ -193,7 +193,7 @@ def main() -> None:
     )
     # Two processes: small steps keep one core busy each.
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as pool:
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn, initializer=on_cpu) as pool:
 
         def each(methods: Sequence[Method], seeds: int, on_text: bool) -> Any:
             futures = [pool.submit(tune, index, seeds, on_text) for index in range(len(methods))]

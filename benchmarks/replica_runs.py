@@ -14,13 +14,12 @@ import numpy as np
 import optax
 from digits_replicas import Split, accuracy, data, init, loss, order
 from harness import over_seeds, power, power_in
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from text_runs import Text
 from workloads import TextConfig
 
 import boostax
-from boostax._core import costs
 from boostax._core.replicas import is_per_replica, owns_params
 
 PyTree = Any
@@ -186,18 +185,18 @@ def text_batches(seed: int, steps: int) -> tuple[PyTree, PyTree]:
     return jax.tree.map(lambda x: x.reshape(steps, REPLICAS, -1, x.shape[-1]), training), unseen
 
 
-def wire_bytes(tx: Any, params: PyTree, share: float = 0.5, replicas: int = REPLICAS) -> float:
+def wire_bytes(tx: Any, params: PyTree, share: float = 0.5) -> float:
     """Count what a device sends per step, conditional collectives by the share of steps."""
-    mesh = AbstractMesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def local(grads: PyTree) -> PyTree:
         grads = jax.tree.map(lambda x: x[0], grads)
         return tx.update(grads, tx.init(grads), grads)[0]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype), params)
-    found = costs.collectives(mapped, stacked)
-    return sum(c.wire_bytes * (share if c.conditional else 1) for c in found)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((REPLICAS, *x.shape), x.dtype), params)
+    found = boostax.audit(jax.jit(mapped), stacked).collectives
+    return sum(c.wire_bytes * (share if c.branches else 1) for c in found)
 
 
 def tune(run: Run, rates: Sequence[float], seeds: int, *, finalists: int, judges: int) -> Any:

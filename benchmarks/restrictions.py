@@ -1,13 +1,14 @@
 """Which forms of a step take which models as they are, on which meshes.
 
 Twelve models, written without a thought of a mesh, take a step of four micro-batches on eight
-emulated devices in each form of ``boostax.inspect.forms``. A form takes a model if it compiles and
+emulated devices in each form of ``benchmarks/forms.py``. A form takes a model if it compiles and
 its gradient is that of one big batch on one device.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import forms
 import harness
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,6 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import boostax
-from boostax.inspect.forms import Program, programs, reason
 from boostax.train.compiled import TrainStep
 
 COUNT, ROWS, LENGTH, WIDTH = 4, 64, 8, 32
@@ -29,7 +28,7 @@ MESHES: dict[str, tuple[dict[str, int], tuple[str, ...], str | None]] = {
     "data 4 x model 2": ({"data": 4, "model": 2}, ("data",), "model"),
     "data 2 x fsdp 4": ({"data": 2, "fsdp": 4}, ("data", "fsdp"), "fsdp"),
 }
-FORMS = "jit and lax.scan", "reduced=", "shard_map by hand", "boostax"
+CHOSEN = "jit and lax.scan", "reduced=", "shard_map by hand", "boostax"
 SQUARE = (WIDTH, WIDTH)
 
 
@@ -123,7 +122,7 @@ def batch_of(kind: str) -> Any:
     return np.tile(rows[:1], (ROWS, 1, 1)) if kind == "alike" else rows
 
 
-def stepped(program: Program, params: Any, batch: Any) -> Any:
+def stepped(program: forms.Program, params: Any, batch: Any) -> Any:
     """Return the params behind an optimizer step of a form; its optimizer begins with zeros."""
     run, types, calls = program
     if isinstance(run, TrainStep):
@@ -149,17 +148,15 @@ def cells(name: str, mesh: str) -> harness.Row:
     )
     cut = lambda x: over is not None and x.shape[-1] % sizes[over] == 0  # noqa: E731
     specs = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), over) if cut(x) else P(), params)
-    tx = optax.chain(boostax.all_reduce(), optax.sgd(1.0))
-    how = {"mesh": devices, "axis_name": axis, "param_specs": specs}
-    step = boostax.make_train_step(loss, tx, microbatches=COUNT, **how)
+    case = forms.Case(loss, optax.sgd(1.0), devices, axis, params, specs, batch, COUNT)
     wanted = jax.device_get(jax.grad(loss)(params, batch))
     most = max(np.abs(x).max() for x in jax.tree.leaves(wanted))
-    built, row = programs(step, step.init(params), batch), {"model": name, "mesh": mesh}
-    for form in FORMS:
+    row: harness.Row = {"model": name, "mesh": mesh}
+    for form in CHOSEN:
         try:
-            new = jax.device_get(stepped(built[form](), params, batch))
+            new = jax.device_get(stepped(forms.FORMS[form](case), params, batch))
         except Exception as error:
-            row[form] = reason(error)
+            row[form] = forms.reason(error)
             continue
         off = jax.tree.map(lambda p, q, g: np.abs(p - q - g).max() / most, params, new, wanted)
         same = max(jax.tree.leaves(off)) < (3e-2 if name == "bf16" else 1e-5)
@@ -173,7 +170,7 @@ def main() -> None:
     rows = [cells(name, mesh) for mesh in MESHES for name in models()]
     of = lambda mesh, form: [row[form] == "yes" for row in rows if row["mesh"] == mesh]  # noqa: E731
     said = lambda found: f"{sum(found)} of {len(found)}"  # noqa: E731
-    counts = [{"mesh": mesh, **{form: said(of(mesh, form)) for form in FORMS}} for mesh in MESHES]
+    counts = [{"mesh": mesh, **{form: said(of(mesh, form)) for form in CHOSEN}} for mesh in MESHES]
     bars = [
         harness.Bar(
             f"models that boostax does not take, {mesh}", of(mesh, "boostax").count(False), 0

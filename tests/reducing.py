@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import costs, trees
+from boostax._core import trees
 from boostax.reduce import Codec, Message, PerLeaf, compress
 
 # How the two matrices of each layer of ``loss_fn`` are sharded.

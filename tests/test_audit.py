@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 
+import costs
 import equinox
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax.__main__ import main
-from boostax._core import costs
 from boostax.inspect import collectives, hlo, targets
 from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.command import held_back

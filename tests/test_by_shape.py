@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
-from reducing import mesh_of
+from reducing import mesh_of, sends, updating
 
 import boostax
 import boostax.nnx
@@ -308,10 +308,10 @@ def test_it_is_described_as_a_reduction():
     ("count", "times"), [(1, 1), (2, 2), (3, 2), (7, 8 / 7), (9, 16 / 9), (24, 1)]
 )
 def test_it_sends_what_a_mean_sends_times_what_fills_up_the_replicas(count, times):
-    params, of = {f"w{i}": jnp.zeros((16, 8)) for i in range(count)}, {"axis_sizes": {"data": 8}}
-    one = lambda tx: boostax.explain(tx, params, **of).parts[0].wire_bytes  # noqa: E731
-    sent = one(boostax.by_shape(optax.sgd(0.1), "data"))
-    assert sent == pytest.approx(times * one(boostax.all_reduce("data")))
+    mesh, shapes = mesh_of(data=8), [(16, 8)] * count
+    sent = lambda tx: sum(c.wire_bytes for c in sends(updating(tx), shapes, mesh))  # noqa: E731
+    by_shape, mean = boostax.by_shape(optax.sgd(0.1), "data"), boostax.all_reduce("data")
+    assert sent(by_shape) == pytest.approx(times * sent(mean))
 
 
 def test_replicas_may_be_those_of_two_axes():

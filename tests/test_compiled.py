@@ -1,5 +1,6 @@
 """What the compiled programs contain: memory, collectives, FLOPs. Counts, not clocks."""
 
+import costs
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 from memory import reduction_bytes, temporary_bytes
 
 import boostax
-from boostax._core.costs import collectives
 from boostax.testing import drawn
 
 ADAM = optax.adam(1e-3)
@@ -72,13 +72,6 @@ def test_micro_batched_flops_are_the_ideal_share(mesh):
     assert 0.95 <= share <= 1.05
 
 
-def sent(mesh, local, rows, *numbers):
-    """Collectives of a function of a replica's rows and of numbers."""
-    specs = P("data"), *[P()] * len(numbers)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    return collectives(mapped, rows, *numbers)
-
-
 def test_the_counter_sees_scans_branches_and_ring_factors(mesh):
     """The tool itself: trips multiply, branches are marked, bytes follow the declared dtype."""
 
@@ -87,36 +80,8 @@ def test_the_counter_sees_scans_branches_and_ring_factors(mesh):
         total, _ = jax.lax.scan(body, jnp.bfloat16(0), None, length=3)
         return jax.lax.cond(total > 0, lambda: jax.lax.pmax(x, "data"), lambda: jnp.zeros(4))
 
-    first, second = sent(mesh, local, jnp.ones(32))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
+    first, second = costs.collectives(mapped, jnp.ones(32))
     assert (first.primitive, first.bytes, first.count, first.conditional) == ("psum", 8, 3, False)
     assert first.wire_bytes == 8 * 3 * 2 * 7 / 8
     assert (second.primitive, second.bytes, second.conditional) == ("pmax", 16, True)
-
-
-def test_of_the_branches_of_a_cond_one_counts(mesh):
-    """The mean of those that send; conds that follow each other, and one inside another, add up."""
-
-    def local(x, i):
-        send = lambda size: lambda: jax.lax.pmean(x[:size], "data").sum()  # noqa: E731
-        total = jax.lax.switch(i, [send(2), send(6), lambda: 0.0])
-        inner = lambda: jax.lax.cond(i > 1, send(1), send(3)) + send(4)()  # noqa: E731
-        return total + jax.lax.cond(i > 0, inner, lambda: 0.0) + send(8)()
-
-    found = sent(mesh, local, jnp.ones(64), 0)
-    amount = lambda x: sum(c.share * c.bytes / 4 for c in found if c.conditional == x)  # noqa: E731
-    assert (amount(True), amount(False)) == ((2 + 6) / 2 + (1 + 3) / 2 + 4, 8)
-    assert sum(c.share * c.wire_bytes for c in found) == 2 * 7 / 8 * 4 * 18
-    assert sum(c.wire_bytes for c in found) == 2 * 7 / 8 * 4 * (2 + 6 + 1 + 3 + 4 + 8)
-
-
-def test_questions_about_one_index_are_alternatives(mesh):
-    """Whether it is 0, then whether it is 1: at most one of them; not so another index or bound."""
-
-    def local(x, i, j):
-        send = lambda size: lambda: jax.lax.pmean(x[:size], "data").sum()  # noqa: E731
-        ask = lambda here, size: jax.lax.cond(here, send(size), lambda: 0.0)  # noqa: E731
-        first = ask(i == 0, 1) + ask(i == 1, 3) + ask(i == 2, 8)
-        return first + ask(j == 0, 2) + ask(j == 1, 4) + ask(i > 1, 5)
-
-    entries = sum(c.share * c.bytes / 4 for c in sent(mesh, local, jnp.ones(64), 0, 0))
-    assert entries == (1 + 3 + 8) / 3 + (2 + 4) / 2 + 5

@@ -242,9 +242,9 @@ SENTENCES = tomllib.loads(located("boostax/names.toml").read_text("utf8"))
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "launch", "explain"])
+@pytest.mark.parametrize("command", ["train", "compare", "launch", "explain", "audit --forms"])
 def test_a_command_that_is_gone_says_what_stands_in_its_place(command, capsys):
-    assert main([command, "text"]) == 2
+    assert main([*command.split(), "text"]) == 2
     assert capsys.readouterr().err == f"boostax: {SENTENCES[f'boostax {command}']}\n"
 
 

@@ -141,7 +141,6 @@ REFUSED = [
     *((wrapper, {"inner": INNER}) for wrapper in WRAPPERS),
     (of(boostax.explain, params=PARAMS), {"tx": [3]}),
     (of(boostax.explain, SGD, PARAMS), {"batch": [3]}),
-    (of(boostax.explain, make_train_step(), PARAMS), {"axis_sizes": [{"data": 8}]}),
     (boostax.audit, {"program": [3]}),
     (of(boostax.audit, jnp.sin, 1.0), {"calls": [0], "depth": [2]}),
 ]
@@ -220,10 +219,6 @@ MEANT = [
     (of(boostax.dim_reduce, two_of, rule=BACK), r"dim_reduce: rule\.failure must be 'reset' or"),
     (of(dynamic, min_scale=2.0**17), r"init_scale must be between .* got 65536\.0"),
     (of(dynamic, max_scale=8.0), r"init_scale must be between .* got 65536\.0"),
-    (
-        of(boostax.explain, SGD, PARAMS, axis_sizes={"data": 0}),
-        r"explain: axis_sizes\['data'\] must be a positive integer, got 0\.",
-    ),
     (of(precision.loss_scale, TWO), r"loss_scale: opt_state must hold one .* got 2"),
     (of(precision.scale_loss, jnp.float32(1), TWO), r"loss_scale: opt_state must hold .* got 2"),
     *(

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from lanes import lanes
 
 import boostax
 from boostax.chain.findings import findings
@@ -23,7 +22,6 @@ PARAMS = {
     "a": {"kernel": jnp.full((16, 24), 0.1), "bias": jnp.zeros(24)},
     "b": {"kernel": jnp.full((24, 8), 0.1), "bias": jnp.zeros(8)},
 }
-ENTRIES = sum(x.size for x in jax.tree.leaves(PARAMS))
 GROUPS = boostax.freeze.prefix_groups(PARAMS, 2)
 
 adam, sgd, chain = optax.adam(1e-3), optax.sgd(0.1), optax.chain
@@ -216,10 +214,8 @@ def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right
     assert len(mine) == 1
     assert mend in mine[0].mend and mine[0].why.endswith(".")
     assert found_in(right) == []
-    # Also with axes, where many of them cannot be traced.
-    seen = boostax.explain(wrong, PARAMS, axis_sizes={"data": 8})
     found = found_in(wrong)
-    assert list(seen.findings) == found
+    assert list(boostax.explain(wrong, PARAMS).findings) == found
     # A step refuses what is certainly wrong, and warns once of the rest.
     if certain := [finding for finding in found if finding.certain]:
         with pytest.raises(ValueError, match=re.escape(str(certain[0]))):
@@ -319,15 +315,13 @@ def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():
     names = ["clip_by_global_norm", "scale_by_adam", "scale"]
     assert [row.part.name for row in rows(read(jitted))] == names
     masked = optax.masked(adam, True)
-    hidden = transformation(masked.init, jax.jit(masked.update))
-    assert boostax.explain(hidden, PARAMS).state_bytes == 2 * 4 * ENTRIES + 4
 
     @functools.wraps(masked.update)
     def logged(*args, **kwargs):
         return masked.update(*args, **kwargs)
 
     (part,) = boostax.explain(transformation(masked.init, logged), PARAMS).parts
-    assert (part.role, part.state_bytes) == ("unknown", 2 * 4 * ENTRIES + 4)
+    assert part.role == "unknown"
 
     class Plain(NamedTuple):
         inner: Any = sgd
@@ -368,14 +362,13 @@ def test_a_part_of_another_package_is_unknown_and_not_judged():
     found = boostax.explain(chain(mine(), scaled(adam)), PARAMS)
     part = found.parts[0]
     here = "test_a_part_of_another_package_is_unknown_and_not_judged"
-    assert (part.name, part.role, part.copies) == (here, "unknown", 1)
+    assert (part.name, part.role) == (here, "unknown")
     assert found.findings == () and "(unknown)" in str(found)
     # What it may do to the sign is unknown too.
     assert found_in(chain(mine(), optax.scale_by_adam())) == []
     injected = optax.inject_hyperparams(optax.adam)(1e-3)
     parts = boostax.explain(injected, PARAMS).parts
     assert [part.name for part in parts] == ["scale_by_adam", "scale"]
-    assert parts[0].copies == pytest.approx(2, abs=0.1)
 
     # Its numbers are in its state, and this one does not do with another in their place.
     asks = optax.inject_hyperparams(lambda rates: optax.sgd(rates[0]))
@@ -397,64 +390,23 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", lanes(CHAINS, ("window", "top-k", "local", "frozen")))
-def test_bytes_agree_with_the_compiled_step(mesh, name):
-    step = boostax.make_train_step(loss, CHAINS[name], mesh=mesh, axis_name="data")
-    state, batch = step.init(PARAMS), jnp.ones((16, 16))
-    found = boostax.explain(step, state, batch)
-    assert found.findings == ()
-    compiled = step.lower(state, batch).compile()
-    arguments = compiled.memory_analysis().argument_size_in_bytes
-    counter, rows_of_batch = 4, 2 * 16 * 4
-    params = found.params_bytes
-    assert params == 4 * ENTRIES
-    expected = params + found.state_bytes + counter + rows_of_batch
-    assert expected == pytest.approx(arguments, rel=0.01)
-    # A plain trace of the chain alone sends the same, but for the loss.
-    alone = boostax.explain(CHAINS[name], PARAMS, axis_sizes={"data": 8})
-    assert [p.name for p in alone.parts] == [p.name for p in found.parts[: len(alone.parts)]]
-    assert alone.state_bytes == found.state_bytes
-    for mine, other in zip(alone.parts, found.parts, strict=False):
-        assert mine.wire_bytes == pytest.approx(other.wire_bytes), mine.name
-    assert found.wire_bytes - alone.wire_bytes == pytest.approx(2 * 7 / 8 * 4)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_right_chain_has_parts_and_no_findings(name):
+    found = boostax.explain(CHAINS[name], PARAMS)
+    assert found.parts and found.findings == ()
 
 
-def test_each_part_has_what_it_keeps_and_sends():
+def test_each_part_is_one_deeper_than_the_part_around_it():
     tx = boostax.dynamic_loss_scale(window(top_k, optax.adamw(1e-3), **AXIS), **AXIS)
-    parts = {part.name: part for part in boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts}
-    whole = 4 * ENTRIES
-    assert parts["accumulate"].copies == pytest.approx(1, abs=0.02)
-    assert parts["accumulate"].own_bytes == whole
-    assert parts["top_k_reduce"].own_bytes == whole
-    assert parts["scale_by_adam"].state_bytes == 2 * whole + 4
-    assert parts["scale_by_adam"].own_bytes == 0
-    assert parts["add_decayed_weights"].state_bytes == parts["scale"].state_bytes == 0
+    parts = {part.name: part for part in boostax.explain(tx, PARAMS).parts}
     names = ("dynamic_loss_scale", "accumulate", "scale")
     assert [parts[name].depth for name in names] == [0, 1, 2]
-    assert parts["dynamic_loss_scale"].collectives == {"pmin": 1}
-    assert parts["dynamic_loss_scale"].wire_bytes == pytest.approx(2 * 7 / 8 * 4)
-    assert set(parts["top_k_reduce"].collectives) == {"all_gather", "psum"}
-    assert parts["scale_by_adam"].collectives == {} and parts["scale_by_adam"].wire_bytes == 0
 
 
-@pytest.mark.parametrize("sums", ["local", "sharded"])
-def test_a_window_says_where_it_reduces_and_what_it_keeps(mesh, sums):
+@pytest.mark.parametrize(("sums", "said"), [("local", "Sum"), ("sharded", "Reduce gradients")])
+def test_a_window_says_where_it_reduces(sums, said):
     tx = boostax.accumulate(chain(mean, adam), 8, sums=sums, **AXIS)
-    parts = {x.name: x for x in boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts}
-    first, then = ("all_reduce", "accumulate")[:: 1 if sums == "local" else -1]
-    assert parts[first].collectives == {"psum": 4} and parts[then].collectives == {}
-    assert parts["accumulate"].what.startswith("Sum" if sums == "local" else "Reduce gradients")
-    how = {"mesh": mesh, "axis_name": "data", "shard_optimizer": True}
-    found = boostax.explain(boostax.make_train_step(loss, tx, **how), PARAMS)
-    kept = next(x.state_bytes for x in found.parts if x.name == "accumulate")
-    assert kept == 13 + 4 * ENTRIES / (1 if sums == "local" else 8)
-
-
-def test_optimizer_state_that_is_sharded_is_counted_once_over_all(mesh):
-    how = {"mesh": mesh, "axis_name": "data", "shard_optimizer": True}
-    step = boostax.make_train_step(loss, chain(mean, adam), **how)
-    parts = {part.name: part for part in boostax.explain(step, PARAMS).parts}
-    assert parts["scale_by_adam"].state_bytes == 2 * 4 * ENTRIES / 8 + 4
+    assert boostax.explain(tx, PARAMS).parts[0].what.startswith(said)
 
 
 REDUCTIONS = {
@@ -472,31 +424,9 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_every_reduction_is_found_in_its_trace(name):
-    first, *rest = boostax.explain(REDUCTIONS[name], PARAMS, axis_sizes={"data": 8}).parts
-    assert (first.name, bool(first.wire_bytes)) == (name, True)
-    assert not any(part.wire_bytes for part in rest)
-
-
-def test_the_same_name_twice_is_counted_with_the_first_unless_it_hides_in_another_part():
-    sizes, fast = {"slow": 2, "fast": 4}, boostax.all_reduce("fast")
-    found = boostax.explain(chain(fast, boostax.all_reduce("slow"), sgd), PARAMS, axis_sizes=sizes)
-    first, second, *_ = found.parts
-    assert first.collectives == {"psum": 8} and second.wire_bytes is None
-    assert "above" in str(found)
-    tx = chain(fast, boostax.reduce.local_updates(sgd, "slow", every=2))
-    first, second, *_ = boostax.explain(tx, PARAMS, axis_sizes=sizes).parts
-    assert (first.name, first.wire_bytes) == ("all_reduce", 2 * 3 / 4 * 4 * ENTRIES)
-    assert (second.name, second.wire_bytes) == ("local_updates", 2 * 1 / 2 * 4 * ENTRIES)
-
-
-def test_what_unknown_parts_send_is_not_taken_for_the_losses():
-    def pmean(updates, state, params=None):
-        return jax.lax.pmean(updates, "data"), state
-
-    tx = chain(optax.GradientTransformation(optax.init_empty_state, pmean), adam)
-    *_, last = boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts
-    assert (last.name, last.wire_bytes) == ("(unknown parts)", 2 * 7 / 8 * 4 * ENTRIES)
+def test_every_reduction_is_a_part(name):
+    first, *_ = boostax.explain(REDUCTIONS[name], PARAMS).parts
+    assert (first.name, first.role == "unknown") == (name, False)
 
 
 def test_params_may_be_shapes_or_numbers(mesh):
@@ -504,43 +434,27 @@ def test_params_may_be_shapes_or_numbers(mesh):
     step = boostax.make_train_step(loss, CHAINS["mean"], mesh=mesh, axis_name="data")
     batch = jnp.ones((16, 16))
     assert boostax.explain(step, shapes, batch) == boostax.explain(step, PARAMS, batch)
-    assert boostax.explain(chain(clip, adam), {"a": 1.0}).params_bytes == 4
+    assert boostax.explain(chain(clip, adam), {"a": 1.0}).parts
 
 
-def test_it_goes_to_json_and_to_a_table(mesh):
-    step = boostax.make_train_step(loss, CHAINS["window"], mesh=mesh, axis_name="data")
-    found = boostax.explain(step, PARAMS, jnp.ones((16, 16)))
+def test_errors_of_init_are_raised():
+    with pytest.raises(ValueError):
+        boostax.explain(optax.partition({"stays": sgd}, half), PARAMS)
+
+
+def test_it_goes_to_json_and_to_a_table():
+    found = boostax.explain(CHAINS["window"], PARAMS)
     data = json.loads(json.dumps(found.to_dict()))
     assert [part["name"] for part in data["parts"]][:2] == ["dynamic_loss_scale", "accumulate"]
-    assert data["parts"][-1]["name"] == "(the step)"
-    assert data["wire_bytes"] == found.wire_bytes
     table = str(found).split("\n\n")[0].splitlines()
-    assert table[0].split()[:4] == ["part", "state", "bytes", "copies"]
+    assert table[0].split()[:2] == ["part", "what"]
     assert table[2].startswith("  accumulate ")
 
 
 def test_a_step_that_is_explained_is_as_before(mesh):
-    """It is traced at the least depth, which the step itself does not list as built."""
     step = boostax.make_train_step(loss, CHAINS["frozen"], mesh=mesh, axis_name="data")
     state, batch = step.init(PARAMS), jnp.ones((16, 16))
-    found = boostax.explain(step, state, batch)
-    assert step.depths == () and found.wire_bytes >= 2 * 7 / 8 * 4 * ENTRIES
+    boostax.explain(step, state, batch)
+    assert step.depths == ()
     state, _ = step(state, batch)
     assert step.depths == (0,) and int(state.step) == 1
-
-
-def test_what_was_not_counted_is_no_zero(mesh):
-    """Without a batch, or the sizes of the axes, nothing was traced that could be counted."""
-    tx = chain(mean, adam)
-    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
-    for told, problem in (
-        (boostax.explain(step, PARAMS), "batch was not given"),
-        (boostax.explain(tx, PARAMS), "axis_sizes was not given"),
-    ):
-        assert "sent per step: not counted." in str(told) and problem in str(told)
-    for told in (
-        boostax.explain(step, PARAMS, jnp.ones((16, 16))),
-        boostax.explain(tx, PARAMS, axis_sizes={"data": 8}),
-    ):
-        assert told.wire_bytes > 0 and told.problem == ""
-    assert "sent per step: 0." in str(boostax.explain(adam, PARAMS))

@@ -1,5 +1,6 @@
 """Names and arguments that were removed are answered with what to write instead."""
 
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -11,6 +12,9 @@ CALLS = {
     "Layers(host=)": lambda: boostax.train.Layers("layers", release=True, host=True),
     "check_replicas(replay=)": lambda: boostax.precision.check_replicas(optax.sgd(0.1), replay=4),
     "all_reduce(noise=)": lambda: boostax.all_reduce("data", noise=0.9),
+    "explain(axis_sizes=)": lambda: boostax.explain(
+        optax.sgd(0.1), jnp.zeros(2), axis_sizes={"data": 8}
+    ),
 }
 
 

@@ -261,12 +261,6 @@ def test_an_audit_does_not_advise_against_what_was_chosen(name):
     assert not [x for x in found.findings if "reduce" in x.what or "gathered" in x.what]
 
 
-def test_explain_names_what_compares_the_forms_of_layers():
-    step = step_of(loss_fn, optax.adam(1e-3), "FSDP", layers=RELEASE)
-    found = boostax.explain(step, step.init(first_params()), next(batches()))
-    assert "boostax.inspect.forms" in found.problem
-
-
 # The optimizer in the backward loop.
 
 RATE = optax.linear_schedule(1e-3, 1e-4, 5)

@@ -5,6 +5,7 @@ import itertools
 import re
 
 import chex
+import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from reducing import mesh_of
 from training import follow
 
 import boostax
-from boostax._core import costs, interpret
+from boostax._core import interpret
 from boostax.checkpoint import Checkpointer
 from boostax.subspace.basis import project
 from boostax.subspace.files import write

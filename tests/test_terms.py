@@ -157,15 +157,6 @@ def test_the_law_of_a_loss_takes_terms():
     boostax.testing.check_loss(loss, PARAMS, BATCH, only="micro-batches")
 
 
-@pytest.mark.parametrize(("loss", "normalize"), [(loss_fn, NAMES), (weighted, "weight")])
-def test_explain_knows_what_a_window_is_weighed_by(loss, normalize):
-    """It asked for a weight, and raised."""
-    tx = WINDOW(boostax.all_reduce(), normalize=normalize)
-    step = boostax.make_train_step(loss, tx, has_aux=True, **on(2))
-    found = boostax.explain(step, step.init(PARAMS), BATCH)
-    assert [part.collectives["psum"] for part in found.parts[:2]] == [1, len(SHAPES)]
-
-
 SGD, OTHER = optax.sgd(1.0), dict.fromkeys(SHAPES, "b") | {"head": "a"}
 BESIDE = lambda **aux: lambda *args: (loss_fn(*args)[0], boostax.Aux(**aux))  # noqa: E731
 REFUSED = {

@@ -174,53 +174,10 @@ def size(names: tuple[str, ...]) -> int:
 
 
 def varying(x: object) -> frozenset[str]:
-    """Return the axes over which ``x`` is typed as varying; empty if JAX does not track them.
-
-    Raises:
-      RuntimeError: this version of JAX records varying axes in an unknown form.
-    """
-    require_readable()
-    return _varying(x)
-
-
-def _varying(x: object) -> frozenset[str]:
+    """Return the axes over which ``x`` is typed as varying; empty if JAX does not track them."""
     # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
     typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(typed, "manual_axis_type", None), "varying", ()))
-
-
-@functools.cache
-def require_readable() -> None:
-    """Raise unless types tell varying from equal values, and each collective is recognised."""
-    interpret.require_readable()
-    names, found = frozenset([jaxprs.AXIS]), dict[str, frozenset[str]]()
-
-    def read(equal: jax.Array, local: jax.Array) -> jax.Array:
-        cast, typed = lax.pcast(equal, jaxprs.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
-        found.update(manual=_manual(), local=_varying(local), cast=_varying(cast))
-        found.update(typed=_varying(typed), equal=names - _varying(equal))
-        found["summed"] = names - _varying(lax.psum(local, jaxprs.AXIS))
-        return send(local)
-
-    def send(local: jax.Array) -> jax.Array:
-        each = [send(local, jaxprs.AXIS) for send in COLLECTIVES.values()]
-        return [*each, lax.all_gather(local, jaxprs.AXIS, to="invarying"), local][-1]
-
-    with jaxprs.apart() as mesh:
-        specs: Any = {"mesh": mesh, "out_specs": jax.P(jaxprs.AXIS)}
-        x, local = jax.ShapeDtypeStruct((4,), jnp.float32), jax.P(jaxprs.AXIS)
-        typed = jax.make_jaxpr(jax.shard_map(read, in_specs=(jax.P(), local), **specs))(x, x)
-        plain = jax.shard_map(send, in_specs=local, check_vma=False, **specs)
-        programs = typed.jaxpr, jax.make_jaxpr(plain)(x).jaxpr
-    sends = [sent_over(eqn) for program in programs for eqn, _ in interpret.equations(program)]
-    # Both programs have one collective of each kind and a gather that is typed as equal; only the
-    # first has a sum.
-    seen = sends.count((jaxprs.AXIS,)) == 2 * (len(COLLECTIVES) + 1) + 1
-    found["sent"] = names if seen else frozenset()
-    wrong = [name for name, axes in found.items() if axes != names]
-    what, allowed = "the axes over which values vary or are sent", f"readable for {[*found]}"
-    danger = "Already summed gradients, and replicas that diverge, would go unnoticed."
-    jaxprs.require(what, allowed, wrong, not wrong, danger)
 
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
@@ -233,7 +190,6 @@ def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
 
 def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the named axes over which a program communicates, bound around it or inside it."""
-    require_readable()
     return _named(eqn for eqn, _ in interpret.equations(program.jaxpr))
 
 
@@ -249,7 +205,6 @@ def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     The constants of a tangent program are values of the forward pass, or values recomputed under a
     checkpoint. Gradients are communicated over the returned axes.
     """
-    require_readable()
     found: set[str] = set()
 
     def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
@@ -264,7 +219,6 @@ def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
 def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the axes over which a program sums in a backward pass inside the program."""
-    require_readable()
 
     def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
         return itertools.repeat(backward or _backward(eqn))
@@ -538,9 +492,8 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
-    require_readable()
     wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    if wanted.intersection(*map(_varying, jax.tree.leaves(grads))) == wanted:
+    if wanted.intersection(*map(varying, jax.tree.leaves(grads))) == wanted:
         return
     wanted = tracked(names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):

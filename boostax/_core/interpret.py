@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax import lax
 
 from boostax._core import checks, jaxprs
 
@@ -300,44 +299,3 @@ def of_data(
         return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
-
-
-@functools.cache
-def require_readable() -> None:
-    """Raise unless the table matches this JAX's calls, loops and branches."""
-    with jaxprs.apart() as mesh:
-        x = jax.ShapeDtypeStruct((2,), "float32")
-        traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(x)
-    unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
-    noted = lambda eqn, found: [unite([*found, [eqn.primitive.name]])] * len(eqn.outvars)  # noqa: E731
-    found = flow(traced, [frozenset()], noted, unite, frozenset())
-    # The rule sees no body of an equation that is not in the table, and so no sine.
-    for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
-        named = "sin" in met
-        jaxprs.require(f"the name of {kind}", "in the table", sorted(met), named, _MISSED)
-    eqns: list[Any] = [eqn for eqn, _ in equations(traced.jaxpr)]
-    inside, what = [x.primitive.name for x in eqns].count("sin"), "the programs inside equations"
-    allowed = f"{len(types)}, one for each kind of equation"
-    jaxprs.require(what, allowed, inside, inside == len(types), _MISSED)
-    scanned = next(x for x in eqns if x.primitive.name == "scan")
-    parts = scan_operands(scanned, [x.aval.shape for x in scanned.invars])
-    fits, allowed = parts == ([(2,)], [()], [(3,)]), "constants, carry, xs"
-    jaxprs.require("the operands of scan", allowed, parts, fits, _MIXED)
-
-
-def _all_kinds(mesh: jax.sharding.AbstractMesh) -> Callable[[jax.Array], dict[str, Any]]:
-    """Make a function with one equation of each kind, and a sine in each body."""
-    by_jvp, by_vjp = jax.custom_jvp(lax.sin), jax.custom_vjp(lax.sin)
-    by_jvp.defjvp(lambda primals, tangents: (lax.sin(*primals), *tangents))
-    by_vjp.defvjp(lambda x: (lax.sin(x), None), lambda _, cotangent: (cotangent,))
-    step = lambda x: lambda carry, each: (carry + each + lax.sin(x)[0], None)  # noqa: E731
-    return lambda x: {
-        "jit": jax.jit(lax.sin)(x),
-        "checkpoint": jax.checkpoint(lax.sin)(x),
-        "custom_jvp": by_jvp(x),
-        "custom_vjp": by_vjp(x),
-        "scan": lax.scan(step(x), x[0], lax.full((3,), 1.0, x.dtype))[0],
-        "while": lax.while_loop(lambda carry: carry[0] < 1, lax.sin, x),
-        "cond": lax.cond(x[0] < 1, lax.sin, lax.cos, x),
-        "shard_map": jax.shard_map(lax.sin, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(x),
-    }

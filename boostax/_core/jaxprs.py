@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's classes of jaxprs, and a check at first use that boostax reads jaxprs correctly.
+"""JAX's classes of jaxprs.
 
 The classes are loaded on first use, because ``jax.extend`` imports Pallas, a third of the time of
 ``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
 signature names a class.
 
 JAX may change how it writes types and traced programs. Code that looks for an old name would then
-find nothing, and a check that finds nothing accepts everything. So each reader of jaxprs first
-traces a small program whose answer is known, and raises if it reads another answer. Nothing is
-compiled, and nothing is added to the program that is being traced.
+find nothing, and a check that finds nothing accepts everything. ``tests/test_proof.py`` reads small
+programs whose answer is known, on the oldest, the pinned and the newest JAX.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -33,19 +29,6 @@ def __getattr__(name: str) -> Any:
 
     globals()[name] = value = getattr(core, name)
     return value
-
-
-# The axis of the mesh in these checks; no user's function is mapped over it.
-AXIS = "boostax_proof"
-
-
-@contextmanager
-def apart() -> Generator[AbstractMesh]:
-    """Yield a mesh of two devices that need not exist, isolated from the caller's contexts."""
-    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
-    # shard_map refuses a mesh inside another mesh, and under disable_jit a trace has no calls.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.disable_jit(False):
-        yield mesh
 
 
 def require(subject: str, allowed: str, got: object, holds: bool, danger: str) -> None:

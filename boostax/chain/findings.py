@@ -109,7 +109,7 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
     for row in found:
         name, description = row.part.name, row.part.description
         # Freezing saves nothing.
-        if row.role == "freeze" and len(row.routes) > sum(x.role == "watch" for x in row.holders):
+        if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
             yield finding("zero_in_partition", name=name)

@@ -31,22 +31,13 @@ import jax
 import numpy as np
 import optax
 
-from boostax._core.describe import Description, PyTree, closure, first_line
-from boostax._core.replicas import PerReplica
+from boostax._core.describe import Description, closure, first_line
 
-# The path from a wrapper's state to the state of a part inside: indices, keys and field names.
-Route = tuple[Any, ...]
-
-# Optax's wrappers of one transformation, with the path from the wrapper's state to the inner state.
-_INNER = "masked apply_if_finite conditionally_transform conditionally_mask inject_hyperparams"
-_WRAPPERS: dict[str, Route] = {
-    **dict.fromkeys(_INNER.split(), ("inner_state",)),
-    "MultiSteps": ("inner_opt_state",),
-    "lookahead": ("fast_state",),
-    **dict.fromkeys(("schedule_free", "mechanize"), ("base_optimizer_state",)),
-    "sam": ("opt_state",),
-    "flatten": (),
-}
+# Optax's wrappers of one transformation.
+_WRAPPERS = (
+    "masked apply_if_finite conditionally_transform conditionally_mask inject_hyperparams "
+    "MultiSteps lookahead schedule_free mechanize sam flatten"
+).split()
 UNKNOWN = "unknown"
 # The role of a part that only combines other parts.
 COMBINATOR = "combinator"
@@ -101,7 +92,7 @@ class Part:
       what: the first line of the factory's docstring.
       description: its own description, if there is one.
       settings: the values in the closure of its ``update``.
-      inner: the parts inside, each with the path to its state, or ``None`` if the path is unknown.
+      inner: the parts inside.
       apart: whether the parts inside work in parallel, not in sequence.
     """
 
@@ -110,7 +101,7 @@ class Part:
     what: str
     description: Description | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    inner: tuple[tuple[Route | None, "Part"], ...] = ()
+    inner: tuple["Part", ...] = ()
     apart: bool = False
 
 
@@ -135,7 +126,7 @@ def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformatio
 def _part(update: Callable[..., Any]) -> Part:
     own: Description | None = getattr(update, "description", None)
     if own is not None:
-        inner = tuple(((field,), read(tx)) for field, tx in own.inner.items())
+        inner = tuple(map(read, own.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
         return Part(own.name, "", own.what, own, settings=values, inner=inner)
     if isinstance(update, functools.partial):
@@ -159,25 +150,21 @@ def _part(update: Callable[..., Any]) -> Part:
     return Part(name, package, first_line(made), settings=values, inner=held, apart=apart)
 
 
-def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Part], ...]:
-    """Return the parts inside one of Optax's combinators, each with the path to its state."""
+def _held(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Return the parts inside one of Optax's combinators."""
     try:
         if name == "chain":
-            return tuple(((i,), _part(fn)) for i, fn in enumerate(values["update_fns"]))
+            return tuple(map(_part, values["update_fns"]))
         if name == "named_chain":
-            return tuple(((label,), read(tx)) for label, tx in values["transforms"])
+            return tuple(read(tx) for _, tx in values["transforms"])
         if name == "partition":
-            found = values["transforms"].items()
-            return tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
+            return tuple(map(read, values["transforms"].values()))
     except KeyError:  # This version of Optax uses another name for it.
-        return ((None, _HIDDEN),)
-    route = _WRAPPERS.get(name)
+        return (_HIDDEN,)
     if name == "inject_hyperparams":
         values = {"made": _injected(values)}
-    held = {x: tx for x, tx in values.items() if isinstance(tx, optax.GradientTransformation)}
-    routes = {x: ("adv_state",) if x == "adv_optimizer" else route for x in held}
-    inner = tuple((routes[x], read(tx)) for x, tx in held.items())
-    return inner if inner or name not in _WRAPPERS else ((None, _HIDDEN),)
+    held = [tx for tx in values.values() if isinstance(tx, optax.GradientTransformation)]
+    return tuple(map(read, held)) or (_HIDDEN,) * (name in _WRAPPERS)
 
 
 def _injected(values: Mapping[str, Any]) -> Any:
@@ -194,21 +181,6 @@ def _injected(values: Mapping[str, Any]) -> Any:
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
     except Exception:  # Any factory may fail here; the part is then unknown.
         return None
-
-
-def follow(state: PyTree, route: Route | None) -> PyTree:
-    """Return a part's state within its wrapper's state; ``None`` if it is not found."""
-    if route is None:
-        return None
-    for step in route:
-        if isinstance(state, PerReplica):
-            state = state.local
-        try:
-            state = getattr(state, step) if hasattr(state, "_fields") else state[step]
-        except (AttributeError, KeyError, IndexError, TypeError):
-            # A plain tuple is the state of a chain, or of a transformation of another package.
-            return None
-    return state
 
 
 def _factory(update: Callable[..., Any]) -> str:
@@ -261,7 +233,7 @@ class Row:
       part: the part.
       role: its effect on a gradient; see the top of this file.
       holders: the rows around the part, outermost first, without parts that only combine.
-      routes: the path from the chain's state to the part's state, wrapper by wrapper.
+      wrappers: the number of parts around the part, with those that only combine.
       sides: for each partition around the part, the partition and the label of the part.
       masks: the names of the wrappers that pass only some of the params, outermost first.
     """
@@ -269,7 +241,7 @@ class Row:
     part: Part
     role: str
     holders: tuple["Row", ...]
-    routes: tuple[Route | None, ...]
+    wrappers: int
     sides: tuple[tuple[int, int], ...]
     masks: tuple[str, ...] = ()
 
@@ -299,9 +271,9 @@ def rows(part: Part) -> list[Row]:
             found.append(row)
             holders = (*holders, row)
         masks = (*masks, part.name) if part.name in _MASKS else masks
-        for i, (route, inner) in enumerate(part.inner):
+        for i, inner in enumerate(part.inner):
             sides = (*row.sides, (id(part), i)) if part.apart else row.sides
-            visit(Row(inner, role(inner), holders, (*row.routes, route), sides, masks))
+            visit(Row(inner, role(inner), holders, row.wrappers + 1, sides, masks))
 
-    visit(Row(part, role(part), (), (), ()))
+    visit(Row(part, role(part), (), 0, ()))
     return found

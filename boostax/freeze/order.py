@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from boostax._core import trees
-from boostax._core.interpret import flow, of_data, require_readable
+from boostax._core.interpret import flow, of_data
 
 PyTree = Any
 # The leaves of the params from which a value is computed, or None if the value depends on data.
@@ -53,7 +53,6 @@ def forward_order(
     names = trees.names(params)
     call = lambda params, given, named: fn(params, *given, **named)  # noqa: E731
     hint = "Pass the batch to forward_order; do not let the function close over it."
-    require_readable()
     program, data = of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
 

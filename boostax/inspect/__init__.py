@@ -7,10 +7,7 @@ from boostax.inspect.audit import Audit as Audit
 from boostax.inspect.audit import audit as audit
 from boostax.inspect.collectives import CompiledCollective as CompiledCollective
 from boostax.inspect.explain import Explanation as Explanation
-from boostax.inspect.explain import PartCost as PartCost
 from boostax.inspect.explain import explain as explain
-from boostax.inspect.forms import Forms as Forms
-from boostax.inspect.forms import forms as forms
 from boostax.inspect.targets import target_devices as target_devices
 
 _late(__name__)

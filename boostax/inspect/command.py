@@ -23,10 +23,9 @@ from typing import Any
 import jax
 
 from boostax._core import checks
-from boostax.inspect import Forms, forms, waste
+from boostax.inspect import waste
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
-from boostax.train.compiled import TrainStep
 
 # The counts that can be limited, and their units.
 _LIMITS = {
@@ -38,7 +37,10 @@ _LIMITS = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the audit; return 1 if a limit is exceeded or the program cannot be audited."""
+    """Print the audit and return the exit code of ``boostax.__main__.main``."""
+    if "--forms" in argv:
+        print(f"boostax: {checks.replacement('boostax audit --forms')}", file=sys.stderr)
+        return 2
     given = _parser().parse_args(argv)
     try:
         with held_back():
@@ -47,8 +49,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"boostax: {str(error).removeprefix('boostax: ')}", file=sys.stderr)
         return 1
     print(json.dumps(found.to_dict()) if given.json else found)
-    judged = found.audits["boostax"] if isinstance(found, Forms) else found
-    passed = list(_passed(given, judged))
+    passed = list(_passed(given, found))
     for words in passed:
         print(f"boostax: audit: {words}", file=sys.stderr)
     return min(1, len(passed))
@@ -98,7 +99,7 @@ def held_back() -> Generator[None]:
             os.dup2(shown.fileno(), 2)
 
 
-def _audited(given: argparse.Namespace) -> Audit | Forms:
+def _audited(given: argparse.Namespace) -> Audit:
     # A plugin without its devices fails to start, and then cannot compile.
     if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
@@ -114,22 +115,8 @@ def _audited(given: argparse.Namespace) -> Audit | Forms:
     if not isinstance(made, tuple):
         said = "audit: the function must return the program with its arguments, got"
         raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
-    if given.forms:
-        return _forms(made, given)
     names = "target", "params", "calls", "turns", "network"
     return audit(*made, **{name: getattr(given, name) for name in names})
-
-
-def _forms(made: tuple[Any, ...], given: argparse.Namespace) -> Forms:
-    """Return the step in all forms; refuse another program, and options without effect."""
-    kind = "jax.jit" if hasattr(made[0], "trace") else type(made[0]).__name__
-    said, hint = f"a {kind} with {len(made) - 1} arguments", "make_train_step(loss, tx) makes one."
-    fits = isinstance(made[0], TrainStep) and len(made) == 3
-    checks.require("audit", "--forms", said, "of (TrainStep, state, batch)", fits, hint)
-    names = ("params", "calls", "turns", "network")
-    vain = [f"--{name}" for name in names if getattr(given, name) not in (None, 1)]
-    checks.require("audit", "--forms", f"also {vain}", "without these", not vain, "Leave them out.")
-    return forms(*made, target=given.target)
 
 
 def _step(name: str, arguments: Sequence[str]) -> str:
@@ -173,6 +160,5 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="emulate so many devices at hand")
-    add("--forms", action="store_true", help="the step in all forms; limits hold for its own")
     add("--json", action="store_true", help="plain data on one line")
     return parser

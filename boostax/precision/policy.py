@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import checks, jaxprs, trees
-from boostax._core.interpret import CUSTOM, require_readable, rewrite
+from boostax._core.interpret import CUSTOM, rewrite
 
 PyTree = Any
 Level = Literal["O0", "O1", "O2", "O3"]
@@ -238,7 +238,6 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
             args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
             return fn(*args, **kwargs)
 
-        require_readable()
         replay, _ = trees.trace_once(on_arrays, arrays)
         lowered = rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
         return replay._replace(program=lowered)(arrays)

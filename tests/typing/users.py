@@ -60,7 +60,7 @@ def configured(path: str) -> boostax.config.Boost:
 
 
 def explained(params: Params) -> list[str]:
-    found = boostax.explain(reduced, params, axis_sizes={"data": 8})
+    found = boostax.explain(reduced, params)
     assert_type(found, boostax.inspect.Explanation)
     return [finding.mend for finding in found.findings]
 
