@@ -258,12 +258,15 @@ class Optimizer(nnx.Optimizer[_M]):
         place = lambda x, y: x if stays(y) else jax.device_put(x, y.sharding)  # noqa: E731
         nnx.update(self.opt_state, nnx.state(jax.tree.map(place, state, own), **self.more))
 
-    def migrate(self, model: _M, tx: optax.GradientTransformation) -> Any:
+    def migrate(
+        self, model: _M, tx: optax.GradientTransformation, *, count: int | None = None
+    ) -> Any:
         """Change the chain in place by ``boostax.migrate_state``, outside of ``nnx.jit``.
 
         Args:
           model: the model that is trained.
           tx: the new chain, as for the class.
+          count: the number of steps so far, from which new schedules continue.
 
         Returns:
           The ``MigrationReport``.
@@ -275,7 +278,8 @@ class Optimizer(nnx.Optimizer[_M]):
 
         how: Any = {"axis_name": self.axis_name, "shard_optimizer": self.shard_optimizer}
         new: Any = Optimizer(model, tx, wrt=self.wrt, **how, **self.more)
-        state, report = migrate_state(self, new.tx, nnx.state(model, self.wrt, **self.more))
+        params = nnx.state(model, self.wrt, **self.more)
+        state, report = migrate_state(self, new.tx, params, count=count)
         new.set_state(state)
         self.tx, self.freezing, self.opt_state = new.tx, new.freezing, new.opt_state
         return report

@@ -121,14 +121,18 @@ def test_a_window_reduces_once_and_takes_the_memory_of_accumulate(mesh):
 
 
 def test_a_window_can_be_flushed_and_saved_states_of_optax_move_in():
-    old = optax.MultiSteps(optax.sgd(1.0), 3)
-    _, saved = old.update(jnp.float32(2.0), old.init(jnp.float32(0)), jnp.float32(0))
-    tx = compat.MultiSteps(optax.sgd(1.0), 3).gradient_transformation()
-    state, report = boostax.migrate_state(saved, tx, jnp.float32(0))
+    old, zero = optax.MultiSteps(optax.sgd(1.0), 2), jnp.float32(0)
+    saved = old.init(zero)
+    for _ in range(2):
+        _, saved = old.update(jnp.float32(2.0), saved, zero)
+    tx = compat.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    state, report = boostax.migrate_state(saved, tx, zero)
     assert isinstance(state, compat.MultiStepsState) and not report.dropped
-    assert (int(state.mini_step), float(state.acc_grads)) == (1, 2.0)
-    params, state = boostax.flush(tx, state, jnp.float32(0))
-    assert params == -2.0 and int(state.gradient_step) == 1
+    _, state = tx.update(jnp.float32(2.0), state, zero)
+    with pytest.raises(ValueError, match=r"AccumulateState\. Call boostax\.flush\(old_tx"):
+        boostax.migrate_state(state, old.gradient_transformation(), zero)
+    params, state = boostax.flush(tx, state, zero)
+    assert params == -2.0 and int(state.gradient_step) == 2
 
 
 def test_a_scaler_inside_says_which_windows_were_applied():

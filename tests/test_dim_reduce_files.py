@@ -18,7 +18,7 @@ import boostax
 from boostax._core import trees
 from boostax.checkpoint import Checkpointer
 from boostax.config.auto import auto
-from boostax.subspace import checkpoint_snapshots, pca_basis
+from boostax.subspace import files, pca_basis
 
 # MindSpore's runs: a layer of ten and one of four, with relu between.
 
@@ -165,7 +165,7 @@ def test_files_of_mindspores_dictionary_have_their_effect(tmp_path):
     waits, _, last = boost.notes
     assert waits == "dim_reduce.timeout = 60 has no effect: no process waits for another's files."
     assert last.startswith("dim_reduce: the optimizer has no effect: an SGD of alpha and gamma")
-    basis = pca_basis(checkpoint_snapshots(tmp_path / "weights", params), 8)
+    basis = pca_basis(files.snapshots(tmp_path / "weights", params), 8)
     tx = boostax.dim_reduce(basis, residual=optax.sgd(0.001, 0.9), rule="mindspore")
     assert_same(boost, tx, params)
 

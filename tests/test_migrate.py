@@ -31,11 +31,10 @@ def grads_of(params, step, scale=1.0):
     return jax.tree.map(lambda p: (jnp.cos(p * (step + 1)) + 0.1) * scale, params)
 
 
-def trained(tx, steps=3):
-    """Params and state after a few steps."""
-    params = make_params()
-    state = tx.init(params)
-    for step in range(steps):
+def trained(tx, steps=3, start=None):
+    """Params and state after a few steps, the first ten before ``start``."""
+    params, state = start or (make_params(), tx.init(make_params()))
+    for step in range(10 if start else 0, steps + (10 if start else 0)):
         grads = grads_of(params, step, boostax.precision.loss_scale(state))
         params, state = boostax.apply_gradients(tx, grads, state, params)
     return params, state
@@ -99,12 +98,10 @@ CHANGES = {
         for do in (added, removed)
     },
     "scaler moved": (
-        lambda: scaled(window(ADAM())),
-        lambda: window(scaled(ADAM())),
-        # The open window is now of gradients that the scale still multiplies.
+        lambda: scaled(window(ADAM(), 3)),
+        lambda: window(scaled(ADAM()), 3),
         lambda old, new: old.inner_state._replace(
-            window=jax.tree.map(lambda x: x * old.scale, old.inner_state.window),
-            inner_state=old._replace(inner_state=old.inner_state.inner_state),
+            inner_state=old._replace(inner_state=old.inner_state.inner_state)
         ),
     ),
     "trajectory moved": (
@@ -183,15 +180,64 @@ def multi_steps(steps):
     return tx, *trained(tx, steps)
 
 
-@pytest.mark.parametrize("steps", [0, 4, 6])
-def test_multi_steps_becomes_accumulate(steps):
-    _, params, old = multi_steps(steps)
-    state, report = migrate_state(old, boostax.accumulate(ADAM(), 4), params)
-    assert int(state.micro_step) == steps % 4 and int(state.optimizer_steps) == steps // 4
-    assert bool(boostax.train.has_updated(state)) == (steps == 4)
-    assert_same(state.window.grads, jax.tree.map(lambda x: x * old.mini_step, old.acc_grads))
-    assert_same(state.inner_state, old.inner_opt_state)
-    assert "acc_grads of MultiStepsState is taken as a mean" in report.notes[0]
+@pytest.mark.parametrize("steps", [0, 4])
+def test_multi_steps_becomes_accumulate_and_back(steps):
+    old_tx, params, old = multi_steps(steps)
+    new_tx = boostax.accumulate(ADAM(), 4)
+    state, _ = migrate_state(old, new_tx, params)
+    counts = {"optimizer_steps": old.gradient_step, "inner_state": old.inner_opt_state}
+    assert_same(state, new_tx.init(params)._replace(**counts))
+    assert_same(migrate_state(state, old_tx, params)[0], old)
+
+
+def decay(step):
+    return 1e-2 / (1.0 + step)
+
+
+def decayed(weight):
+    return optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(weight), optax.scale(-0.1))
+
+
+def multi_stepped(every):
+    return optax.MultiSteps(ADAM(), every).gradient_transformation()
+
+
+# A chain of a constant, or without the part; and the schedule that it gets.
+SCHEDULES = {
+    "rate": (optax.adamw, 1e-2, decay),
+    "weight decay": (decayed, 0.1, decay),
+    "injected": (optax.inject_hyperparams(optax.adamw), 1e-2, decay),
+    "freeze": (lambda x: freeze(ADAM(), schedule=x) if x else ADAM(), 0, lambda step: step // 12),
+    "window": (lambda x: window(ADAM(), x) if x != 1 else ADAM(), 1, lambda step: 1 + step // 11),
+    "MultiSteps": (
+        lambda x: multi_stepped(x) if x != 1 else ADAM(),
+        1,
+        lambda step: 1 + step // 11,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_new_schedule_goes_on_at_a_given_step(kind):
+    """As in the run of one schedule that was constant until then."""
+    make, constant, schedule = SCHEDULES[kind]
+    joined = make(lambda step: jnp.where(step < 10, constant, schedule(step)))
+    params, old = trained(make(constant), 10)
+    state, report = migrate_state(old, make(schedule), params, count=10)
+    assert any("begins at 10." in note for note in report.notes)
+    found, expected = trained(make(schedule), 5, (params, state))[0], trained(joined, 15)[0]
+    # Inside a gate's branch Adam is compiled, which rounds elsewhere.
+    chex.assert_trees_all_close(found, expected, rtol=2e-6)
+    assert_same(migrate_state(state, make(schedule), params, count=99)[0], state)
+
+
+def test_a_step_of_no_schedule_is_named_and_new_moments_begin_at_zero():
+    params, old = trained(optax.sgd(0.1))
+    state, report = migrate_state(old, ADAM(), params, count=10)
+    assert_same(state, ADAM().init(params))
+    assert report.notes == ("count=10 has no effect: no schedule is new.",)
+    with pytest.raises(ValueError, match="migrate_state: count must be"):
+        migrate_state(old, ADAM(), params, count=-1)
 
 
 FOREIGN = {
@@ -254,10 +300,37 @@ def test_a_trajectory_of_another_size_begins_anew():
 
 
 def test_moments_are_kept_together_and_counts_with_moments():
+    """Integers do not become floats."""
     params, old = trained(optax.scale_by_adam())
-    state, report = migrate_state(old, optax.scale_by_adam(mu_dtype="bfloat16"), params)
+    codes = old._replace(mu=jax.tree.map(lambda x: x.astype("int32"), old.mu))
+    state, report = migrate_state(codes, optax.scale_by_adam(), params)
     assert int(state.count) == 0 and report.kept == ()
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(state.nu))
+
+
+PRECISIONS = [(None, "bfloat16"), ("bfloat16", None), ("float16", "bfloat16")]
+
+
+@pytest.mark.parametrize(("before", "after"), PRECISIONS)
+def test_a_leaf_of_another_precision_is_cast_and_named(before, after):
+    """Defect guarded against: mu, nu and the count of another ``mu_dtype`` began anew."""
+    old_tx, new_tx = ADAM(mu_dtype=before), ADAM(mu_dtype=after)
+    params, old = trained(old_tx)
+    state, report = migrate_state(old, new_tx, params)
+    dtypes = [str(jnp.dtype(x or "float32")) for x in (before, after)]
+    expected = (old[0]._replace(mu=optax.tree.cast(old[0].mu, dtypes[1])), *old[1:])
+    assert_same(state, expected)
+    note = "mu of ScaleByAdamState at 0 is cast from {} to {}."
+    assert report.notes == (note.format(*dtypes),)
+    assert report.anew == report.dropped == ()
+
+
+def test_a_cast_that_leaves_the_range_is_refused():
+    tx = optax.trace(0.9)
+    params, old = trained(tx)
+    large = jax.tree.map(lambda x: jnp.full_like(x, 1e6), old)
+    with pytest.raises(ValueError, match=r"new_tx must be wide enough .* float16 at trace/a"):
+        migrate_state(large, optax.trace(0.9, accumulator_dtype="float16"), params)
 
 
 def test_of_several_states_the_best_fit_is_taken_and_named():

@@ -20,8 +20,8 @@ from training import follow
 import boostax
 from boostax._core import interpret
 from boostax.checkpoint import Checkpointer
+from boostax.subspace import files
 from boostax.subspace.basis import project
-from boostax.subspace.files import write
 
 ROWS, WIDTH = 24, 10
 
@@ -355,32 +355,31 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
     with Checkpointer(tmp_path, keep=20) as checkpointer:
         for i, params in enumerate(path):
             checkpointer.save(i, {"params": params, "more": jnp.ones(3)})
-    shapes, found = jax.eval_shape(start), boostax.subspace.checkpoint_snapshots
+    shapes, found = jax.eval_shape(start), files.snapshots
     chex.assert_trees_all_equal(found(tmp_path, shapes), path)
-    chex.assert_trees_all_equal(found(tmp_path, shapes, last=3), path[-3:])
     for params, match in (
         ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which should be of \(2, 2\) like"),
         ({"other": jnp.zeros(3)}, "got 'params/other', which is not there"),
     ):
         with pytest.raises(ValueError, match=match):
             found(tmp_path, params)
-    with pytest.raises(ValueError, match="item must be the part of a checkpoint"):
-        found(tmp_path, start(), item="default")
+    (tmp_path / "11").mkdir()
+    with pytest.raises(ValueError, match=r"directory must be that of a boostax\.checkpoint\.Check"):
+        found(tmp_path, shapes)
     with pytest.raises(FileNotFoundError, match="a subdirectory for each step"):
         found(tmp_path / "none", shapes)
 
 
 def test_files_of_arrays_by_path_become_snapshots(tmp_path):
     """Of numbers in their order, whatever else lies there."""
-    found, params = boostax.subspace.checkpoint_snapshots, {"a": {"b": jnp.ones((2, 3))}}
+    found, params = files.snapshots, {"a": {"b": jnp.ones((2, 3))}}
     (tmp_path / "weights.safetensors").write_bytes(b"no snapshot")
     with pytest.raises(FileNotFoundError, match=r"got none in .*safetensors.numpy.load_file gives"):
         found(tmp_path, params)
     for i in range(12):
         arrays = {"a/b": np.full((2, 3), i, np.float32), "opt/m": np.ones(1)}
-        write("test", tmp_path / f"step_{i}.npz", arrays)
+        files.write("test", tmp_path / f"step_{i}.npz", arrays)
     assert [int(x["a"]["b"][0, 0]) for x in found(tmp_path, params)] == list(range(12))
-    assert [int(x["a"]["b"][0, 0]) for x in found(tmp_path, params, last=2)] == [10, 11]
     (tmp_path / "100").mkdir()
     with pytest.raises(ValueError, match=r"directory must be a folder of .* got both in"):
         found(tmp_path, params)
@@ -388,5 +387,5 @@ def test_files_of_arrays_by_path_become_snapshots(tmp_path):
 
 def test_bfloat16_as_numpy_itself_writes_it_is_read(tmp_path):
     np.savez(tmp_path / "1.npz", w=np.asarray(jnp.arange(3.0, dtype="bfloat16")))
-    (got,) = boostax.subspace.checkpoint_snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
+    (got,) = files.snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
     assert got["w"].dtype == "bfloat16" and got["w"].tolist() == [0.0, 1.0, 2.0]

@@ -60,19 +60,18 @@ class Holds(NamedTuple):
       bound: fields that have a meaning only together, so ``migrate_state`` keeps all or none of
         them; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
-      sums: prefixes of paths to arrays that are proportional to the gradients.
+      count: the field with the number of steps that a schedule reads.
+      sums: fields of arrays that are proportional to the gradients.
       scale: the field of the loss scale, or of the table of loss scales.
-      powers: whether the applied scale is the largest power of two that does not exceed the table's
-        entry.
       basis: the field of directions, which are an argument of the factory.
       params: whether the arrays belong to params, not to gradients.
     """
 
     bound: tuple[str, ...] | None = None
     opened: str = ""
+    count: str = ""
     sums: tuple[str, ...] = ()
     scale: str = ""
-    powers: bool = False
     basis: str = ""
     params: bool = False
 

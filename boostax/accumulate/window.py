@@ -70,7 +70,7 @@ class AccumulateState(NamedTuple):
     applied: jax.Array
     window: PerReplica | Window | None
     inner_state: optax.OptState
-    holds = Holds(("micro_step", "window"), "micro_step", ("window/grads",))
+    holds = Holds(("micro_step", "window"), "micro_step", "optimizer_steps")
 
     passed = gate.told_by("applied")
 

@@ -24,6 +24,7 @@ from boostax import subspace
 from boostax._core import axes, checks
 from boostax.chain.parts import CLIPS, opened, read, rows
 from boostax.config.refusals import require
+from boostax.subspace import files
 from boostax.subspace.basis import saved_basis
 from boostax.subspace.dim_reduce import RULES
 
@@ -126,7 +127,7 @@ def _basis(options: types.SimpleNamespace) -> Any:
     require(tree is not None, "files", tree)
     if matrix is not None:
         return saved_basis(matrix, tree, count)
-    return subspace.pca_basis(subspace.checkpoint_snapshots(options.weight_load_dir, tree), count)
+    return subspace.pca_basis(files.snapshots(folder, tree), count)
 
 
 # For each factory, the function that makes its arguments that are not data.

@@ -3,8 +3,7 @@
 
 An optimizer state is a tree of NamedTuples, each the state of a part, and every array belongs to
 the innermost NamedTuple around it. States are matched by class, arrays by their paths within the
-state. Arrays that belong together (an open window, the moments of a param) are kept together or
-dropped together.
+state. Arrays that belong together (the moments of a param) are kept together or dropped together.
 
 A scaler divides the gradients that it passes inwards. A state around the scaler, or before it in a
 chain, gets gradients times the scale, so the sums in such a state are in units of the scale.
@@ -26,23 +25,22 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from boostax import states
 from boostax._core import axes, checks, mismatch, norms, trees
 from boostax._core.describe import Holds, PyTree, variants_of
-from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
-from boostax.accumulate.window import AccumulateState, Window
+from boostax.accumulate.window import AccumulateState
 from boostax.config.refusals import require
 from boostax.precision.store import StoreState, narrowed, widened
 from boostax.reduce.by_shape import ByShapeState
 from boostax.train.state import TrainState
 
 Tx: TypeAlias = optax.GradientTransformation
-# Scales by the path of the scaler; "" for the product of the scales that apply to all gradients.
+# Scales by the path of the scaler; "" for the product of the scales that multiply all gradients.
 Unit: TypeAlias = dict[str, Any]
 Notes: TypeAlias = list[str]
 Path: TypeAlias = tuple[Any, ...]
 _WHO = "migrate_state"
 # The meaning of Optax's and other libraries' states, and the texts of the notes.
 _DATA = checks.table("boostax.config", "migrate")
-_HOLDS = {pkgutil.resolve_name(cls): Holds(**fields) for cls, fields in _DATA["holds"].items()}
+_HOLDS = {name: Holds(**fields) for name, fields in _DATA["holds"].items()}
 _BECOMES = {name: pkgutil.resolve_name(row["is"]) for name, row in _DATA["becomes"].items()}
 
 
@@ -70,7 +68,12 @@ class MigrationReport:
 
 @checks.arguments
 def migrate_state(
-    old_state: PyTree, new_tx: Tx, params: PyTree, *, replicas: int | None = None
+    old_state: PyTree,
+    new_tx: Tx,
+    params: PyTree,
+    *,
+    replicas: int | None = None,
+    count: int | None = None,
 ) -> tuple[PyTree, MigrationReport]:
     """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
@@ -79,14 +82,13 @@ def migrate_state(
     or ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
     equal fits, the k-th old state goes to the k-th new state, counted from outside. An array is
     kept if path, shape and dtype agree, so newly masked or newly trained leaves do not affect other
-    leaves. The moments of a leaf are kept all or none, counts only with moments, and a trajectory
-    or a basis only as a whole.
+    leaves. If only the precision differs, the array is cast, and a note says so. The moments of a
+    leaf are kept all or none, counts only with moments, and a trajectory or a basis only as a
+    whole.
 
-    A state around a loss scaler, or before it, sums up gradients times the scale. If the scaler is
-    moved, added or removed, open windows, residuals and momentum are multiplied by the ratio of the
-    new to the old scale, and a note says so. An open window continues in any precision. The
-    migration raises if ``new_tx`` has no window, and drops a window with a note if the old scaler
-    would have skipped it (not finite, or beyond 2**48).
+    An open window is refused. If a loss scaler is moved, added or removed behind residuals or
+    momentum, these sums of gradients are multiplied by the ratio of the new to the old scale, and a
+    note says so.
 
     Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
     ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
@@ -103,7 +105,11 @@ def migrate_state(
       new_tx: the transformation that continues the run; it may come from ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
-        none. An open window whose sum over the replicas counts is divided among the replicas.
+        none.
+      count: the number of steps so far, from which schedules that are new in ``new_tx`` continue:
+        call ``k`` after the migration has the learning rate ``schedule(count + k)``, with ``k``
+        from 0. With ``None`` they begin at step 0. Kept counts, and the counts of new moments,
+        which correct their bias, do not change.
 
     Returns:
       The new state, with the dtypes and the placement of ``new_tx.init(params)`` and in new
@@ -112,9 +118,9 @@ def migrate_state(
       outside ``jit``.
 
     Raises:
-      ValueError: params of other shapes than in ``old_state`` (the error names the leaf); different
-        numbers of replicas; an open window without a counterpart; moments of scaled gradients, or
-        scales by group, that the new position of a scaler makes wrong.
+      ValueError: an open window; params of other shapes than in ``old_state`` (the error names the
+        leaf); different numbers of replicas; moments of scaled gradients, or scales by group, that
+        the new position of a scaler makes wrong; a value beyond the range of a narrower dtype.
       TypeError: ``new_tx`` is not a transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
@@ -137,6 +143,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     old_state, params = trees.arrays(old_state), trees.arrays(params)
     mismatch.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
     checks.positive_int(_WHO, "replicas", 1 if replicas is None else replicas, _DATA["hint"])
+    checks.natural(_WHO, "count", 0 if count is None else count, _DATA["steps"])
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
@@ -146,22 +153,23 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     saved, old_state = old_state, _classed(old_state, first)
     if jax.tree.structure(saved) != jax.tree.structure(old_state):
         notes.append(_DATA["notes"]["classes"])
+    _require_closed(old_state)
     fresh, old_state = widened(first), widened(old_state)
     news = _read(fresh, params)
     wanted = dict.fromkeys(type(y.state) for y in news)
-    olds = _read(_translated(old_state, {*wanted}, notes), params)
+    olds = _read(_translated(old_state, {*wanted}), params)
     # The state of on_mesh already has the dimension of replicas.
     news, stacked = _stacked(news, None)
-    olds, count = _stacked(olds, stacked or replicas)
+    olds, size = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news)
     _require_same_order(old_state, first)
     matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in wanted)
     found = {path: x for some in matched for path, x in some.items()}
     before, after = _units(olds, {}), _units(news, found)
-    _settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
     pairs = ((y, found[y.path]) for y in news if y.path in found)
     found = {y.path: _converted(y, x, before[x.at], after[y.at], notes) for y, x in pairs}
-    values = {y.path: _placed(y, found.get(y.path), count) for y in news}
+    sources = found | ({} if count is None else _starts(news, found, count, notes))
+    values = {y.path: _placed(y, sources.get(y.path), size) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
     return state, _report(olds, news, found, notes)
@@ -190,7 +198,8 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
 
 def holds(cls: type) -> Holds:
     """Return the meaning of a state class's fields: its ``holds``, or a known one of Optax."""
-    return getattr(cls, "holds", _HOLDS.get(cls, Holds()))
+    known = cls.__module__.startswith(("optax.", "builtins"))
+    return getattr(cls, "holds", _HOLDS.get(cls.__name__ if known else "", Holds()))
 
 
 class Leaf(NamedTuple):
@@ -227,11 +236,6 @@ class Leaf(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape on one replica."""
         return self.value.shape[1 if self.replicas else 0 :]
-
-    @property
-    def micro_steps(self) -> int:
-        """The micro-steps in the open window of the array's state; 0 without an open window."""
-        return int(getattr(self.state, self.holds.opened, 0))
 
 
 # The arrays of a state by path, or old arrays by the paths of the new arrays that they become.
@@ -297,18 +301,17 @@ def _spot(path: Path) -> str:
     return trees.path_name(path) or "the root"
 
 
-def _window(x: Any) -> dict[str, Any]:
-    """Convert a window between MultiSteps (keeps a mean) and accumulate (keeps a sum)."""
-    if hasattr(x, "acc_grads"):
-        sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
-        return {"window": Window(sums, None), "applied": (x.gradient_step > 0) & (x.mini_step == 0)}
-    # MultiSteps cannot keep a window with weights, or a window per replica.
-    fits = isinstance(x.window, Window) and x.window.weight is None
-    sums = trees.at_least_float32(x.window.grads if fits else None)
-    return {"acc_grads": jax.tree.map(lambda g: g / jnp.maximum(x.micro_step, 1), sums)}
+def _require_closed(tree: PyTree) -> None:
+    """Refuse an open window: its sums have a meaning only in the chain that opened it."""
+    for node in trees.nodes(tree):
+        field = holds(type(node)).opened
+        steps = np.max(getattr(node, field, 0), initial=0)
+        what = "open" if isinstance(node, AccumulateState) else "open elsewhere"
+        got = f"one of {steps} micro-steps in {type(node).__name__}"
+        require(not steps, what, got, field=field)
 
 
-def _translated(tree: PyTree, wanted: set[type], notes: Notes) -> PyTree:
+def _translated(tree: PyTree, wanted: set[type]) -> PyTree:
     """Replace states of other libraries by the equivalent states in ``wanted``."""
 
     def foreign(x: object) -> bool:
@@ -321,10 +324,7 @@ def _translated(tree: PyTree, wanted: set[type], notes: Notes) -> PyTree:
         given = {ours: getattr(x, theirs) for ours, theirs in names.items()}
         for name in _DATA["numbers"].keys() & names:
             given[name] = jnp.asarray(given[name], _DATA["numbers"][name]).reshape(())
-        given |= _window(x) if {"window", "acc_grads"} & {*cls._fields} else {}
-        if "window" in given:
-            notes.append(_DATA["notes"]["mean"])
-        return _translated(cls(**dict.fromkeys(cls._fields) | given), wanted, notes)
+        return _translated(cls(**dict.fromkeys(cls._fields) | given), wanted)
 
     return jax.tree.map(translate, tree, is_leaf=foreign)
 
@@ -366,10 +366,10 @@ def _of_class(leaves: list[Leaf], cls: type) -> dict[Path, Leaves]:
 
 
 def _fits(old: Leaf, new: Leaf) -> bool:
-    """Return whether an old array can replace a new array; a window may change its precision."""
+    """Return whether an old array can replace a new array, if need be in another precision."""
     x, y = old.value, new.value
-    sums = all(map(trees.is_inexact, (x.dtype, y.dtype))) and new.holds.opened != ""
-    alike = x.dtype == y.dtype or (sums and jnp.iscomplexobj(x) == jnp.iscomplexobj(y))
+    floats = trees.is_inexact(x.dtype) and trees.is_inexact(y.dtype)
+    alike = x.dtype == y.dtype or (floats and jnp.iscomplexobj(x) == jnp.iscomplexobj(y))
     shared = new.replicas is None and (old.replicas or 1) > 1
     return alike and old.shape == new.shape and not shared
 
@@ -386,11 +386,12 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
         both = ((x, news[new][rel]) for rel, x in olds[old].items() if rel in news[new])
         fitting[old, new] = {y.path: x for x, y in both if _fits(x, y)}
 
-    def score(pair: tuple[Path, Path]) -> tuple[int, int, int]:
-        """Count arrays that fit, arrays without a counterpart, and equal ``partition`` labels."""
+    def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
+        """Count arrays that fit, equal dtypes, arrays left over, and equal ``partition`` labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
-        good = len(fitting[pair])
-        return good, good - len(olds[pair[0]]), len(labels[0] & labels[1])
+        good, dtypes = len(fitting[pair]), {y.path: y.value.dtype for y in news[pair[1]].values()}
+        equal = sum(x.value.dtype == dtypes[path] for path, x in fitting[pair].items())
+        return good, equal, good - len(olds[pair[0]]), len(labels[0] & labels[1])
 
     for old, new in sorted(pairs, key=score, reverse=True):
         if fitting[old, new] and new not in primary and old not in primary.values():
@@ -432,23 +433,22 @@ def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
 def _units(leaves: list[Leaf], found: Leaves) -> dict[Path, Unit]:
     """Return the scales that multiply the gradients of each state, from ``found`` if present.
 
-    ``""`` is the product of the scales that apply to all gradients of a state, if there are any.
-    Scales of groups, and of scalers in one branch of a ``partition`` or ``named_chain``, are listed
-    by path, because they can only be compared, not multiplied.
+    ``""`` is the product of the scales that multiply all gradients of a state. Scales of groups,
+    and of scalers in one branch of a ``partition`` or ``named_chain``, are listed by path, because
+    they can only be compared, not multiplied.
     """
-    seen: dict[Path, Unit] = {x.at: {} for x in leaves}
+    units: dict[Path, Unit] = {x.at: {"": 1.0} for x in leaves}
     scalers = [x for x in leaves if x.holds.scale == x.field != ""]
-    # A scaler beside the optimizer does not divide the gradients of the optimizer's state.
+    # A scaler next to the optimizer does not divide the gradients of the optimizer's state.
     scalers = [x for x in scalers if getattr(x.state, "inner_state", ()) is not None]
-    for (at, unit), x in itertools.product(seen.items(), scalers):
-        scale = np.asarray(found.get(x.path, x).value, np.float64)
-        scale = 2.0 ** (np.frexp(scale)[1] - 1.0) if x.holds.powers else scale
-        path = _path_to_scaler(at, x.at)
-        if path == "" and np.all(scale == scale.flat[0]):
-            unit[""] = unit.get("", 1.0) * float(scale.flat[0])
+    for (at, unit), x in itertools.product(units.items(), scalers):
+        saved, path = found.get(x.path, x), _path_to_scaler(at, x.at)
+        scale = np.asarray(saved.value[0] if saved.replicas else saved.value).tolist()
+        if path == "" and isinstance(scale, float):
+            unit[""] *= scale
         elif path is not None:
-            unit[path or "the groups"] = scale.tolist()
-    return seen
+            unit[path or "the groups"] = scale
+    return units
 
 
 def _path_to_scaler(at: Path, scaler: Path) -> str | None:
@@ -465,63 +465,46 @@ def _path_to_scaler(at: Path, scaler: Path) -> str | None:
 
 def _words(unit: Unit) -> str:
     rest = (f"{scale} of {path}" for path, scale in unit.items() if path)
-    return " and ".join([f"{unit.get('', 1.0):g}", *rest])
-
-
-def _measured(leaf: Leaf) -> str | None:
-    """Return how an array depends on the scale of the gradients that its state gets.
-
-    The result is ``"sum"`` if the array is proportional to the scale, ``"moment"`` if it is
-    proportional to another power of the scale, ``"unknown"`` in unknown states, and ``None`` if it
-    does not depend on the scale.
-    """
-    known, cls = leaf.holds, type(leaf.state)
-    if known.sums:
-        return "sum" if trees.path_name(leaf.rel).startswith(tuple(known.sums)) else None
-    # If the only param is a scalar, every scalar of a state looks like an array of this param.
-    apart = known.params or leaf.owner is None or leaf.owner == leaf.shape == ()
-    if apart or not trees.is_inexact(leaf.value.dtype):
-        return None
-    moments = cls.__module__.startswith("optax.") and cls.__name__.startswith("ScaleBy")
-    return "moment" if moments else "unknown"
-
-
-def _settle_windows(
-    olds: list[Leaf], found: Leaves, before: dict[Path, Unit], scaled: set[Path], notes: Notes
-) -> None:
-    """Drop open windows that the old chain would have skipped; refuse to drop others."""
-    opened = [x for x in olds if x.bound and x.micro_steps]
-    for at in dict.fromkeys(x.at for x in opened):
-        sums = [x for x in opened if x.at == at]
-        takers = [y for y, x in found.items() if x.at == at and x.bound]
-        got = f"one of {sums[0].micro_steps} micro-steps at {_spot(at)}"
-        apart = any(x.replicas is not None for x in sums)
-        require(takers, "lost apart" if apart else "lost", got)
-        pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
-        if before[at] and not scaled & {*takers} and not pending.usable():
-            notes.append(_DATA["notes"]["unusable"].format(_spot(at)))
-            for y in takers:
-                del found[y]
+    return " and ".join([f"{unit['']:g}", *rest])
 
 
 def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, notes: Notes) -> Leaf:
-    """Return an old array in the dtype and in the units of its new position."""
-    kind, one, factor = _measured(new), {"": 1.0}, 1.0
-    closed = new.holds.opened != "" and not old.micro_steps
-    if kind and not closed and one | before != one | after:
+    """Return an old array in the new dtype; a sum of gradients is in units of their new scale."""
+    dtype, factor = new.value.dtype, 1.0
+    if before != after and _of_gradients(new):
         words = f"{_named(new)} at {_spot(old.at)} of gradients times {_words(before)}"
         words += f", which at {_spot(new.at)} come times {_words(after)}"
-        fits = kind != "moment" and before | one == after | one
-        require(fits, "window unit" if new.holds.opened else "unit", words)
-        notes.append(f"{words}: {'converted' if kind == 'sum' else 'kept unchanged'}.")
-        factor = after.get("", 1.0) / before.get("", 1.0) if kind == "sum" else 1.0
-    x, dtype = old.value, new.value.dtype
-    if factor == 1 and dtype == x.dtype:
+        is_sum = new.field in new.holds.sums
+        fits = before | {"": 0} == after | {"": 0} if is_sum else _named(new)[:7] != "ScaleBy"
+        require(fits, "unit", words)
+        notes.append(f"{words}: {'converted' if is_sum else 'kept unchanged'}.")
+        factor = after[""] / before[""] if is_sum else 1.0
+    if dtype != old.value.dtype:
+        where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
+        notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
+    elif factor == 1:
         return old
-    value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
-    got = f"{dtype} at {trees.path_name(new.path)}"
-    require(closed or norms.stays_finite(x, value), "range", got, factor=factor)
+    value = (trees.at_least_float32(old.value) * np.float32(factor)).astype(dtype)
+    fits = norms.stays_finite(old.value, value)
+    require(fits, "range", f"{dtype} at {trees.path_name(new.path)}")
     return old._replace(value=value)
+
+
+def _of_gradients(leaf: Leaf) -> bool:
+    """Return whether an array may depend on the scale of the gradients that its state gets."""
+    # If the only param is a scalar, every scalar of a state looks like an array of this param.
+    owned = leaf.owner is not None and not leaf.owner == leaf.shape == ()
+    closed = leaf.holds.params or leaf.holds.opened
+    return owned and not closed and trees.is_inexact(leaf.value.dtype)
+
+
+def _starts(news: list[Leaf], found: Leaves, count: int, notes: Notes) -> Leaves:
+    """Return the counts that new schedules read, by their paths, each at ``count``."""
+    anew = [y for y in news if y.path not in found and y.holds.count]
+    counts = [y for y in anew if trees.path_name(y.rel[-1:]) == y.holds.count]
+    words = _DATA["notes"]["start" if counts else "no start"]
+    notes += [words.format(trees.path_name(y.path), count) for y in counts] or [words.format(count)]
+    return {y.path: y._replace(value=jnp.full_like(y.value, count)) for y in counts}
 
 
 def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
@@ -533,9 +516,7 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
         # Without a mesh the new state's array is not placed yet, so the old array's placement is
         # used.
         return _copy(x, leaf.value if leaf.replicas else x)
-    summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
-    require(replicas or not (summed and old and old.micro_steps), "shared_out", None)
-    x = spread_anew(PerReplica(x[None]), replicas, summed).local if replicas else x
+    x = spread_anew(PerReplica(x[None]), replicas, False).local if replicas else x
     return _copy(x, x if replicas and not leaf.replicas else leaf.value)
 
 

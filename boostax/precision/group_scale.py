@@ -66,7 +66,7 @@ class GroupLossScaleState(NamedTuple):
     skipped_steps: jax.Array
     skipped_in_a_row: jax.Array
     inner_state: optax.OptState
-    holds = Holds(("table", "largest", "overflow_group"), scale="table", powers=True)
+    holds = Holds(("table", "largest", "overflow_group"), scale="table")
 
     @property
     def scales(self) -> jax.Array:

@@ -8,7 +8,6 @@ from boostax.subspace.basis import random_basis as random_basis
 from boostax.subspace.dim_reduce import SubspaceRule as SubspaceRule
 from boostax.subspace.dim_reduce import dim_reduce as dim_reduce
 from boostax.subspace.dim_reduce import replace_basis as replace_basis
-from boostax.subspace.files import checkpoint_snapshots as checkpoint_snapshots
 from boostax.subspace.trajectory import record_trajectory as record_trajectory
 from boostax.subspace.trajectory import trajectory as trajectory
 from boostax.subspace.trajectory import trajectory_basis as trajectory_basis

@@ -117,13 +117,13 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     matrix = pathlib.Path(path).suffix == ".npy"
     basis: Any = _matrix(who, path, params) if matrix else Basis.load(path, params)
     rows = basis if matrix else basis.components
-    gram = total(jax.tree.map(lambda x: dot(wide(x), wide(x)), rows))
+    gram = _gram_of(jax.tree.map(wide, rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
     checks.require(who, "n_components", n_components, allowed, n_components <= k, "Take so many.")
     # Rounding to bfloat16 leaves an error of half a percent.
     got, hint = "rows that are not", "Distances along them would be wrong."
-    skew = np.abs(gram - np.eye(k)).max()
+    skew = jnp.abs(gram - jnp.eye(k)).max()
     checks.require(who, "path", got, "a file of orthonormal rows", bool(skew < 2e-2), hint)
     first = jax.tree.map(lambda x: x[:n_components], rows)
     return first if matrix else Basis(first, basis.mean, basis.explained[:n_components])
@@ -205,8 +205,7 @@ def pca_basis(
       A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
       of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params and m
       centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded leaves
-      devices communicate only matrices of ``m x m`` or ``m x k`` in f32. Outside ``jit`` these
-      matrices are decomposed on the host in f64.
+      devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
@@ -240,30 +239,30 @@ def principal(
     narrow = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     m, k = _counted(who, snapshots, n_components), n_components
     gram = total(jax.tree.map(_gram, snapshots))
-    np_ = _numpy(gram)
+    traced = isinstance(gram, Tracer)
     hint = "Look for the step at which the run broke down."
-    finite = np_ is jnp or bool(np.isfinite(gram).all())
+    finite = traced or bool(jnp.isfinite(gram).all())
     checks.require(who, "snapshots", "a NaN or infinity", "finite", finite, hint)
-    u = np_.linalg.eigh(gram)[1][:, ::-1][:, : min(k + _SPARE, m - 1)]
+    u = jnp.linalg.eigh(gram)[1][:, ::-1][:, : min(k + _SPARE, m - 1)]
     rows: PyTree = None
     s = turn = u
     for _ in range(2):
         rows = _orthonormal(jax.tree.map(lambda x, u=u: _spanned(x, u), snapshots))
         along = total(jax.tree.map(_coordinates, snapshots, rows))
-        u, s, turn = np_.linalg.svd(along, full_matrices=False)
+        u, s, turn = jnp.linalg.svd(along, full_matrices=False)
     eps = max(np.finfo(wide_dtype(x)).eps for x in jax.tree.leaves(snapshots))
-    noise = np_.sqrt(total(jax.tree.map(_rounding, snapshots)))
-    found = s > noise + eps * np_.sqrt(m) * s[0]
-    if complete and np_ is np:
+    noise = jnp.sqrt(total(jax.tree.map(_rounding, snapshots)))
+    found = s > noise + eps * np.sqrt(m) * s[0]
+    if complete and not traced:
         which = "in which these snapshots differ beyond their rounding"
         allowed = f"at most {found.sum()}, the number of directions {which}"
         hint = "Take fewer, or snapshots that lie further apart."
-        checks.require(who, "n_components", k, allowed, found[:k].all(), hint)
-    turn = np_.where(found[:k, None], turn[:k], 0.0)
+        checks.require(who, "n_components", k, allowed, bool(found[:k].all()), hint)
+    turn = jnp.where(found[:k, None], turn[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
-    components = _signed(_orthonormal(rows, times=1))
-    variance = np_.trace(gram)
-    explained = np_.where(found[:k], s[:k] ** 2, 0.0) / np_.where(variance > 0, variance, 1.0)
+    components = _signed(_polished(rows))
+    variance = jnp.trace(gram)
+    explained = jnp.where(found[:k], s[:k] ** 2, 0.0) / jnp.where(variance > 0, variance, 1.0)
     components = components if narrow is None else stored(components, narrow)
     return Basis(components, jax.tree.map(_mean, snapshots), jnp.asarray(explained, jnp.float32))
 
@@ -356,17 +355,9 @@ def wide(x: ArrayLike) -> jax.Array:
     return jnp.asarray(x).astype(wide_dtype(x))
 
 
-def total(parts: PyTree) -> Any:
-    """Return the sum over leaves, on the host and in f64 unless traced."""
-    leaves = jax.tree.leaves(parts)
-    if any(isinstance(x, Tracer) for x in leaves):
-        return functools.reduce(jnp.add, leaves)
-    return functools.reduce(np.add, [np.asarray(x, np.float64) for x in leaves])
-
-
-def _numpy(x: Any) -> Any:
-    """Return the array library to which ``x`` belongs."""
-    return np if isinstance(x, (np.ndarray, np.generic)) else jnp
+def total(parts: PyTree) -> jax.Array:
+    """Return the sum over leaves."""
+    return functools.reduce(jnp.add, jax.tree.leaves(parts))
 
 
 def dot(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -390,22 +381,35 @@ def mix(turn: ArrayLike, rows: ArrayLike) -> jax.Array:
     return lax.dot_general(turn, rows, over, precision=lax.Precision.HIGHEST)
 
 
-def _orthonormal(rows: PyTree, times: int = 2) -> PyTree:
+def _orthonormal(rows: PyTree) -> PyTree:
     """Return the nearest orthonormal rows of the same span; rows of zeros stay zero.
 
     The rows are multiplied by the inverse root of their Gram matrix. Unlike Cholesky's factor, the
-    root has no NaN if rows are linearly dependent. A single pass squares the error.
+    root has no NaN if rows are linearly dependent. Each pass squares the error.
     """
-    for _ in range(times):
-        gram = total(jax.tree.map(lambda z: dot(z, z), rows))
-        np_ = _numpy(gram)
-        norms = np_.sqrt(np_.diagonal(gram))
-        inverse = np_.where(norms > 0, 1.0 / np_.where(norms > 0, norms, 1.0), 0.0)
-        values, vectors = np_.linalg.eigh(gram * inverse * inverse[:, None])
-        roots = np_.where(values > 1e-6, 1.0 / np_.sqrt(np_.maximum(values, 1e-6)), 0.0)
-        turn = inverse[:, None] * ((vectors * roots) @ vectors.T)
+    for _ in range(2):
+        gram = _gram_of(rows)
+        norms = jnp.sqrt(jnp.diagonal(gram))
+        inverse = jnp.where(norms > 0, 1.0 / jnp.where(norms > 0, norms, 1.0), 0.0)
+        values, vectors = jnp.linalg.eigh(gram * inverse * inverse[:, None])
+        roots = jnp.where(values > 1e-6, 1.0 / jnp.sqrt(jnp.maximum(values, 1e-6)), 0.0)
+        turn = inverse[:, None] * mix((vectors * roots).T, vectors.T)
         rows = jax.tree.map(functools.partial(mix, turn), rows)
-    return rows
+    return _polished(rows)
+
+
+def _polished(rows: PyTree) -> PyTree:
+    """Return nearly orthonormal rows without the rounding errors of a decomposition.
+
+    For a Gram matrix near the identity, (3 - gram) / 2 is its inverse root.
+    """
+    gram = _gram_of(rows)
+    turn = 1.5 * jnp.eye(len(gram)) - 0.5 * gram
+    return jax.tree.map(functools.partial(mix, turn), rows)
+
+
+def _gram_of(rows: PyTree) -> jax.Array:
+    return total(jax.tree.map(lambda z: dot(z, z), rows))
 
 
 @jax.jit

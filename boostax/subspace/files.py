@@ -18,6 +18,7 @@ from boostax._core.groups import natural
 
 PyTree = Any
 Path = str | pathlib.Path
+_WHO = "dim_reduce"
 
 
 def named(who: str, tree: PyTree) -> dict[str, Any]:
@@ -93,53 +94,27 @@ def _require(who: str, path: Path, name: str, like: Any, found: Mapping[str, Any
     raise ValueError(checks.message(who, "params", f"those of {path}", got, hint))
 
 
-def checkpoint_snapshots(
-    directory: Path,
-    params: PyTree,
-    *,
-    last: int | None = None,
-    item: str | None = "state",
-    inside: str | None = "params",
-) -> list[PyTree]:
+def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
     """Read the params of every checkpoint in a directory, in the order of the steps.
 
-    ``pca_basis`` takes the result. Leaves are found by their names, so the order of files in the
-    directory, or of arrays in a checkpoint, does not matter.
+    Leaves are found by their names, so the order of files in the directory, or of arrays in a
+    checkpoint, does not matter.
 
     Args:
-      directory: directory of a ``Checkpointer`` or of any orbax ``CheckpointManager``, with one
-        subdirectory for each step, named by its number. Or a folder of ``.npz`` files, one file per
-        step, in the order of the numbers in the files' names, with an array for each path in the
-        params, ``layer/kernel``; other arrays and files are ignored.
+      directory: directory of a ``Checkpointer``, with one subdirectory for each step, named by its
+        number. Or a folder of ``.npz`` files, one file per step, in the order of the numbers in the
+        files' names, with an array for each path in the params, ``layer/kernel``; other arrays and
+        files are ignored.
       params: a tree of arrays or shapes, for names, shapes and dtypes.
-      last: number of the latest steps to read; ``None`` for all steps.
-      item: orbax item with the params, in subdirectories; ``None`` if a step has no items.
-      inside: key of the params in that item; ``None`` if the item has only the params.
 
     Returns:
       A list of trees of NumPy arrays. Cost: the params of these steps, on the host; no other part
       of a checkpoint is read.
 
     Raises:
-      ValueError, TypeError: ``last`` out of range, or params that differ from the saved params.
-      FileNotFoundError: the directory has no steps.
-      ImportError: orbax is not installed.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp, tempfile
-      >>> from boostax.checkpoint import Checkpointer
-      >>> folder = tempfile.mkdtemp()
-      >>> with Checkpointer(folder) as checkpointer:
-      ...   for step in range(3):
-      ...     checkpointer.save(step, {"params": jnp.array([3.0 * step, 4.0 * step])})
-      >>> snapshots = boostax.subspace.checkpoint_snapshots(folder, jnp.zeros(2))
-      >>> basis = boostax.subspace.pca_basis(snapshots, 1)
-      >>> basis.components.round(3).tolist()
-      [[0.6000000238418579, 0.800000011920929]]
+      ValueError: params that differ from the saved params. FileNotFoundError: the directory has no
+        steps. ImportError: orbax is not installed.
     """
-    who = "checkpoint_snapshots"
-    if last is not None:
-        checks.positive_int(who, "last", last, "None reads all of them.")
     folder = pathlib.Path(directory).absolute()
     # This sorts step_9 before step_10.
     there = sorted(folder.glob("*"), key=lambda path: natural(path.name))
@@ -149,36 +124,31 @@ def checkpoint_snapshots(
     allowed = "a folder of .npz files, or of a subdirectory for each step"
     hint = "pca_basis takes a list of trees of arrays, as safetensors.numpy.load_file gives them."
     error = ValueError if steps else FileNotFoundError
-    checks.require(who, "directory", got, allowed, fits, hint, error)
+    checks.require(_WHO, "directory", got, allowed, fits, hint, error)
     if steps:
-        return [_checkpoint(who, params, item, inside, x) for x in steps[-(last or 0) :]]
-    names = named(who, params)
-    files = written[-(last or 0) :]
-    return [chosen(who, x, params, read(who, x, ".npz", names)) for x in files]
+        return [_checkpoint(params, x) for x in steps]
+    names = named(_WHO, params)
+    return [chosen(_WHO, x, params, read(_WHO, x, ".npz", names)) for x in written]
 
 
-def _checkpoint(
-    who: str, params: PyTree, item: str | None, inside: str | None, step: pathlib.Path
-) -> PyTree:
-    with checks.needing(who, "orbax", "checkpoint"):
+def _checkpoint(params: PyTree, step: pathlib.Path) -> PyTree:
+    with checks.needing(_WHO, "orbax", "checkpoint"):
         import orbax.checkpoint as ocp
     # Orbax saves no empty arrays.
     like = jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype) if np.size(x) else None, params)
-    wanted = like if inside is None else {inside: like}
+    wanted = {"params": like}
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     handler: Any = ocp.PyTreeCheckpointHandler()
-    path = step if item is None else step / item
+    path = step / "state"
     try:
         saved = dict(trees.named(handler.metadata(path).tree))
     except (ValueError, FileNotFoundError) as error:
-        allowed = "the part of a checkpoint that holds the params"
-        hint = f"{step} does not have it; None takes the checkpoint itself."
-        raise ValueError(checks.message(who, "item", allowed, item, hint)) from error
+        allowed, hint = "that of a boostax.checkpoint.Checkpointer", f"{step} has no state."
+        raise ValueError(checks.message(_WHO, "directory", allowed, str(step), hint)) from error
     # Orbax would restore missing arrays as zeros.
     for name, leaf in trees.named(wanted):
-        _require(who, path, name, leaf, saved)
+        _require(_WHO, path, name, leaf, saved)
     args = ocp.args.PyTreeRestore(wanted, kinds, partial_restore=True)
-    restored = handler.restore(path, args=args)
-    tree = restored if inside is None else restored[inside]
+    restored = handler.restore(path, args=args)["params"]
     filled = lambda p, x: np.zeros(np.shape(p), p.dtype) if x is None else np.asarray(x)  # noqa: E731
-    return jax.tree.map(filled, params, tree)
+    return jax.tree.map(filled, params, restored)

@@ -300,6 +300,8 @@ class Library:
             close = self._compiled(lambda params, state: boostax.flush(tx, state, params))
             self.carry = close(*self.carry)
             return
+        if kind == "nest":
+            self.move("flush", 0)
         params, state = self._taken()
         if kind == "save":
             params, state = pickle.loads(pickle.dumps((params, state)))
@@ -326,6 +328,7 @@ class Library:
             fresh.set_state(state)
             self.optimizer = fresh
         else:
+            self.optimizer.flush(self.model)
             self._prepare(dataclasses.replace(self.case, gates=self.case.gates[::-1]))
             self.optimizer.migrate(self.model, self.tx)
         self._in_place()

@@ -269,15 +269,9 @@ class Reference:
                     self.weights = self.weights * more
             self.replicas = argument
         elif kind == "nest":
+            # Only a closed window moves to another chain.
+            self.move("flush", 0)
             self.gates = self.gates[::-1]
-            outside = self.gates[0] == "scale"
-            factor = 1 / self.scale if outside else self.scale
-            if outside and not all(
-                np.all(np.abs(s * factor) < USABLE) for own in self.sums for s in own.values()
-            ):
-                # Its scaler would have dropped it; the new one never sees it.
-                self.count, self.sums = 0, []
-            self.sums = [{n: s * factor for n, s in own.items()} for own in self.sums]
         elif kind == "flush" and self.count and "window" in self.gates:
             with np.errstate(all="ignore"):
                 taken = self._close(self.gates[self.gates.index("window") + 1 :])
