@@ -4,12 +4,12 @@ import functools
 import gc
 import itertools
 import os
-import pathlib
 
 import drawing  # noqa: F401, its profile stands before any test is imported
 import jax
 import pytest
 from jax._src.interpreters import mlir
+from recorded import GOLDEN, load_arrays
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
@@ -21,12 +21,16 @@ gc.set_threshold(100_000, 50, 100)
 # that live: every program shares one.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-
 
 @pytest.fixture(scope="session")
 def golden():
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def arrays():
+    """Return a function that reads the arrays of a golden file."""
+    return lambda name: load_arrays(GOLDEN / name)
 
 
 @pytest.fixture(scope="session")
