@@ -89,7 +89,9 @@ def test_directions_five_thousand_times_narrower_than_the_first_are_found_in_flo
     # The sixth has 4e-8 of the variance, less than one rounding of a Gram matrix in f32.
     run = arrays("pca.npz")
     rows = flat(pca_basis(mlp(jnp.asarray(run["samples"])), 6).components, 6)
-    assert gap(rows[:5], run["full_svd"][:5]) < 1e-5
+    s, _ = reference(run["samples"], 40)
+    # A rounding of the widest direction turns the fifth by this angle.
+    assert gap(rows[:5], run["full_svd"][:5]) < np.finfo(np.float32).eps * s[0] / s[4]
     assert gap(rows, run["full_svd"]) < 2e-4
     assert skew(rows) < 1e-6
 
