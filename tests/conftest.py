@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import os
+import pathlib
 
 import drawing  # noqa: F401, its profile stands before any test is imported
 import jax
@@ -20,6 +21,26 @@ gc.set_threshold(100_000, 50, 100)
 # To make a context of MLIR is a fifth of a small program's time, and each looks through all others
 # that live: every program shares one.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+
+SLOW = pathlib.Path(__file__).parent / "slow.txt"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="one case of each law not in slow.txt")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep the first quick case of each law with ``--fast``; a law of the contract is a law."""
+    if config.getoption("fast"):
+        seen = set(SLOW.read_text().splitlines())
+        items[:] = [x for x in items if not (law_of(x) in seen or seen.add(law_of(x)))]
+
+
+def law_of(item):
+    law = getattr(item, "callspec", None) and item.callspec.params.get("law")
+    return item.nodeid.partition("[")[0] + (f" {law.__name__}" if callable(law) else "")
 
 
 @pytest.fixture(scope="session")
