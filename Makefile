@@ -25,13 +25,17 @@ PEER := $(if $(wildcard .peers/mindspore/bin/python), or mindspore)
 OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.executable)" 2>/dev/null) \
  $(PYTHON))
 
-.PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign test-mindspore bench bench-compilers bench-short docs release lint clean newest-python
+.PHONY: demo test test-fast test-compilers test-long test-newest test-oldest test-foreign test-mindspore bench bench-compilers bench-short docs release lint clean newest-python
 
 demo: $(READY)
 	$(RUN) examples/train_text.py --output runs/demo
 
 test: $(READY) lint
 	$(QUICK_CODE) $(TESTS)
+
+# One case of each law that is not in tests/slow.txt, in two minutes of a processor.
+test-fast: $(READY)
+	$(QUICK_CODE) $(RUN) -m pytest --fast $(OPTIONS)
 
 # The same tests on what pip takes today, and on the oldest versions that pyproject.toml allows.
 test-newest: newest-python

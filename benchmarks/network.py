@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -36,7 +37,9 @@ from boostax.inspect.network import Network
 PyTree = Any
 # 30 leaves of one width, and micro-batches of 8 rows a host.
 LEAVES, WIDTH, SLICES, ROWS = 30, 192, 8, 8
-ADDRESS, PORT, BRIDGE, AXIS = "10.99.0", 7777, "boostax-net", "data"
+ADDRESS, PORT, AXIS = "10.99.0", 7777, "data"
+# The number of this process: two runs on one machine have networks of their own.
+BRIDGE = f"bx{os.getpid()}"
 BY_HAND = "one packed message by hand"
 # The processes of one machine cannot send as much.
 UNLIMITED = "10gbit"
@@ -250,8 +253,8 @@ def limit(hosts: int, rate: str) -> None:
     """Limit each link in both directions."""
     for i in range(hosts):
         how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
-        run("tc", "qdisc", "replace", "dev", f"bxv{i}", *how)
-        run("ip", "netns", "exec", f"bx{i}", "tc", "qdisc", "replace", "dev", "eth0", *how)
+        run("tc", "qdisc", "replace", "dev", f"{BRIDGE}v{i}", *how)
+        run("ip", "netns", "exec", f"{BRIDGE}n{i}", "tc", "qdisc", "replace", "dev", "eth0", *how)
 
 
 @contextlib.contextmanager
@@ -261,27 +264,28 @@ def network(hosts: int) -> Generator[None]:
     try:
         run("ip", "link", "set", BRIDGE, "up")
         for i in range(hosts):
-            inside = "ip", "netns", "exec", f"bx{i}", "ip"
+            space, link = f"{BRIDGE}n{i}", f"{BRIDGE}v{i}"
+            inside = "ip", "netns", "exec", space, "ip"
             peer = "peer", "name", "eth0", "netns"
-            run("ip", "netns", "add", f"bx{i}")
-            run("ip", "link", "add", f"bxv{i}", "type", "veth", *peer, f"bx{i}")
-            run("ip", "link", "set", f"bxv{i}", "master", BRIDGE, "up")
+            run("ip", "netns", "add", space)
+            run("ip", "link", "add", link, "type", "veth", *peer, space)
+            run("ip", "link", "set", link, "master", BRIDGE, "up")
             run(*inside, "addr", "add", f"{ADDRESS}.{i + 1}/24", "dev", "eth0")
             run(*inside, "link", "set", "eth0", "up")
             run(*inside, "link", "set", "lo", "up")
             # Hosts find each other by their own name, which `ip netns exec` reads here.
-            names = pathlib.Path("/etc/netns") / f"bx{i}"
+            names = pathlib.Path("/etc/netns") / space
             names.mkdir(parents=True, exist_ok=True)
             own = f"{ADDRESS}.{i + 1} {platform.node()}"
             (names / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
         yield
     finally:
-        gone = [["netns", "del", f"bx{i}"] for i in range(hosts)]
-        gone += [["link", "del", name] for name in (*(f"bxv{i}" for i in range(hosts)), BRIDGE)]
+        gone = [["link", "del", BRIDGE]]
+        for i in range(hosts):
+            gone += [["netns", "del", f"{BRIDGE}n{i}"], ["link", "del", f"{BRIDGE}v{i}"]]
+            shutil.rmtree(pathlib.Path("/etc/netns") / f"{BRIDGE}n{i}", ignore_errors=True)
         for what in gone:
             subprocess.run(["ip", *what], check=False, capture_output=True)
-        for i in range(hosts):
-            shutil.rmtree(pathlib.Path("/etc/netns") / f"bx{i}", ignore_errors=True)
 
 
 def measured(
@@ -289,22 +293,25 @@ def measured(
     chosen: list[str],
     rates: list[str],
     rounds: int,
-    patience: float = 3600.0,
     work: str = "leaves",
 ) -> list[dict[str, Any]]:
-    """The rows of host 0; after ``patience`` seconds all hosts are ended."""
+    """The rows of host 0; an hour after their start all hosts are ended."""
     job = {"forms": chosen, "rates": rates, "rounds": rounds, "work": work}
     given = [str(hosts), json.dumps(job)]
     rows: list[dict[str, Any]] = []
     with network(hosts), contextlib.ExitStack() as stack:
         started: list[subprocess.Popen[str]] = []
+        logs: list[Any] = []
         for i in range(hosts):
-            command = ["ip", "netns", "exec", f"bx{i}", sys.executable, __file__, "--host", f"{i}"]
-            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            process = stack.enter_context(subprocess.Popen([*command, *given], **pipes))
+            where = ["ip", "netns", "exec", f"{BRIDGE}n{i}"]
+            command = [*where, sys.executable, __file__, "--host", f"{i}", *given]
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            process = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
+            logs.append(log)
             stack.callback(process.kill)
             started.append(process)
-        timer = threading.Timer(patience, lambda: [x.kill() for x in started])
+        timer = threading.Timer(3600.0, lambda: [x.kill() for x in started])
         timer.start()
         stack.callback(timer.cancel)
         first: Any = started[0]
@@ -318,7 +325,16 @@ def measured(
             limit(hosts, row["rate"])
             first.stdin.write("go\n")
             first.stdin.flush()
+        if len(rows) < len(chosen) * len(rates) * rounds:
+            raise RuntimeError(f"host 0 ended after {len(rows)} rows.\n{_printed(logs)}")
     return rows
+
+
+def _printed(logs: list[Any]) -> str:
+    """The end of what each host wrote to its stderr."""
+    for log in logs:
+        log.seek(0)
+    return "\n".join(f"host {i}: {log.read()[-4000:]}" for i, log in enumerate(logs))
 
 
 def table(rows: list[dict[str, Any]], peer: str = BY_HAND) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import drawing  # noqa: F401, its profile stands before any test is imported
 import jax
 import pytest
 from jax._src.interpreters import mlir
+from recorded import GOLDEN, load_arrays
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
@@ -21,12 +22,36 @@ gc.set_threshold(100_000, 50, 100)
 # that live: every program shares one.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+SLOW = pathlib.Path(__file__).parent / "slow.txt"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="one case of each law not in slow.txt")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep the first quick case of each law with ``--fast``; a law of the contract is a law."""
+    if config.getoption("fast"):
+        seen = set(SLOW.read_text().splitlines())
+        items[:] = [x for x in items if not (law_of(x) in seen or seen.add(law_of(x)))]
+
+
+def law_of(item):
+    law = getattr(item, "callspec", None) and item.callspec.params.get("law")
+    return item.nodeid.partition("[")[0] + (f" {law.__name__}" if callable(law) else "")
 
 
 @pytest.fixture(scope="session")
 def golden():
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def arrays():
+    """Return a function that reads the arrays of a golden file."""
+    return lambda name: load_arrays(GOLDEN / name)
 
 
 @pytest.fixture(scope="session")

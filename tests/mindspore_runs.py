@@ -2,18 +2,17 @@
 
 import functools
 import json
-import pathlib
 
 import numpy as np
+from recorded import GOLDEN, load_arrays
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())
 LEAVES = {"weight": "kernel", "bias": "bias", "gamma": "scale", "beta": "bias"}
 
 
 @functools.cache
 def arrays():
-    return dict(np.load(GOLDEN / "mindspore_trajectories.npz"))
+    return load_arrays(GOLDEN / "mindspore_trajectories.npz")
 
 
 def split(flat, shapes):

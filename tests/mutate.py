@@ -1,7 +1,8 @@
 """Change one line of a file of the library, drawn by a seed, and see that quick tests notice.
 
-``python tests/mutate.py gate 3`` works in a copy of the checkout: it prints each change and the
-test that fails of it, and ends with an error where one survives.
+``python tests/mutate.py gate 3 7`` works in a copy of the checkout: it prints three changes, of the
+seeds from 7, and the test that fails of each, and ends with an error where one survives. With
+``--fast`` as the first argument ``make test-fast`` decides alone.
 """
 
 import ast
@@ -85,31 +86,40 @@ def mutant(text, seed):
     return b"".join(lines).decode()
 
 
-def killer(checkout, tests):
-    """Return the first quick test that fails, or ``None``."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+def killer(checkout, command):
+    """Return the first test that fails, or ``None``."""
     run = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
     failed = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
     return failed[0] if failed else None if run.returncode == 0 else run.stdout[-300:]
 
 
-def main(name, draws, first=0):
+def commands(path, fast):
+    """Return the commands that judge a change: the nearest tests first, then all of them."""
+    if fast:
+        return [["make", "-s", "-o", ".venv/.ready", "test-fast", "OPTIONS=-x -p no:cacheprovider"]]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    return [[*pytest, *(f"tests/{x}.py" for x in FILES[path].split())], [*pytest, "tests"]]
+
+
+def main(name, draws, first=0, fast=False):
     path = next(path for path in FILES if path.endswith(name))
     with tempfile.TemporaryDirectory() as room:
         checkout = pathlib.Path(room) / "boostax"
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        (checkout / ".venv").symlink_to(sys.prefix)
         target = checkout / "boostax" / f"{path}.py"
         text, survivors = target.read_text(), 0
         for seed in range(first, first + draws):
             target.write_text(mutant(text, seed))
             diff = difflib.unified_diff(text.splitlines(), target.read_text().splitlines(), n=0)
             print(f"{path}, seed {seed}:", *list(diff)[3:], sep="\n  ", flush=True)
-            near = [f"tests/{x}.py" for x in FILES[path].split()]
-            found = killer(checkout, near) or killer(checkout, ["tests"])
+            judges = (killer(checkout, x) for x in commands(path, fast))
+            found = next(filter(None, judges), None)
             survivors += found is None
             print(f"  {found or 'SURVIVES'}", flush=True)
     sys.exit(f"{survivors} of {draws} survive" if survivors else 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    arguments = [x for x in sys.argv[1:] if x != "--fast"]
+    main(arguments[0], *map(int, arguments[1:]), fast="--fast" in sys.argv)

@@ -49,9 +49,9 @@ TOLERANCES = {"float32": 5e-7, "float16": 2e-3, "float64": 2e-15}
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items())
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_equals_horovod(golden, replicas, dtype, tolerance):
+def test_equals_horovod(arrays, replicas, dtype, tolerance):
     """Every case; zeros behind a gradient change no dot product, so one program does them all."""
-    run = np.load(golden / f"horovod_adasum_n{replicas}.npz")
+    run = arrays(f"horovod_adasum_n{replicas}.npz")
     cases = [name[3:] for name in run if name.startswith("in_") and dtype in name]
     assert len(cases) == (17 if dtype == "float32" else 14)
     pad = lambda rows: np.pad(rows, [(0, 0), (0, LONGEST - rows.shape[1])])  # noqa: E731
@@ -71,9 +71,9 @@ def test_equals_horovod(golden, replicas, dtype, tolerance):
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_leaves_sent_together_equal_horovods_fused_ones(golden, replicas):
+def test_leaves_sent_together_equal_horovods_fused_ones(arrays, replicas):
     """Each has its own coefficients."""
-    run = np.load(golden / f"horovod_adasum_n{replicas}.npz")
+    run = arrays(f"horovod_adasum_n{replicas}.npz")
     fused = [run[f"in_fused{i}"] for i in range(4)]
     for i, result in enumerate(combine(fused)):
         assert_near(result, run[f"out_fused{i}"], fused[i], 5e-7)
@@ -83,9 +83,9 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1), "sgdm": optax.sgd(0.05, 0.9), "adam": optax
 
 
 @pytest.mark.parametrize(("name", "replicas"), spread(OPTIMIZERS, [4, 2]))
-def test_delta_optimizer_equals_horovods(golden, replicas, name):
+def test_delta_optimizer_equals_horovods(arrays, replicas, name):
     """Every replica has its own momenta; the updates are combined."""
-    run = np.load(golden / f"horovod_adasum_n{replicas}.npz")
+    run = arrays(f"horovod_adasum_n{replicas}.npz")
     # Optax's Adam computes 1 - 0.999**t in the dtype of the params: in f32 that alone is worth
     # 2e-6 here, whatever the reduction.
     dtype = "float64" if name == "adam" else "float32"
@@ -115,9 +115,9 @@ def test_delta_optimizer_equals_horovods(golden, replicas, name):
         assert moment.ndim == 1 or (moment[0] != moment[1]).any()
 
 
-def test_equals_mindspores_boost(golden):
+def test_equals_mindspores_boost(arrays):
     """Params minus the AdaSum of two ranks' deltas; one leaf has a single element."""
-    run = np.load(golden / "adasum_boost_2ranks.npz")
+    run = arrays("adasum_boost_2ranks.npz")
     deltas = [np.stack([run[f"delta_r{r}_p{i}"] for r in range(2)]) for i in range(4)]
     for i, result in enumerate(combine(deltas)):
         expected = run[f"result_p{i}"]

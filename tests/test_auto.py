@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from lanes import lanes
-from training import follow, losses_of
+from training import fit, follow, losses_of
 
 import boostax
 from boostax._core import checks
@@ -426,8 +426,7 @@ def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
     params = main.common_params(state)
     tx = boost.finish(state.opt_state, params, residual=optax.adam(1e-3), axis_name="data")
     assert isinstance(tx.init(params).inner_state, boostax.states.DimReduceState)
-    step = boostax.make_train_step(loss_fn, tx, policy=boost.policy, **axis)
-    seen = losses_of(follow(step, step.init(params), list(batches(1)) * 4)[1])
+    seen = losses_of(fit(loss_fn, tx, params, list(batches(1)) * 4, policy=boost.policy, **axis)[1])
     assert seen[-1] < 0.9 * seen[0]
     # A basis from elsewhere does as well, and MindSpore's own residual is a momentum SGD.
     basis = boostax.subspace.trajectory_basis(state.opt_state, 2)
@@ -594,8 +593,7 @@ def test_without_drop_nobody_but_the_optimizer_divides(frozen):
     by_hand, rates = auto(boost, level="O1"), (1e-4, 1e-4 * 1024)
     for read, rate in zip((scaled, by_hand), rates, strict=True):
         tx = read.optimizer(optax.sgd(rate), mlp())
-        step = boostax.make_train_step(loss_fn, tx)
-        ends.append(follow(step, step.init(mlp()), batches(3))[0].params)
+        ends.append(fit(loss_fn, tx, mlp(), batches(3))[0].params)
     chex.assert_trees_all_close(*ends, rtol=0, atol=1e-7)
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
-from training import follow, own_step, walk
+from training import fit, follow, own_step, walk
 
 import boostax
 
@@ -42,8 +42,7 @@ def loss(params, batch):
 
 def trained(odd, tx, steps=4, **options):
     """Params after some steps, with a leaf that is seldom met."""
-    step = boostax.make_train_step(loss, tx, **options)
-    return follow(step, step.init({"w": jnp.eye(8), "odd": odd}), [BATCH] * steps)[0].params
+    return fit(loss, tx, {"w": jnp.eye(8), "odd": odd}, [BATCH] * steps, **options)[0].params
 
 
 @pytest.mark.parametrize("reduction", ["mean", "half", "int8", "adasum"])
@@ -135,8 +134,7 @@ def test_a_base_of_integers_that_no_schedule_trains_passes_every_driver(base):
     tx = boostax.scheduled_freeze(window, ["base", "a"], lambda step: 1 + step % 2)
     ends = []
     for driver in ("host", "switch"):
-        step = boostax.make_train_step(run, tx, freeze_driver=driver)
-        ends.append(follow(step, step.init(params), [jnp.ones((4, 3))] * 8)[0].params)
+        ends.append(fit(run, tx, params, [jnp.ones((4, 3))] * 8, freeze_driver=driver)[0].params)
     state, x = tx.init(params), jnp.ones((4, 3))
     chosen = boostax.value_and_grad(run)(params, state, x, active=tx.choice(params, state))[1]
     wanted = jax.grad(lambda lora: run(params | {"lora": lora}, x))(params["lora"])
@@ -157,8 +155,7 @@ def test_an_average_inside_a_freeze_at_one_depth_has_one_answer():
     for x in rows:
         own, state = boostax.apply_gradients(by_hand, jax.grad(run)(own, x), state, own)
     for tx in (by_hand, read):
-        step = boostax.make_train_step(run, tx)
-        ends.append(follow(step, step.init(params), rows)[0])
+        ends.append(fit(run, tx, params, rows)[0])
     wanted = boostax.model.averaged_params(state, own)
     for end in ends:
         found = boostax.model.averaged_params(end.opt_state, end.params)
@@ -186,8 +183,7 @@ def test_params_that_differ_per_replica_in_a_map_of_ones_own(mesh, make, check_v
         how = {"in_specs": (*specs, where), "out_specs": specs, "check_vma": check_vma}
         return jax.jit(jax.shard_map(step, mesh=mesh, **how))(*start, BATCH)
 
-    by_step = boostax.make_train_step(own_loss, tx, mesh=mesh, axis_name="data")
-    wanted, _ = by_step(by_step.init(params), BATCH)
+    wanted, _ = fit(own_loss, tx, params, [BATCH], mesh=mesh, axis_name="data")
     found, _ = mapped(enter)
     np.testing.assert_allclose(found.local["w"], wanted.params.local["w"], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"enter_replica\(params\).local is"):

@@ -13,7 +13,7 @@ from flax.linen import fp8_ops
 from jax.sharding import PartitionSpec as P
 from lanes import spread
 from reducing import mesh_of
-from training import follow
+from training import fit
 
 import boostax
 from boostax.testing._mapped import MODES, on_replicas
@@ -262,8 +262,7 @@ def test_carried_leaves_of_frozen_layers_rest(driver):
     groups = {"a": jax.tree.map(lambda _: 0, PLAIN), "b": jax.tree.map(lambda _: 1, PLAIN)}
     inner = boostax.carry(boostax.dynamic_loss_scale(optax.adamw(0.1)), RULES)
     tx = boostax.scheduled_freeze(inner, groups, 1)
-    step = boostax.make_train_step(loss, tx, freeze_driver=driver)
-    state, _ = step(step.init(layers), DATA[0])
+    state, _ = fit(loss, tx, layers, [DATA[0]], freeze_driver=driver)
     chex.assert_trees_all_equal(state.params["a"], PLAIN)
     assert_of(state.params["b"], expected([2 * DATA[0]]))
 
@@ -286,8 +285,7 @@ def test_a_loop_of_ones_own(mode):
 def test_params_of_each_replicas_own_have_the_same_carried_leaves():
     inner = boostax.reduce.local_updates(optax.sgd(0.1), axis_name="data", every=2)
     tx = boostax.carry(inner, RULES, axis_name="data")
-    step = boostax.make_train_step(watched, tx, mesh=mesh_of(data=2), axis_name="data")
-    state, _ = step(step.init(PLAIN), DATA[0])
+    state, _ = fit(watched, tx, PLAIN, [DATA[0]], mesh=mesh_of(data=2), axis_name="data")
     assert np.ptp(np.asarray(state.params.local["w"]), axis=0).max() > 0
     for replica in range(2):
         assert_of(jax.tree.map(lambda x: x[replica], state.params.local), expected([DATA[0]]))  # noqa: B023
@@ -382,8 +380,7 @@ def test_a_window_has_the_histories_of_its_rows():
     """Those of cotangents as of one call, whose mean loss is over half of the rows."""
     inner = boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data")
     tx = boostax.carry(inner, axis_name="data")
-    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of(data=2), microbatches=2)
-    state, _ = follow(step, step.init(START), BATCHES[:2])
+    state, _ = fit(loss_fn, tx, START, BATCHES[:2], mesh=mesh_of(data=2), microbatches=2)
     both = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2])
     wanted = PLAIN_GRADS(START, both)[OWG]
     for (path, found), big in zip(

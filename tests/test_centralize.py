@@ -58,12 +58,12 @@ def subsets(ndim):
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("name", ["dense", "dense_not16", "conv", "conv_in3", "bias", "dense32"])
-def test_mindspore_updates(golden, name, decay):
+def test_mindspore_updates(arrays, name, decay):
     """Its order (decay, then centralization) and its rule of 16, in its layout transposed."""
-    arrays = np.load(golden / "grad_centralization.npz")
+    run = arrays("grad_centralization.npz")
     layout = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
     w, g, expected = (
-        arrays[f"{name}_{key}"].transpose(layout[arrays[f"{name}_{key}"].ndim])
+        run[f"{name}_{key}"].transpose(layout[run[f"{name}_{key}"].ndim])
         for key in ("w", "g", f"wd{decay}_update")
     )
     tx = optax.chain(optax.add_decayed_weights(decay), centralize_gradients(multiple_of=16))

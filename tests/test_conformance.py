@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from conformance import ours
 from lanes import lanes
-from mindspore_runs import ABOUT, GOLDEN, arrays, place
+from mindspore_runs import ABOUT, arrays, place
+from recorded import GOLDEN
 
 from boostax.config import dictionary, mindspore
 from boostax.config.auto import auto

@@ -52,14 +52,10 @@ def loss_of(name, x, y, c):
     return loss
 
 
-def load(golden, name):
-    return dict(np.load(golden / f"dimreduce_{name}.npz"))
-
-
 @pytest.mark.parametrize("name", lanes(SETTINGS, QUICK))
-def test_fidelity_mode_takes_mindspores_steps(golden, name):
+def test_fidelity_mode_takes_mindspores_steps(arrays, name):
     """Every accepted length the same; weights within the tolerance of the record, in f64."""
-    run = {key: x.astype(np.float64) for key, x in load(golden, name).items()}
+    run = {key: x.astype(np.float64) for key, x in arrays(f"dimreduce_{name}.npz").items()}
     with jax.enable_x64(True):
         follow(run, name)
 
@@ -92,9 +88,9 @@ def follow(run, name):
     assert worst <= (1.1e-5 if name.startswith("quad") else 3.5e-5)
 
 
-def test_ours_does_not_stall_where_mindspores_rule_does(golden):
+def test_ours_does_not_stall_where_mindspores_rule_does(arrays):
     """No residual: acceptance of 90% and a loss of at most 0.30; the subspace has 0.278."""
-    run = load(golden, "mlp_stall")
+    run = arrays("dimreduce_mlp_stall.npz")
     loss = loss_of("mlp_stall", run["batch_x"][0], run["batch_y"][0], 1.0)
     ends = {}
     for rule in ("boostax", "mindspore"):

@@ -122,7 +122,8 @@ def test_notebooks_run(path, kernel, monkeypatch, tmp_path):
     monkeypatch.setenv("BOOSTAX_FAST", "1")
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name=kernel, resources=where).execute()
+    how = {"timeout": None, "startup_timeout": 3600, "kernel_name": kernel, "resources": where}
+    nbclient.NotebookClient(notebook, **how).execute()
 
 
 def test_figures_that_a_notebook_holds_are_those_of_the_record():

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from lanes import lanes, spread
-from training import follow
+from training import fit
 
 import boostax
 from boostax._core.describe import asked
@@ -65,8 +65,7 @@ def by_hand(name, calls=3, params=START):
 
 
 def by_step(tx, calls=3, params=START, **options):
-    step = boostax.make_train_step(loss_fn, tx, **options)
-    return follow(step, step.init(params), [BATCH] * calls)[0].params
+    return fit(loss_fn, tx, params, [BATCH] * calls, **options)[0].params
 
 
 assert_near = functools.partial(chex.assert_trees_all_close, rtol=2e-4, atol=2e-5)

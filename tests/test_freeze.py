@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
 from memory import temporary_bytes
 from reducing import in_turn, mesh_of
-from training import follow, losses_of
+from training import fit, follow, losses_of
 
 import boostax
 from boostax.freeze.schedules import HostDepth
@@ -254,8 +254,7 @@ def test_a_skipped_step_is_taken_again_at_its_depth():
     calls = list(batches(3))
     calls.insert(1, (calls[1][0].at[0, 0].set(jnp.nan), calls[1][1]))
     for driver in ("host", "switch"):
-        step = boostax.make_train_step(loss_fn, tx, freeze_driver=driver)
-        _, told = follow(step, step.init(start()), calls)
+        _, told = fit(loss_fn, tx, start(), calls, freeze_driver=driver)
         seen = [(int(x["frozen_groups"]), bool(x["applied"])) for x in told]
         assert seen == [(0, True), (2, False), (2, True), (0, True)]
 

@@ -17,9 +17,8 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 BAD = {"train": {4: np.inf, 5: np.inf, 9: np.nan}, "x_accum": {1: np.inf, 5: np.inf}}
 
 
-def load(path, bad=()):
+def prepared(run, bad=()):
     """Arrays of a run, initial params, and its batches with the bad inputs put in."""
-    run = dict(np.load(path))
     for step in bad:
         run["X"][step, 0, 0] = bad[step]
     return run, [run[f"ws{i}"] for i in (1, 2, 3)], list(zip(run["X"], run["Y"], strict=True))
@@ -77,9 +76,9 @@ def train(request, mesh):
 
 
 @pytest.mark.parametrize("cell", ["TrainOneStep", "BoostTrainOneStep"])
-def test_training_with_loss_scale_equals_mindspore(golden, train, cell):
-    path = golden / f"loss_scale_train_{cell}WithLossScaleCell_graph.npz"
-    run, params, batches = load(path, BAD["train"])
+def test_training_with_loss_scale_equals_mindspore(arrays, train, cell):
+    name = f"loss_scale_train_{cell}WithLossScaleCell_graph.npz"
+    run, params, batches = prepared(arrays(name), BAD["train"])
     states = train(lambda reduced, axis: scaled(reduced(MOMENTUM), axis), params, batches)
     for t, (state, told) in enumerate(states):
         assert told["applied"] == (not run["overflow"][t])
@@ -88,9 +87,9 @@ def test_training_with_loss_scale_equals_mindspore(golden, train, cell):
     assert told["skipped_steps"] == 3
 
 
-def test_loss_scale_around_accumulation_equals_mindspore(golden, train):
+def test_loss_scale_around_accumulation_equals_mindspore(arrays, train):
     """A bad micro-batch is dropped alone; the window takes one more; the scale goes on."""
-    run, params, batches = load(golden / "loss_scale_x_accum3_graph.npz", BAD["x_accum"])
+    run, params, batches = prepared(arrays("loss_scale_x_accum3_graph.npz"), BAD["x_accum"])
     assert run["overflow_steps"].tolist() == [1, 5]
 
     def make_tx(reduced, axis):
@@ -112,9 +111,9 @@ def test_loss_scale_around_accumulation_equals_mindspore(golden, train):
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_accumulation_in_the_train_cell_equals_mindspore(golden, train, scales):
+def test_accumulation_in_the_train_cell_equals_mindspore(arrays, train, scales):
     """Also with the scaler inside the window."""
-    run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
+    run, params, batches = prepared(arrays("boost_cell_accum3_graph.npz"))
 
     def make_tx(reduced, axis):
         inner = scaled(reduced(MOMENTUM), axis) if scales else reduced(MOMENTUM)
@@ -127,8 +126,8 @@ def test_accumulation_in_the_train_cell_equals_mindspore(golden, train, scales):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):
-    run = np.load(golden / "grad_accumulation.npz")
+def test_gradient_accumulation_equals_mindspore(arrays, optimizer, every):
+    run = arrays("grad_accumulation.npz")
     name = f"{optimizer}_k{every}"
     tx = boostax.accumulate({"sgd": optax.sgd(0.1), "momentum": MOMENTUM}[optimizer], every)
     start = {"w": jnp.asarray(run["w0"]), "b": jnp.asarray(run["b0"])}
@@ -155,9 +154,9 @@ FREEZE_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", FREEZE_OPTIMIZERS)
-def test_freezing_equals_mindspore(golden, train, name):
+def test_freezing_equals_mindspore(arrays, train, name):
     """Group i of ``FreezeOpt`` trains params i and later; without a strategy they take turns."""
-    run, params, batches = load(golden / "freeze_training_graph.npz")
+    run, params, batches = prepared(arrays("freeze_training_graph.npz"))
     optimizer, moments = FREEZE_OPTIMIZERS[name]
     name, _, configured = name.partition(", ")
     own = {"freeze_none_strategy_momentum": [0, 1, 2], "plain_momentum": [0]}

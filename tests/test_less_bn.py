@@ -463,8 +463,8 @@ def flax_params(run):
     return tree
 
 
-def test_mindspores_network(golden):
-    run = dict(np.load(golden / "less_bn_resnet.npz"))
+def test_mindspores_network(arrays):
+    run = arrays("less_bn_resnet.npz")
     x = run["x"].transpose(0, 2, 3, 1)
     less, report = less_bn(Recorded(), x, normalized_head=False)
     blocks = [(f"k{i}.b1", f"k{i}.b2") for i in (1, 2, 3)]
@@ -478,8 +478,8 @@ def test_mindspores_network(golden):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_mindspores_head(golden, bias):
-    run = dict(np.load(golden / "less_bn_fn_head.npz"))
+def test_mindspores_head(arrays, bias):
+    run = arrays("less_bn_fn_head.npz")
     params = {"kernel": run["W"].T, "multiplier": f32(run["multiplier"][0])}
     params |= {"bias": run["b"]} if bias else {}
     y = NormalizedDense(4, use_bias=bias).apply({"params": params}, run["x"])

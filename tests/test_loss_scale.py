@@ -205,26 +205,26 @@ def test_the_oracle_saves_a_gradient_below_the_range_of_f16():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_scaler_operations_equal_mindspore_where_it_keeps_f32(golden, dtype):
+def test_scaler_operations_equal_mindspore_where_it_keeps_f32(arrays, dtype):
     """Its f16 and bf16 go through a low product: the right value is the f32 one."""
-    arrays = np.load(golden / "loss_scaler_ops.npz")
-    x = jnp.asarray(arrays["x"], dtype)
+    ops = arrays("loss_scaler_ops.npz")
+    x = jnp.asarray(ops["x"], dtype)
     state = boostax.static_loss_scale(optax.sgd(0.1), 1024.0).init(x)
     scaled = np.array([boostax.precision.scale_loss(value, state) for value in x])
     np.testing.assert_array_equal(scaled, np.asarray(x, np.float32) * 1024)
     np.testing.assert_array_equal(unscaled(x, 1024.0), np.asarray(x, np.float32) / 1024)
     if dtype == jnp.float32:
-        np.testing.assert_array_equal(scaled, arrays["scale_Float32"])
-        np.testing.assert_array_equal(unscaled(x, 1024.0), arrays["unscale_Float32"])
+        np.testing.assert_array_equal(scaled, ops["scale_Float32"])
+        np.testing.assert_array_equal(unscaled(x, 1024.0), ops["unscale_Float32"])
     else:
         name = {jnp.float16: "Float16", jnp.bfloat16: "BFloat16"}[dtype]
-        assert (arrays[f"scale_{name}"] != scaled).any() or dtype == jnp.bfloat16
-        np.testing.assert_allclose(arrays[f"unscale_{name}"][[0, 1, 3]], scaled[[0, 1, 3]] / 2**20)
+        assert (ops[f"scale_{name}"] != scaled).any() or dtype == jnp.bfloat16
+        np.testing.assert_allclose(ops[f"unscale_{name}"][[0, 1, 3]], scaled[[0, 1, 3]] / 2**20)
 
 
-def test_all_finite_equals_mindspore(golden):
-    arrays = np.load(golden / "loss_scaler_ops.npz")
-    for row, expected in zip(arrays["all_finite_inputs"], arrays["all_finite"], strict=True):
+def test_all_finite_equals_mindspore(arrays):
+    ops = arrays("loss_scaler_ops.npz")
+    for row, expected in zip(ops["all_finite_inputs"], ops["all_finite"], strict=True):
         assert bool(boostax.precision.all_finite([*map(jnp.asarray, row)])) == expected
 
 

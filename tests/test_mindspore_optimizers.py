@@ -33,8 +33,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_weights_are_those_of_mindspore(golden, name):
-    run, tx = np.load(golden / "optimizers.npz"), RUNS[name]
+def test_weights_are_those_of_mindspore(arrays, name):
+    run, tx = arrays("optimizers.npz"), RUNS[name]
 
     def step(carry, g):
         w, state = carry

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from lanes import spread
-from training import follow
+from training import fit
 
 import boostax
 
@@ -84,8 +84,7 @@ def test_a_window_of_weighted_micro_batches_is_none_of_multi_steps():
         step = boostax.make_train_step(loss, tx, has_aux=True)
         with pytest.raises(ValueError, match=said):
             step(step.init(jnp.float32(0.0)), batches[0])
-    step = boostax.make_train_step(loss, ours, has_aux=True)
-    state, _ = follow(step, step.init(jnp.float32(0.0)), batches)
+    state, _ = fit(loss, ours, jnp.float32(0.0), batches, has_aux=True)
     np.testing.assert_allclose(state.params, -5 / 3, rtol=1e-6)
 
 
@@ -162,7 +161,6 @@ def test_leaves_that_nobody_gives_are_no_part():
     tx = boostax.dynamic_loss_scale(SGD)
     assert float(boostax.precision.loss_scale(tx.init(PARTS | {"n": optax.MaskedNode()}))) == 2**16
     frozen = boostax.scheduled_freeze(tx, {"a": 1, "b": 1, "n": 0}, 1)
-    step = boostax.make_train_step(loss_of_parts, frozen)
-    state, _ = step(step.init(PARTS), jnp.full(2, 0.1))
+    state, _ = fit(loss_of_parts, frozen, PARTS, [jnp.full(2, 0.1)])
     assert state.params["n"].tolist() == [1, 1, 1]
     np.testing.assert_allclose(state.params["b"], 2.0 - 0.1 * 0.2 * 4.0, rtol=1e-6)

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import processes
 import pytest
+from recorded import load_arrays
 from workers.techniques import TECHNIQUES
 
 import boostax
@@ -23,7 +24,7 @@ def trained(tmp_path_factory):
             command = [WORKER, folder, f"--device-count={devices}", "--calls=12"]
             with processes.Processes(command, count, folder, NAMES=",".join(TECHNIQUES)) as run:
                 run.end()
-            found = {name: dict(np.load(folder / f"{name}.npz")) for name in TECHNIQUES}
+            found = {name: load_arrays(folder / f"{name}.npz") for name in TECHNIQUES}
             made[count, devices, again] = found
         return made[count, devices, again]
 

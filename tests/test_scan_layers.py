@@ -329,13 +329,26 @@ def test_a_released_optimizer_is_the_optimizer_of_each_layer(released):
     assert told["applied"] and not told["skipped_layers"]
 
 
+def codes_of(tree):
+    codes = [np.ravel(x) for x in jax.tree.leaves(tree) if x.dtype.itemsize == 1]
+    return np.concatenate(codes).astype(int)
+
+
 # The last has shards of both kinds.
 @pytest.mark.parametrize("place", lanes([*PLACES][1:], ["tensor parallel, FSDP"]))
 def test_a_stored_state_is_encoded_alike_wherever_it_is(place):
+    """But for codes at a tie, and the params that they move."""
     expected, _ = once(loss_fn, STORED, layers=RELEASE)
     state, _ = trained(loss_fn, STORED, place, layers=RELEASE)
     assert "int8" in {str(x.dtype) for x in jax.tree.leaves(state.opt_state.stacks)}
-    assert_close(state.params, expected.params, 2e-5)
+    codes, wanted = (codes_of(x.opt_state.stacks) for x in (state, expected))
+    # Of four calls, those draws that are nearer to one of 127 codes than the rounding of a sum over
+    # the tokens; and three standard deviations more.
+    ties = 4 * codes.size * 127 * np.finfo(np.float32).eps * np.sqrt(ROWS * 8)
+    most = ties + 3 * np.sqrt(ties)
+    assert np.abs(codes - wanted).max() <= 1 and (codes != wanted).sum() <= most
+    moved = jax.tree.map(lambda x, y: (abs(x - y) > 2e-6).sum(), state.params, expected.params)
+    assert sum(jax.tree.leaves(moved)) <= most
 
 
 # The mesh of HSDP has both axes that a count is summed over.
@@ -346,7 +359,9 @@ def test_a_released_gradient_counts_by_its_items(loss, place):
     expected, told = once(loss, ADAMW, **how)
     state, metrics = trained(loss, ADAMW, place, layers=RELEASE, **how)
     assert_close(state.params, expected.params, 2e-6)
-    assert metrics["loss"] == pytest.approx(told["loss"], abs=1e-6)
+    # The losses of the tokens, and the elements of one token, are added in two orders.
+    bound = (ROWS * 8 + WIDTH) * np.finfo(np.float32).eps
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=bound)
 
 
 @pytest.mark.parametrize("place", PLACES)

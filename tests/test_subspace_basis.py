@@ -73,24 +73,26 @@ def mlp(x):
     }
 
 
-def test_components_are_those_of_mindspore(golden):
-    arrays = np.load(golden / "pca.npz")
+def test_components_are_those_of_mindspore(arrays):
+    run = arrays("pca.npz")
     with jax.enable_x64(True):
-        got = pca_basis(mlp(jnp.asarray(arrays["samples"], jnp.float64)), 6)
+        got = pca_basis(mlp(jnp.asarray(run["samples"], jnp.float64)), 6)
     rows = flat(got.components, 6)
     for name in ("full_svd", "randomized_svd_seed0"):
-        expected = arrays[name]
+        expected = run[name]
         assert gap(rows, expected) < 1e-9
         signs = np.sign((rows * expected).sum(1))
         np.testing.assert_allclose(rows * signs[:, None], expected, atol=1e-9)
 
 
-def test_directions_five_thousand_times_narrower_than_the_first_are_found_in_float32(golden):
+def test_directions_five_thousand_times_narrower_than_the_first_are_found_in_float32(arrays):
     # The sixth has 4e-8 of the variance, less than one rounding of a Gram matrix in f32.
-    arrays = np.load(golden / "pca.npz")
-    rows = flat(pca_basis(mlp(jnp.asarray(arrays["samples"])), 6).components, 6)
-    assert gap(rows[:5], arrays["full_svd"][:5]) < 1e-5
-    assert gap(rows, arrays["full_svd"]) < 2e-4
+    run = arrays("pca.npz")
+    rows = flat(pca_basis(mlp(jnp.asarray(run["samples"])), 6).components, 6)
+    s, _ = reference(run["samples"], 40)
+    # A rounding of the widest direction turns the fifth by this angle.
+    assert gap(rows[:5], run["full_svd"][:5]) < np.finfo(np.float32).eps * s[0] / s[4]
+    assert gap(rows, run["full_svd"]) < 2e-4
     assert skew(rows) < 1e-6
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lanes import spread
 from reducing import mesh_of
-from training import follow
+from training import fit, follow
 
 import boostax
 
@@ -81,8 +81,7 @@ def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microba
     tx = boostax.accumulate(optimizer(names), 3, normalize=normalize, axis_name=names)
     tx = boostax.dynamic_loss_scale(tx, axis_name=names)
     how = {"mesh": mesh, "axis_name": names, "microbatches": microbatches}
-    step = boostax.make_train_step(loss_fn, tx, has_aux=loss_fn is token_loss, **how)
-    state, (*_, metrics) = follow(step, step.init(PARAMS), batches)
+    state, (*_, metrics) = fit(loss_fn, tx, PARAMS, batches, has_aux=loss_fn is token_loss, **how)
     assert bool(metrics["applied"])
     expected = big_batch_step(loss_fn, batches)
     chex.assert_trees_all_close(state.params, expected, rtol=2e-6, atol=1e-7)

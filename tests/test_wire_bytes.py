@@ -33,10 +33,6 @@ def half(n):
     return ring(n) * P
 
 
-def quarter(n):
-    return half(n) / 2
-
-
 def places(size):
     """A value and a place, in so many bytes, of each element that is sent."""
     return lambda n: (n - 1) * P / 4 / 100 * size

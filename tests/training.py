@@ -18,6 +18,12 @@ def follow(step, state, batches):
     return state, told
 
 
+def fit(loss, tx, params, batches, **options):
+    """Return the state of a new train step after all batches, and what each call reported."""
+    step = boostax.make_train_step(loss, tx, **options)
+    return follow(step, step.init(params), batches)
+
+
 def losses_of(told):
     """Return the losses among what the calls reported."""
     return [float(metrics["loss"]) for metrics in told]

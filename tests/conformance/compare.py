@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from mindspore_runs import farthest
 from peers import programs as specs
+from recorded import load_arrays
 
 from . import ours
 
@@ -44,7 +45,7 @@ def theirs(programs, python, folder):
     for number in range(len(programs)):
         told = json.loads((folder / f"{number}.json").read_text())
         path = folder / f"{number}.npz"
-        yield told, dict(np.load(path)) if path.exists() else {}
+        yield told, load_arrays(path) if path.exists() else {}
 
 
 def gaps(spec, names, arrays, told):
