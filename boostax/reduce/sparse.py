@@ -24,7 +24,7 @@ from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switche
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
-# Leaves of up to SMALL elements may be copied, and are one run without padding to whole rows.
+# Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
 SMALL = 2**14
 TILE = 2048
 Bound = jax.Array | float
@@ -233,7 +233,7 @@ class Largest(Codec):
     """Send the elements of largest magnitude of every leaf, or bucket of leaves, and positions.
 
     Attributes:
-      count: returns how many elements are sent from a number of
+      count: returns how many of a number of elements are sent.
       block: the length of the runs from which elements are chosen; ``None`` chooses from a whole
         leaf.
       cut: see ``Cut``.
@@ -404,7 +404,7 @@ def top_k_reduce(
       count: number of elements per leaf (or block), instead of ``density``.
       block: choose from each run of this many elements, along the last dimension if it is long.
         Positions then take 2 bytes, and the chosen elements have 87 to 99% of the energy of the
-        best choice. Try 1000, but not on a TPU, because runs are sorted.
+        best choice. Try 1024; other lengths are padded to a multiple of 32.
       bucket_bytes: choose from several leaves together. Leaves are fused from the last to the first
         until they exceed this many bytes (of f32); a larger leaf has its own choice. The number of
         sent elements stays the same, but leaves with larger elements send more. This costs one copy
