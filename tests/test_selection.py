@@ -1,5 +1,7 @@
 """The largest elements, found by counting: the same as by sorting."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from reducing import at_once
 
 import boostax
-from boostax.reduce import selection
+from boostax.reduce import selection, sparse
 
 SHAPES = [(32, 1), (32, 128), (96, 40), (1024, 33)]
 
@@ -67,6 +69,21 @@ def test_places_and_shape_belong_together():
     chosen = x[word * selection.BITS + bit, column]
     cells = jnp.zeros(selection.shape(x.shape)).at[word, column, bit].set(chosen)
     np.testing.assert_array_equal(selection.rows(cells), jnp.where(mask, x, 0))
+
+
+@pytest.mark.parametrize("block", [7, 64, 1000, 4096])
+def test_of_each_run_the_largest_are_chosen_and_put_back(block):
+    x = drawn("rounded", (129, 300), 4)
+    view = sparse.Runs.of(x.shape, block, functools.partial(sparse.share, 0.1))
+    positions, mask = map(np.asarray, jax.jit(view.largest)(x))
+    assert positions.dtype == np.uint16 and positions.shape == (view.cells[0], view.sent)
+    assert (np.diff(positions.astype(np.int64)) > 0).all()
+    sizes = (np.asarray(view.rows(jnp.abs(y))) for y in (x, np.where(mask, x, 0)))
+    runs, chosen = (np.sort(y.reshape(len(positions), -1)) for y in sizes)
+    np.testing.assert_array_equal(chosen[:, -view.sent :], runs[:, -view.sent :])
+    assert not chosen[:, : -view.sent].any()
+    back = view.put(jnp.zeros(view.shape), view.taken(x, positions), positions)
+    np.testing.assert_array_equal(view.leaf(back), np.where(mask, x, 0))
 
 
 SHAPED = {

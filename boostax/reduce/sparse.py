@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse reductions: send a few elements of every leaf, and keep the rest in the residual.
 
-``Runs`` and ``Whole`` choose elements, read them, and add them at their positions. A position is an
-index into a row, or into a whole leaf in the order of ``selection.py``.
+``Runs`` chooses elements, reads them, and adds them at their positions. A position is an index into
+a run, in the order of ``selection.py``.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switche
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
-# Leaves of up to SMALL elements may be copied and sorted.
+# Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
 SMALL = 2**14
 TILE = 2048
 Bound = jax.Array | float
@@ -102,45 +102,46 @@ def of_two_bits(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
     return jnp.where(found % 2 == 1, -sizes, sizes)
 
 
-def at(x: jax.Array, positions: jax.Array) -> Any:
-    """Return ``x.at`` of positions in each row; a flat index could exceed i32 in a large model."""
-    return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], positions.astype(jnp.int32)]
-
-
-# These functions are traced once per shape, because a large model has hundreds of leaves of few
-# shapes.
-_once = functools.partial(jax.jit, inline=True)
-_taken = _once(lambda x, positions: at(x, positions).get(mode="promise_in_bounds"))
-_marked = _once(lambda x, positions: at(x, positions).set(True, unique_indices=True))
-_plus = _once(lambda x, positions, values: at(x, positions).add(values, unique_indices=True))
-
-
-def _narrow(positions: jax.Array, size: int) -> jax.Array:
-    return positions.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
-
-
 class Runs(NamedTuple):
-    """A leaf in which elements are chosen from each row.
+    """A leaf in which elements are chosen from each run of elements, or from the whole leaf.
 
     Attributes:
       grid: its rows.
-      sent: how many elements are chosen from each row.
+      cells: ``(runs, rows, columns)``, the array from which ``selection.py`` chooses.
+      sent: how many elements are chosen from each run.
     """
 
     grid: exchange.Grid
+    cells: tuple[int, int, int]
     sent: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], block: int | None, count: Callable[[int], int]) -> "Runs":
+        """Cut a leaf into runs of up to ``block`` elements; ``None`` takes a large leaf whole."""
+        size = math.prod(shape)
+        if block is None and size > SMALL:
+            grid = exchange.Grid.of((1, *shape), size, selection.BITS)
+            return cls(grid, (1, *grid.one), min(count(size), size))
+        block = min(block or size, size)
+        grid = exchange.Grid.of((1, *shape), block, 1)
+        most = 1.1 * size / block * count(block)
+        # Every run rounds its share up, so short runs send more.
+        if grid.shape[-1] < exchange.LANES or grid.one[0] * count(grid.width) > most:
+            grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
+        columns = math.ceil(grid.width / selection.BITS)
+        sent = min(count(grid.width), grid.width)
+        return cls(grid, (grid.one[0], selection.BITS, columns), sent)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the arrays that ``put`` adds to."""
-        return self.grid.one
+        return self.cells[0], *selection.shape(self.cells[1:])
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return positions ``(rows, count)``, different in each row, and bools like the leaf."""
-        rows = jnp.abs(self.rows(leaf))
-        positions = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
-        mask = _marked(axes.unify(jnp.zeros(rows.shape, bool), rows), positions)
-        return positions, self.leaf(mask)
+        """Return positions ``(runs, count)``, ascending in each run, and bools like the leaf."""
+        positions, mask = _largest(self.rows(leaf), self.sent)
+        narrow = math.prod(self.cells[1:]) <= 2**16
+        return positions.astype(jnp.uint16 if narrow else jnp.uint32), self._leaf(mask)
 
     def taken(self, leaf: jax.Array, positions: jax.Array) -> jax.Array:
         """Return the elements at positions."""
@@ -151,50 +152,50 @@ class Runs(NamedTuple):
         return _plus(into, positions, values.astype(into.dtype))
 
     def rows(self, leaf: jax.Array) -> jax.Array:
-        """Return an array in the leaf's shape as rows."""
-        return self.grid.rows(leaf[None])[0]
+        """Return an array in the leaf's shape in the shape ``cells``."""
+        rows = self.grid.rows(leaf[None])[0]
+        size = math.prod(self.cells) // len(rows)
+        return exchange.padded(rows, 1, size).reshape(self.cells)
 
     def leaf(self, array: jax.Array) -> jax.Array:
         """Return an array of ``shape`` in the leaf's shape."""
-        return self.grid.slices(array[None])[0]
+        return self._leaf(jax.vmap(selection.rows)(array))
 
-    def lacking(self, counts: jax.Array) -> jax.Array:
-        """Return how many elements have no slot, given their number in each row."""
+    def _leaf(self, cells: jax.Array) -> jax.Array:
+        """Invert ``rows``."""
+        return self.grid.slices(cells.reshape(1, self.grid.one[0], -1)[..., : self.grid.width])[0]
+
+    def lacking(self, selected: jax.Array) -> jax.Array:
+        """Return how many elements have no slot, given bools in the shape ``cells``."""
+        # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a copy.
+        counts = selected.astype(jnp.float32).sum(2).astype(jnp.int32).sum(1)
         return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
-class Whole(Runs):
-    """A leaf in which elements are chosen from the whole leaf."""
+# These functions are traced once per shape, because a large model has hundreds of leaves of few
+# shapes.
+_once = functools.partial(jax.jit, inline=True)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the arrays that ``put`` adds to."""
-        return selection.shape(self.grid.one)
 
-    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return positions ``(count,)``, ascending, and bools like the leaf."""
-        positions, mask = selection.largest(self.rows(leaf), self.sent)
-        return _narrow(positions, math.prod(self.grid.one)), super().leaf(mask)
+@functools.partial(_once, static_argnums=1)
+def _largest(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    return jax.vmap(lambda x: selection.largest(x, count))(rows)
 
-    def taken(self, leaf: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the elements at positions."""
-        word, column, bit = selection.at(positions, self.grid.width)
-        chosen = self.rows(leaf).at[word * selection.BITS + bit, column]
-        return chosen.get(mode="promise_in_bounds")
 
-    def put(self, into: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-        """Add values to an array of ``shape`` at positions."""
-        chosen = into.at[selection.at(positions, self.grid.width)]
-        # A TPU's compiler sorts indices unless it is told that they are sorted.
-        return chosen.add(values.astype(into.dtype), unique_indices=True, indices_are_sorted=True)
+@_once
+def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    runs = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    word, column, bit = selection.at(positions, rows.shape[2])
+    chosen = rows.at[runs, word * selection.BITS + bit, column]
+    return chosen.get(mode="promise_in_bounds")
 
-    def leaf(self, array: jax.Array) -> jax.Array:
-        """Return an array of ``shape`` in the leaf's shape."""
-        return super().leaf(selection.rows(array))
 
-    def lacking(self, counts: jax.Array) -> jax.Array:
-        """Return how many elements have no slot, given their number in each row."""
-        return super().lacking(counts.sum(dtype=jnp.int32))
+@_once
+def _plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+    runs = jnp.arange(len(into), dtype=jnp.int32)[:, None]
+    chosen = into.at[runs, *selection.at(positions, into.shape[2])]
+    # A TPU's compiler sorts indices unless it is told that they are sorted.
+    return chosen.add(values, unique_indices=True, indices_are_sorted=True)
 
 
 def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
@@ -232,7 +233,7 @@ class Largest(Codec):
     """Send the elements of largest magnitude of every leaf, or bucket of leaves, and positions.
 
     Attributes:
-      count: returns how many elements are sent from a number of
+      count: returns how many of a number of elements are sent.
       block: the length of the runs from which elements are chosen; ``None`` chooses from a whole
         leaf.
       cut: see ``Cut``.
@@ -284,10 +285,7 @@ class Largest(Codec):
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
             reached = bucket.view.rows(self.cut.reach(bucket.array, bucket.least))
-            # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a
-            # copy.
-            counts = reached.astype(jnp.float32).sum(1).astype(jnp.int32)
-            lacking = jnp.maximum(lacking, bucket.view.lacking(counts))
+            lacking = jnp.maximum(lacking, bucket.view.lacking(reached))
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Bound]) -> list[_Bucket]:
@@ -302,21 +300,9 @@ class Largest(Codec):
             if len(group) > 1:
                 reaching = [jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0) for i in group]
                 array, bound = packed(reaching), 0.0
-            found.append(_Bucket(group, array, bound, self._view(array.shape)))
+            view = Runs.of(array.shape, self.block, self.count)
+            found.append(_Bucket(group, array, bound, view))
         return found
-
-    def _view(self, shape: tuple[int, ...]) -> Runs:
-        size = math.prod(shape)
-        if self.block is None and size > SMALL:
-            grid = exchange.Grid.of((1, *shape), size, selection.BITS)
-            return Whole(grid, min(self.count(size), size))
-        block = min(self.block or size, size)
-        grid = exchange.Grid.of((1, *shape), block, 1)
-        most = 1.1 * size / block * self.count(block)
-        # Every run rounds its share up, so short runs send more.
-        if grid.shape[-1] < exchange.LANES or grid.one[0] * self.count(grid.width) > most:
-            grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
-        return Runs(grid, min(self.count(grid.width), grid.width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,7 +404,7 @@ def top_k_reduce(
       count: number of elements per leaf (or block), instead of ``density``.
       block: choose from each run of this many elements, along the last dimension if it is long.
         Positions then take 2 bytes, and the chosen elements have 87 to 99% of the energy of the
-        best choice. Try 1000, but not on a TPU, because runs are sorted.
+        best choice. Try 1024; other lengths are padded to a multiple of 32.
       bucket_bytes: choose from several leaves together. Leaves are fused from the last to the first
         until they exceed this many bytes (of f32); a larger leaf has its own choice. The number of
         sent elements stays the same, but leaves with larger elements send more. This costs one copy
