@@ -25,7 +25,6 @@ from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.by_shape import ByShapeState as ByShapeState
 from boostax.reduce.feedback import CompressedState as CompressedState
 from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
-from boostax.reduce.local import PartialAverageState as PartialAverageState
 from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.train.state import metrics as metrics

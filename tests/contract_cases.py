@@ -210,14 +210,13 @@ VARIANTS = [
     Case("all_reduce_half", behind(boostax.all_reduce, dtype="float16", clip=100.0), reduces=True),
     Case("all_reduce_in_buckets", behind(boostax.all_reduce, bucket_bytes=2**20), reduces=True),
     Case("adasum_half_inside_the_scaler", low_adasum, reduces=True, skips=True),
-    Case("adasum_delta", around(adasum_delta), reduces=True),
-    Case("by_shape", around(boostax.by_shape), reduces=True),
     Case(
-        "adasum_delta_of_servers",
-        around(adasum_delta, within=4),
+        "adasum_delta",
+        around(adasum_delta),
         reduces=True,
         **refused("within", lambda: adasum_delta(OPT, "data", within="data")),
     ),
+    Case("by_shape", around(boostax.by_shape), reduces=True),
     Case(
         "top_k_reduce_warming_up_in_blocks_with_momentum", warming_up, reduces=True, by_shard=True
     ),

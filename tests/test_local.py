@@ -1,5 +1,6 @@
 """Replicas on their own: rotating averages as SINGA has them, local SGD and DiLoCo."""
 
+import functools
 import itertools
 
 import chex
@@ -32,7 +33,8 @@ def draw(seed, *lead):
 
 
 def start():
-    return jax.tree.map(jnp.asarray, draw(0))
+    """The first params, in f64 where that is on."""
+    return jax.tree.map(lambda x: jnp.asarray(x, float), draw(0))
 
 
 def gradient(params, noise):
@@ -81,7 +83,7 @@ def reference(noise, meet):
     trace = [np.zeros_like(p) for p in own]
     for t in range(steps):
         for i, x in enumerate(xs):
-            trace[i] = MOMENTUM * trace[i] + 0.3 * own[i] + x[:, t]
+            trace[i] = MOMENTUM * trace[i] + (0.3 * own[i] + x[:, t])
             own[i] = own[i] - RATE * trace[i]
         own = meet(t, own)
         yield [p.copy() for p in own]
@@ -170,11 +172,57 @@ def test_partial_average_is_singas(replicas, mode):
     labels = {"a": 0, "b": 2, "c": 1}
     each, state = trajectory(boostax.reduce.partial_average(SGD, "data", labels), noise, mode)
     assert_follows(each, noise, rotating([0, 2, 1, 1]))
-    assert np.asarray(state.partition).tolist() == [7 % 3] * replicas
+    assert np.asarray(state.since_sync).tolist() == [7] * replicas
     assert not equal_on_all(state.inner_state.local[0].trace["a"])
     for count, labels in ((1, [0] * 4), (4, range(4))):
         each, _ = trajectory(boostax.reduce.partial_average(SGD, "data", count), noise, mode)
         assert_follows(each, noise, rotating(labels))
+
+
+LEAVES = {"a": 0, "b": 2, "c": 1}
+PARTITIONS = {
+    "number": (boostax.reduce.partial_average, {"partitions": 4}, [0, 1, 2, 3]),
+    "tree": (boostax.reduce.partial_average, {"partitions": LEAVES}, [0, 2, 1, 1]),
+    "bytes": (boostax.reduce.partial_average, {"bucket_bytes": 30}, [1, 0, 0, 0]),
+    "preset": (
+        boostax.reduce.local_updates,
+        {"every": 3, "outer": None, "fragments": LEAVES},
+        [0, 2, 1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_partial_average_is_singas_in_f64_through_a_skipped_call(kind):
+    make, how, labels = PARTITIONS[kind]
+    scaler = functools.partial(boostax.dynamic_loss_scale, init_scale=1.0, axis_name="data")
+    tx, calls = scaler(make(SGD, "data", **how)), [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    noise = jax.tree.map(np.float64, draw(1, 3, 10))
+    noise["b"][1, 4] = np.nan
+    with jax.enable_x64(True):
+        each, _ = trajectory(drawn(tx), noise)
+    each, noise = jax.tree.map(lambda x: np.asarray(x)[:, calls], (each, noise))
+    for t, own in enumerate(reference(noise, rotating(labels))):
+        for actual, expected in zip(jax.tree.leaves(each), own, strict=True):
+            assert abs(actual[:, t] - expected).max() <= 1e-15 * abs(expected).max()
+
+
+def test_without_an_outer_optimizer_there_is_no_copy_of_the_params():
+    params = jax.eval_shape(start)
+    for tx in (partial(2), boostax.reduce.local_updates(SGD, "data", 2, None, warmup=1)):
+        state = jax.eval_shape(tx.init, params)
+        momentum = state.inner_state.local
+        counts = jax.tree.leaves(state._replace(inner_state=None))
+        assert [x.shape for x in counts] == [(), ()]
+        chex.assert_trees_all_equal_shapes(momentum[0].trace, params)
+
+
+def test_a_warm_up_needs_no_outer_optimizer():
+    noise = draw(9, 2, 7)
+    tx = boostax.reduce.local_updates(SGD, "data", 4, None, warmup=3)
+    each, _ = trajectory(tx, noise, "checked")
+    met = [equal_on_all(each["a"][:, t]) for t in range(7)]
+    assert met == [True, True, True, False, False, False, True]
 
 
 def test_consecutive_leaves_are_shared_out_evenly():

@@ -1,6 +1,7 @@
 """AdaSum over servers: the mean of gradients in each, its optimizer, AdaSum of the updates."""
 
 import collections
+import functools
 import json
 
 import chex
@@ -14,7 +15,7 @@ import reference
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
-from reducing import at_once, mesh_of
+from reducing import mesh_of
 from training import follow, own_step
 
 import boostax
@@ -53,9 +54,11 @@ def by_the_formula(servers, replicas):
     return params
 
 
+AXES = {1: ("data",), 2: ("nodes", "cores"), 3: ("pods", "nodes", "cores")}
+
+
 def a_mesh(*sizes):
-    names = ("data",) if len(sizes) == 1 else ("nodes", "cores")
-    return mesh_of(**dict(zip(names, sizes, strict=True)))
+    return mesh_of(**dict(zip(AXES[len(sizes)], sizes, strict=True)))
 
 
 # Small enough that "w" travels in its own shape, the rest in a pack.
@@ -95,22 +98,20 @@ def farthest(params, servers, replicas):
 
 
 FORMS = {
-    "two axes": ((2, 4), "nodes", "cores", True),
-    "one axis": ((8,), "data", 4, True),
-    "one axis, four servers": ((8,), "data", 2, True),
-    "a tuple of axes as one, unchecked": ((2, 4), ("nodes", "cores"), 2, False),
-    "servers of one device": ((8,), "data", 1, True),
+    "two servers": ((2, 4), "nodes", True),
+    "four servers": ((4, 2), "nodes", True),
+    "a tuple of axes, unchecked": ((2, 2, 2), ("pods", "nodes"), False),
+    "servers of one device": ((8, 1), "nodes", True),
 }
 
 
 # In f64, as Optax computes 1 - 0.999**t in the dtype of the params: in f32 that is worth 2e-6.
 @pytest.mark.parametrize("form", FORMS)
 def test_each_server_has_an_adam_for_its_mean_gradient(form):
-    sizes, axis, within, checked = FORMS[form]
+    sizes, axis, checked = FORMS[form]
     with jax.enable_x64(True):
-        params, _ = mapped(of_servers(axis, within), a_mesh(*sizes), checked=checked)
-        servers = 8 // within if isinstance(within, int) else 2
-        assert farthest(params, servers, 8) < 1e-12
+        params, _ = mapped(of_servers(axis, "cores"), a_mesh(*sizes), checked=checked)
+        assert farthest(params, 8 // sizes[-1], 8) < 1e-12
 
 
 def assert_near(found, expected, tolerance):
@@ -149,24 +150,18 @@ def on_global_arrays(tx, mesh, calls=3):
 
 
 @pytest.mark.parametrize("inner", lanes(["adam", "sgd"], ["adam"]))
-def test_train_step_and_global_arrays_agree_over_one_axis_and_two(inner):
+def test_train_step_and_global_arrays_agree(inner):
     """Also where nothing in the optimizer's state says that servers differ."""
     tx = optax.adam(RATE) if inner == "adam" else optax.sgd(RATE)
-    flat, nodes = of_servers("data", 4, tx), of_servers("nodes", "cores", tx)
-    states = by_a_step(nodes, a_mesh(2, 4)), by_a_step(flat, a_mesh(8))
-    for moments in [state.opt_state.inner_state.local[0].mu for state in states if inner == "adam"]:
+    tx, mesh = of_servers("nodes", "cores", tx), a_mesh(2, 4)
+    state = by_a_step(tx, mesh)
+    if inner == "adam":
         # Devices of a server keep the same moments.
-        servers = np.asarray(moments["w"]).reshape(2, 4, *SHAPES["w"])
+        moments = state.opt_state.inner_state.local[0].mu["w"]
+        servers = np.asarray(moments).reshape(2, 4, *SHAPES["w"])
         np.testing.assert_array_equal(servers, np.broadcast_to(servers[:, :1], servers.shape))
         assert abs(servers[0, 0] - servers[1, 0]).max() > 0
-    found = [
-        states[1].params,
-        on_global_arrays(flat, a_mesh(8)),
-        on_global_arrays(nodes, a_mesh(2, 4)),
-        on_global_arrays(of_servers(("nodes", "cores"), 4, tx), a_mesh(2, 4)),
-    ]
-    for params in found:
-        assert_near(params, states[0].params, 2e-6)
+    assert_near(on_global_arrays(tx, mesh), state.params, 2e-6)
 
 
 def test_a_state_may_have_one_copy_for_each_server():
@@ -194,38 +189,36 @@ def test_a_state_may_have_one_copy_for_each_server():
 def test_half_precision_travels_between_servers():
     for wire, tolerance in (("bfloat16", 2**-7), ("float16", 2**-10)):
         inner = optax.sgd(1.0)
-        tx = of_servers("data", 4, inner, wire_dtype=wire)
+        tx = of_servers("nodes", "cores", inner, wire_dtype=wire)
         plain = of_servers("nodes", "cores", inner)
-        found, expected = mapped(tx, a_mesh(8))[0], mapped(plain, a_mesh(2, 4))[0]
+        found, expected = (mapped(x, a_mesh(2, 4))[0] for x in (tx, plain))
         for k in SHAPES:
             largest = abs(start()[k] - expected[k]).max()
             np.testing.assert_allclose(found[k], expected[k], rtol=0, atol=4 * tolerance * largest)
 
 
-@pytest.mark.parametrize("within", [8, 16])
-def test_no_more_devices_than_one_server_has_are_one_server(within):
-    """A mean of gradients, and nothing to combine."""
+def test_one_server_has_nothing_to_combine():
     mean = optax.chain(boostax.all_reduce("data"), optax.adam(RATE))
     expected = by_a_step(mean, a_mesh(8)).params
-    assert_near(by_a_step(of_servers("data", within), a_mesh(8)).params, expected, 1e-6)
+    assert_near(by_a_step(of_servers("nodes", "cores"), a_mesh(1, 8)).params, expected, 1e-6)
 
 
 def test_a_leaf_without_elements_divides_by_no_zero():
     """Defect guarded against: its slices of a server, under ``vmap``, were none."""
-    tx, none = of_servers("data", 2, optax.sgd(1.0)), jnp.zeros((4, 0, 2))
-    grads = {"w": jnp.arange(8.0).reshape(4, 2), "empty": none}
-    found, _ = at_once(tx)(grads)
-    expected = -reference.adasum(grads["w"].reshape(2, 2, 2).mean(1))
-    assert_near(found, {"w": np.tile(expected, (4, 1)), "empty": none}, 1e-6)
+    tx, none = of_servers("nodes", "cores", optax.sgd(1.0)), jnp.zeros((2, 2, 0, 2))
+    grads = {"w": jnp.arange(8.0).reshape(2, 2, 2), "empty": none}
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="cores")
+    found = jax.jit(jax.vmap(step, axis_name="nodes"))(grads)
+    expected = -reference.adasum(grads["w"].mean(1))
+    assert_near(found, {"w": np.tile(expected, (2, 2, 1)), "empty": none}, 1e-6)
 
 
-def test_servers_of_unequal_size_are_refused():
-    with pytest.raises(
-        ValueError, match=r"within must be a divisor of the 8 replicas of 'data', got 3\. It"
-    ):
-        jax.eval_shape(lambda: by_a_step(of_servers("data", 3), a_mesh(8), calls=1))
-    with pytest.raises(ValueError, match=r"^adasum: within must be a mesh axis name"):
-        boostax.adasum("data", within=4)
+def test_a_number_of_devices_is_answered_with_a_mesh_of_two_axes():
+    words = r": within must be a mesh axis name or a tuple of them, got 4\. Write axis_name="
+    mesh = r"\"server\", within=\"data\" on the mesh jax.make_mesh\(\(n // 4, 4\), \(\"server\", "
+    for tx in (boostax.adasum, functools.partial(boostax.reduce.adasum_delta, optax.sgd(1.0))):
+        with pytest.raises(ValueError, match=r"^adasum(_delta)?" + words + mesh):
+            tx("data", within=4)
 
 
 def test_what_each_device_sends_is_what_the_docstring_says():
@@ -253,21 +246,11 @@ def test_what_each_device_sends_is_what_the_docstring_says():
         },
         rel=1e-2,
     )
-    flat = sent(boostax.reduce.adasum_delta(optax.sgd(1.0), "data", within=4), a_mesh(8))
-    assert flat == pytest.approx(
-        {
-            ("reduce_scatter", ("data",), devices): inside,
-            ("all_gather", ("data",), devices): inside,
-            ("ppermute", ("data",), 8): between,
-            ("all_gather", ("data",), 8): 7 / 8,
-        },
-        rel=1e-2,
-    )
 
 
 def test_servers_of_a_state_are_averaged_where_they_become_one():
     """And those that become several take a copy: the devices of each stay the same."""
-    state = by_a_step(of_servers("data", 2), a_mesh(8))
+    state = by_a_step(of_servers("nodes", "cores"), a_mesh(4, 2))
     old = np.asarray(state.opt_state.inner_state.local[0].mu["w"])[::2]
     for replicas, servers in ((4, 2), (16, 8), (2, 1)):
         moved = boostax.reshard_state(jax.device_get(state), replicas, within=2)
@@ -292,10 +275,46 @@ def test_a_configuration_names_the_devices_of_a_server(data):
     boost = auto(data)
     assert boost.config.get("reduce") == {"kind": "adasum-delta", "within": 4}
     assert auto(json.loads(json.dumps(boost.config))).config == boost.config
+    assert boost.mesh().shape == {"server": 2, "data": 4}
     if "boost" in data:
-        tx = boost.optimizer(optax.adam(RATE), narrow(), axis_name="data")
-        expected = by_a_step(of_servers("data", 4), a_mesh(8)).params
-        assert_near(by_a_step(tx, a_mesh(8)).params, expected, 1e-6)
+        step = a_step(boost, boost.mesh())
+        expected = by_a_step(of_servers("nodes", "cores"), a_mesh(2, 4)).params
+        assert_near(follow(step, step.init(narrow()), batches(3))[0].params, expected, 1e-6)
+
+
+def a_step(boost, mesh, **options):
+    options = {"mesh": mesh, "axis_name": mesh.axis_names} | options
+    return boost.make_train_step(loss_fn, optax.adam(RATE), narrow(), **options)
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+def test_no_more_devices_than_a_server_has_take_a_mean(devices):
+    boost = auto(DATA[0] | {"common": {"device_number": devices}})
+    mesh = boost.mesh()
+    assert mesh.shape == {"data": 8}
+    mean = optax.chain(boostax.all_reduce("data"), optax.adam(RATE))
+    step = a_step(boost, mesh)
+    found = follow(step, step.init(narrow()), batches(3))[0].params
+    chex.assert_trees_all_equal(found, by_a_step(mean, a_mesh(8)).params)
+
+
+REFUSED = [
+    (4, (8,), r"one of at most 4 devices, .* got \[8\]\. .* jax.make_mesh\(\(2, 4\), \('server', "),
+    (4, (4, 2), r"got \[4, 2\]\. Use the mesh of boost.mesh\(\), jax.make_mesh\(\(2, 4\), "),
+    (16, (4, 2), r"got \[4, 2\]\. .* jax.make_mesh\(\(8,\), \('data',\)\), and axis_name="),
+    (
+        3,
+        (8,),
+        r"^Boost: the number of devices must be a multiple of the 3 devices of a server, got",
+    ),
+]
+
+
+@pytest.mark.parametrize(("devices", "sizes", "match"), REFUSED)
+def test_other_meshes_than_those_of_the_dictionary_are_refused(devices, sizes, match):
+    step = a_step(auto(DATA[0] | {"common": {"device_number": devices}}), a_mesh(*sizes))
+    with pytest.raises(ValueError, match=match):
+        follow(step, step.init(narrow()), batches(1))
 
 
 def test_mindspores_device_number_says_when_nothing_is_combined():
@@ -306,8 +325,6 @@ def test_mindspores_device_number_says_when_nothing_is_combined():
 
 
 def test_it_says_what_it_averages():
-    found = boostax.explain(of_servers("data", 4), narrow())
-    assert found.parts[0].what.startswith("Run inner on the mean gradient of every 4 neighbours")
-    assert not found.findings
     found = boostax.explain(of_servers("nodes", "cores"), narrow())
-    assert "mean gradient over cores" in found.parts[0].what and not found.findings
+    assert found.parts[0].what.startswith("Run inner on the mean gradient over cores")
+    assert not found.findings

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -47,47 +46,6 @@ AVERAGED = ("averaged already",)
 ONE_LAYER = (*AVERAGED, "of one layer")
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
 _BOUND = jax.make_user_context(())
-
-
-class Groups(tuple[str, ...]):
-    """Axis names with groups of replicas; only replicas of one group communicate.
-
-    On a mesh with a single axis, groups replace a separate axis over servers or over the devices of
-    a server. JAX has no sum or gather over groups whose result is typed as equal (``check_vma``),
-    so the results of groups are typed as varying.
-
-    Attributes:
-      members: ``(groups, size)``, the indices of the replicas in each group.
-    """
-
-    members: np.ndarray[Any, Any]
-
-    def __new__(cls, names: tuple[str, ...], members: np.ndarray[Any, Any]) -> Groups:
-        made = super().__new__(cls, names)
-        made.members = members
-        return made
-
-    def place(self, of_group: bool = False) -> jax.Array:
-        """Return the index of this replica in its group, or the index of its group."""
-        places = np.argwhere(np.ones_like(self.members))[np.argsort(self.members, None)]
-        return jnp.asarray(places[:, 0 if of_group else 1], jnp.int32)[index(tuple(self))]
-
-
-def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Groups]:
-    """Group neighbouring replicas into servers; return groups across servers and inside servers.
-
-    If a server has at least as many devices as there are replicas, all replicas form one server.
-
-    Raises:
-      ValueError: the number of replicas is not a multiple of ``devices``.
-    """
-    replicas = size(names)
-    inside = min(devices, replicas)
-    allowed = f"a divisor of the {replicas} replicas of {', '.join(map(repr, names))}"
-    hint = "It is the number of devices of a server."
-    checks.require(who, "within", devices, allowed, not replicas % inside, hint)
-    numbers = np.arange(replicas).reshape(-1, inside)
-    return Groups(names, numbers.T), Groups(names, numbers)
 
 
 def binding(names: tuple[str, ...]) -> AbstractContextManager[None]:
@@ -169,8 +127,8 @@ def are_bound(names: tuple[str, ...]) -> bool:
 
 
 def size(names: tuple[str, ...]) -> int:
-    """Return the number of replicas along the axes, or the size of a group."""
-    return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)
+    """Return the number of replicas along the axes."""
+    return lax.axis_size(names)
 
 
 def varying(x: object) -> frozenset[str]:
@@ -303,8 +261,8 @@ def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def index(names: tuple[str, ...]) -> jax.Array:
-    """Return the index of this replica, or its index in its group; the first axis is slowest."""
-    return names.place() if isinstance(names, Groups) else lax.axis_index(names)
+    """Return the index of this replica; the first axis is slowest."""
+    return lax.axis_index(names)
 
 
 def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -315,9 +273,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if not vmapped(names):
         if len(x) == 2:
             return _swapped(x, names)
-        return lax.all_to_all(x, tuple(names), 0, 0, tiled=True, axis_index_groups=_lists(names))
-    if isinstance(names, Groups):
-        return lax.dynamic_index_in_dim(in_group(x, names), names.place(), 1, keepdims=False)
+        return lax.all_to_all(x, names, 0, 0, tiled=True)
     # vmap has no rule for several axes at once, so the permutation goes one axis after the other.
     blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
     for dim, name in enumerate(names):
@@ -328,19 +284,12 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """Exchange the rows of two replicas by ``ppermute``; a TPU's all-to-all would send both."""
     other = 1 - index(names)
-    row = lax.dynamic_slice_in_dim(x, other, 1)
-    pairs = _lists(names) or [[0, 1]]
-    row = lax.ppermute(row, tuple(names), [pair for a, b in pairs for pair in ((a, b), (b, a))])
+    row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
     return lax.dynamic_update_slice_in_dim(x, row, other, 0)
 
 
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
-    """Stack the values of all replicas on a new dimension; the result is typed as equal.
-
-    All groups must hold the same values, so the values of the first group are stacked.
-    """
-    if isinstance(names, Groups):
-        return jnp.take(gather(x, tuple(names), dim), names.members[0], dim)
+    """Stack the values of all replicas on a new dimension; the result is typed as equal."""
     if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
     stacked = x
@@ -350,29 +299,19 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
 
 
 def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Join the slices of all replicas along a dimension; the result is typed as equal.
-
-    With groups, the slices of each group are joined, and the result is typed as varying.
-    """
-    grouped = isinstance(names, Groups)
+    """Join the slices of all replicas along a dimension; the result is typed as equal."""
     if not vmapped(names):
-        how: Any = {"axis_index_groups": _lists(names)} if grouped else {"to": "invarying"}
-        return lax.all_gather(x, tuple(names), axis=dim, tiled=True, **how)
-    stacked = jnp.moveaxis(in_group(x, names), 0, dim) if grouped else gather(x, names, dim)
-    return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
+    return gather(x, names, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
 def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Sum over the replicas, or over each group, and return this replica's slice of the sum."""
-    how: Any = {"scatter_dimension": dim, "tiled": True, "axis_index_groups": _lists(names)}
+    """Sum over the replicas, and return this replica's slice of the sum."""
+    how: Any = {"scatter_dimension": dim, "tiled": True}
     if not vmapped(names):
-        return lax.psum_scatter(x, tuple(names), **how)
-    if not isinstance(names, Groups):
-        # vmap has no rule for several axes at once.
-        return functools.reduce(lambda x, name: lax.psum_scatter(x, name, **how), names, x)
-    length = x.shape[dim] // size(names)
-    summed = in_group(x, names).sum(0)
-    return lax.dynamic_slice_in_dim(summed, names.place() * length, length, dim)
+        return lax.psum_scatter(x, names, **how)
+    # vmap has no rule for several axes at once.
+    return functools.reduce(lambda x, name: lax.psum_scatter(x, name, **how), names, x)
 
 
 def sent_apart() -> bool:
@@ -398,19 +337,6 @@ def ring(x: jax.Array, name: str) -> jax.Array:
     step = lambda turn, sent: lax.ppermute(sent, name, onward) + row(turn + 1)  # noqa: E731
     with jax.named_scope("ring_reduce_scatter"):
         return lax.fori_loop(1, count, step, row(1))
-
-
-def in_group(x: jax.Array, names: Groups) -> jax.Array:
-    """Stack the values of the replicas in this replica's group."""
-    if not vmapped(names):
-        return lax.all_gather(x, tuple(names), axis_index_groups=_lists(names))
-    # vmap has no rule for groups, so all replicas are gathered.
-    return gather(x, tuple(names))[jnp.asarray(names.members)[names.place(of_group=True)]]
-
-
-def _lists(names: tuple[str, ...]) -> list[list[int]] | None:
-    """Return the groups in the form of JAX's ``axis_index_groups``."""
-    return names.members.tolist() if isinstance(names, Groups) else None
 
 
 def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -461,9 +387,7 @@ def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return the maximum over the axes, or over each group."""
-    if isinstance(names, Groups):
-        return in_group(x, names).max(0)
+    """Return the maximum over the axes."""
     return lax.pmax(to_varying(x, names), names)
 
 

@@ -476,24 +476,6 @@ def on_rows(
     return _island(here, who, gather, rows, leaves)((), given, ())[0]
 
 
-def mean_of_group(x: jax.Array, groups: axes.Groups) -> jax.Array:
-    """Average over this replica's group of neighbouring replicas, under ``jax.vmap``.
-
-    On global arrays this is a sum over a sharded dimension.
-    """
-    if placed_here() is None:
-        return axes.in_group(x, groups).mean(0)
-
-    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        rows = local[1].reshape(*groups.members.shape, *x.shape)
-        means = jnp.broadcast_to(rows.mean(1, keepdims=True), rows.shape)
-        return (), means.reshape(local[1].shape), shared
-
-    named = lambda local, shared: ((), local[1], shared)  # noqa: E731
-    marks = [lax.axis_index(name) for name in groups]
-    return lifted([*reversed(groups)], named, stacked, "mean_of_group")(((), x, marks), ())[1]
-
-
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+import jax
 import optax
 
 import boostax
@@ -91,7 +92,8 @@ class Boost:
         Raises:
           ValueError, TypeError: no params although groups are a number or files are read; fewer
             layers than groups; a reduction other than the mean without an axis; parts that a
-            ``dim_reduce`` from files excludes.
+            ``dim_reduce`` from files excludes; at trace time, replica axes other than those of
+            ``mesh`` if servers are combined.
         """
         finish = self.config.get("dim_reduce", {})
         checks.transformation("Boost.optimizer", "inner", inner)
@@ -112,6 +114,26 @@ class Boost:
             order.insert(order.index("accumulate"), "loss_scale")
         place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
         return self._stacked(order, inner, place)
+
+    def mesh(self, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+        """Make the mesh of the replicas, by servers where AdaSum combines servers.
+
+        Args:
+          devices: the devices of the replicas; ``None`` means ``jax.devices()``.
+
+        Returns:
+          A mesh with the axis ``"data"``. If a number ``within`` (MindSpore's ``device_number``) is
+          below the number of devices, a mesh with the axes ``"server"`` and ``"data"``. Pass it on
+          as ``mesh=mesh, axis_name=mesh.axis_names``. Cost: none.
+
+        Raises:
+          ValueError: a number of devices that is not a multiple of ``within``.
+        """
+        devices, within = devices or jax.devices(), self.config.get("reduce", {}).get("within")
+        per_server = within if isinstance(within, int) else None
+        sizes, names = keys.mesh_of_servers(len(devices), per_server)
+        types = (jax.sharding.AxisType.Auto,) * len(names)
+        return jax.make_mesh(sizes, names, types, devices=devices)
 
     def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
         """Remove BatchNorms from the model and normalise its head, if the configuration says so.

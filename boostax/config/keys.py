@@ -12,6 +12,7 @@ import functools
 import glob
 import inspect
 import itertools
+import math
 import pkgutil
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -165,22 +166,52 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: 
     if options.get("dense") == "vectors":
         # A sparse message of norms and biases costs more than it saves.
         options["dense"] = lambda _, leaf: leaf.ndim < 2
-    if isinstance(within := options.get("within"), str):  # The axis of the fast links.
-        names = axes.canonical(who, place["axis_name"])
+    within, names = options.get("within"), axes.canonical(who, options["axis_name"])
+    if isinstance(within, str):  # The axis of the fast links.
         options["axis_name"] = tuple(name for name in names if name != within)
         require(0 < len(options["axis_name"]) < len(names), "within", within, who=who, names=names)
+    by_servers = factory is boostax.reduce.adasum_delta and isinstance(within, int)
+    if by_servers:
+        checks.positive_int(who, "within", within, "It is the number of devices of a server.")
+        if len(names) == 1:  # All devices are one server.
+            return [_on_servers(boostax.all_reduce(names), names, within), *parts]
+        options |= {"axis_name": names[:-1], "within": names[-1]}
     if who in _MADE:
         options = dict.fromkeys(DATA["place"]) | takes(factory) | options
         with speaking_of(who, DATA["renamed"]):
             options |= _MADE[who](types.SimpleNamespace(**options))
     if factory is boostax.dim_reduce and "source" not in place:  # Without a source it only records.
         return [*filter(None, [options["basis"]]), *parts]
-    names = inspect.signature(factory).parameters
-    options = {name: x for name, x in options.items() if name in names}
-    if "inner" in names:
-        return [factory(chained(parts), **options)]
+    arguments = inspect.signature(factory).parameters
+    options = {name: x for name, x in options.items() if name in arguments}
+    if "inner" in arguments:
+        tx = factory(chained(parts), **options)
+        return [_on_servers(tx, names, within) if by_servers else tx]
     tx = factory(**options)
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
+
+
+def mesh_of_servers(count: int, devices: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the sizes and names of a mesh whose last axis has the devices of a server."""
+    if devices is None or count <= devices:
+        return (count,), ("data",)
+    require(count % devices == 0, "devices", count, devices=devices)
+    return (count // devices, devices), ("server", "data")
+
+
+def _on_servers(tx: Tx, names: tuple[str, ...], devices: int) -> Tx:
+    """Refuse replica axes other than those of ``mesh_of_servers``, when ``tx`` is traced."""
+
+    @functools.wraps(tx.update)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        sizes = [axes.size((name,)) for name in names]
+        fits = sizes[-1] == devices or (len(sizes) == 1 and sizes[0] < devices)
+        if not fits:
+            mesh = f"jax.make_mesh{mesh_of_servers(math.prod(sizes), devices)}"
+            require(fits, "servers", sizes, devices=devices, mesh=mesh)
+        return tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def chained(parts: list[Tx]) -> Tx:
@@ -234,8 +265,9 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
         if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
     if build and key != "less_bn":  # LessBN needs a model.
-        within = [x for x in (given.get("within"),) if isinstance(x, str)]
-        layer(factory, given, [optax.identity()], axis_name=("axis", *within), tree=_LATER)
+        within = given.get("within")
+        names = ("axis", within) if isinstance(within, str) else ("axis", "another")
+        layer(factory, given, [optax.identity()], axis_name=names, tree=_LATER)
     return chosen | given
 
 

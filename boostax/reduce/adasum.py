@@ -19,7 +19,7 @@ from boostax._core.describe import Stepped, describe
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange, pairwise
 from boostax.reduce.codec import Arrays, Names, PyTree
-from boostax.reduce.mean import server_mean
+from boostax.reduce.mean import reduced
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
 Scope = Literal["leaf", "tree"]
@@ -118,7 +118,7 @@ def adasum(
     """
     who = "adasum"
     across = axes.canonical(who, axis_name)
-    inside = axes.canonical(who, within, "within")
+    inside = axis_of_server(who, within)
     names = across + inside
     wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
@@ -129,6 +129,15 @@ def adasum(
 
     update = describe(who, "adasum", names)(placement.on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
+
+
+def axis_of_server(who: str, within: Any) -> Names:
+    """Return the axes of ``within``; answer a number of devices with the mesh to write instead."""
+    allowed, is_number = "a mesh axis name or a tuple of them", isinstance(within, int)
+    mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
+    hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
+    checks.require(who, "within", within, allowed, not is_number, hint)
+    return axes.canonical(who, within, "within")
 
 
 class Options(NamedTuple):
@@ -184,25 +193,17 @@ class Levels(NamedTuple):
     @property
     def names(self) -> Names:
         """Return all axes."""
-        return tuple(dict.fromkeys((*self.across, *self.inside)))
+        return self.across + self.inside
 
     @property
     def gathered(self) -> tuple[Names, ...]:
         """Return the axes over which to gather the result in turn, the fastest first."""
-        if isinstance(self.inside, axes.Groups):
-            return (self.names,)
         return tuple(filter(None, (self.across, self.inside)))
 
     def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
         """Return this device's slice of its server's array, cut along a dimension."""
-        across, inside = axes.size(self.across), axes.size(self.inside)
-        slices = exchange.cut(x, across * inside, dim)
-        # Slices have the order of the gather, over servers first or over all replicas at once.
-        lead = int(isinstance(self.inside, axes.Groups))
-        sizes = (across, inside) if lead else (inside, across)
-        slices = slices.reshape(*sizes, *slices.shape[1:])
-        mine = lax.dynamic_index_in_dim(slices, axes.index(self.inside), lead, keepdims=False)
-        return exchange.joined(mine, dim)
+        length = x.shape[dim] // axes.size(self.inside)
+        return lax.dynamic_slice_in_dim(x, axes.index(self.inside) * length, length, dim)
 
 
 def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
@@ -253,11 +254,9 @@ def _sent(
     elif inside and wire is None:
         arrays = [axes.scatter(x.array(leaves) / devices, inside, x.dim) for x in chunks]
     elif inside:
-        near = exchange.exchange(chunks, arrays, inside, wire, (shards,), by_leaf=False)
+        near = exchange.exchange(chunks, arrays, inside, wire, shards, by_leaf=False)
         arrays = exchange.mean(near, "before")
-    grouped = isinstance(inside, axes.Groups)
-    common = (inside, shards) if grouped else (inside + shards,)
-    return chunks, exchange.exchange(chunks, arrays, across, wire, common)
+    return chunks, exchange.exchange(chunks, arrays, across, wire, inside + shards)
 
 
 def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
@@ -300,7 +299,7 @@ def adasum_delta(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None = None,
     *,
-    within: axes.AxisName | int | None = None,
+    within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
     wire_dtype: DTypeLike | None = None,
@@ -325,9 +324,9 @@ def adasum_delta(
       inner: an optimizer without collectives over the axes, as a single replica would use it.
       axis_name: mesh axis, or a tuple of axes, whose replicas or servers are combined. ``None``
         means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
-      within: the devices of a server, over which gradients are averaged before ``inner``: mesh axes
-        (``adasum_delta(adam, "nodes", within="cores")``), or the number of neighbours along
-        ``axis_name`` that make a server (``within=8``; an axis of 8 or fewer is one server).
+      within: the axes of a server's devices, over which gradients are averaged before ``inner``:
+        ``adasum_delta(adam, "server", within="data")`` on ``jax.make_mesh((n // 8, 8), ("server",
+        "data"))``.
       shard_axes: axes over which leaves are sharded.
       scope: as in ``adasum``, like the following arguments.
       wire_dtype: dtype of the updates on the wire.
@@ -339,16 +338,12 @@ def adasum_delta(
       a leading axis of replicas (``stack_replicas``, ``state_specs``), with equal copies for the
       devices of a server. Cost: as ``adasum``; every replica has a complete inner state, which
       cannot be sharded over the replicas. With ``within``, for w devices in each of n servers and N
-      bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce;
-      if ``within`` is a number, a reduce-scatter and an all-gather), ``N/w (n-1)/n`` between
-      servers, and then gathers the result. If ``within`` names axes, the gather runs over the
-      servers first, ``N/w (n-1)/n``, then inside, ``N (w-1)/w``. If ``within`` is a number, a
-      single gather runs over all devices, ``N (nw-1)/(nw)``, because JAX has no gather over groups
-      whose result is typed as equal on all devices.
+      bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce)
+      and ``N/w (n-1)/n`` between servers. The gather of the result runs over the servers first,
+      ``N/w (n-1)/n``, then inside, ``N (w-1)/w``.
 
     Raises:
-      ValueError, TypeError: as ``adasum``; at trace time, a number of replicas that is not a
-        multiple of ``within``.
+      ValueError, TypeError: as ``adasum``.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -356,8 +351,10 @@ def adasum_delta(
       >>> combine = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> combine(jnp.array([[1.0, 0.0], [0.0, 1.0]]))[0].tolist()
       [-0.5, -0.5]
-      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data", within=2)  # two servers of two
-      >>> combine(jnp.array([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 4.0]]))[0].tolist()
+      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "server", within="data")
+      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> servers = jnp.array([[[1.0, 0.0], [3.0, 0.0]], [[0.0, 2.0], [0.0, 4.0]]])  # two of two
+      >>> jax.jit(jax.vmap(step, axis_name="server"))(servers)[0, 0].tolist()
       [-1.0, -1.5]
 
     References:
@@ -367,19 +364,10 @@ def adasum_delta(
     who = "adasum_delta"
     tx = checks.transformation(who, "inner", inner)
     replicas = axes.canonical(who, axis_name)
-    if isinstance(within, int):
-        checks.positive_int(who, "within", within, "It is the number of devices of a server.")
-        inside, what = (), f"Run inner on the mean gradient of every {within} neighbours"
-    else:
-        inside = axes.canonical(who, within, "within")
-        what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
-    names = replicas + inside
+    inside = axis_of_server(who, within)
+    levels = Levels(replicas, inside, averaged=bool(inside))
+    names = levels.names
     wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
-
-    def levels() -> Levels:
-        if isinstance(within, int):
-            return Levels(*axes.servers(replicas, within, who), averaged=True)
-        return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
         own = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
@@ -387,15 +375,16 @@ def adasum_delta(
 
     @describe("adasum", "adasum", names)
     def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
-        return combined(deltas, levels(), wanted)
+        return combined(deltas, levels, wanted)
 
-    what = what and f"{what}, and combine the updates by AdaSum"
+    mean = f"Run inner on the mean gradient over {', '.join(inside)}"
+    what = f"{mean}, and combine the updates by AdaSum" if inside else ""
 
     @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
-        kept, server = state.inner_state.local, levels().inside
+        kept = state.inner_state.local
         # A gate inside would run steps at different times on different replicas.
         gate.refuse_gates(who, gate.gates_in(kept))
         # With one copy of the inner state per server, updates are typed as equal inside the server.
@@ -404,12 +393,14 @@ def adasum_delta(
         # The inner optimizer computes in f32 or wider, as inside a gate.
         own = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
         wide = trees.at_least_float32(updates)
-        wide = axes.to_varying(server_mean(wide, server), over) if server else wide
+        if inside:
+            mean_of_server = jax.tree.map(lambda x: reduced(x, inside, "after"), wide)
+            wide = axes.to_varying(mean_of_server, over)
         deltas, inner_state = tx.update(wide, kept, own, **extra)
         require_like(who, "the moment", (kept, deltas), (inner_state, updates))
         inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
-        deltas = axes.to_each(deltas, names) if server else deltas
+        deltas = axes.to_each(deltas, names) if inside else deltas
         result, adasum_state = placement.on_shards(who, names, combine)(deltas, state.adasum)
         return result, AdasumDeltaState(PerReplica(inner_state), adasum_state)
 

@@ -247,7 +247,7 @@ def exchange(
     arrays: Arrays,
     names: Names,
     wire: Wire = None,
-    common: Sequence[Names] = (),
+    common: Names = (),
     by_leaf: bool = True,
 ) -> Rows:
     """Return this replica's slice of every replica's chunks.
@@ -268,8 +268,8 @@ def exchange(
         if not near_one:
             # The reciprocal is halved at each level of the tree of replicas and must stay normal.
             exponents = jnp.minimum(exponents, 100)
-        for over in filter(None, common):
-            exponents = axes.largest(exponents, over)
+        if common:
+            exponents = axes.largest(exponents, common)
         gathered = axes.gather(exponents, names)
     buckets: list[Bucket] = []
     for chunk, x in zip(sent, arrays, strict=True):

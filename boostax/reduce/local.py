@@ -19,110 +19,9 @@ from boostax._core.describe import PyTree, Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 
-# An average takes a state without the inner state, and the last arguments of ``through`` or a
-# replica's params. It returns a value and the new state.
-Average = Callable[..., Stepped]
 Extended = optax.GradientTransformationExtraArgs
 # Whether each fragment is synchronized in a step.
 Due = list[jax.Array]
-
-
-class _Own(NamedTuple):
-    """The inner optimizer and the replicas that run it.
-
-    Attributes:
-      who: the transformation around it, for errors.
-      names: the axes of the replicas.
-      tx: the optimizer.
-    """
-
-    who: str
-    names: tuple[str, ...]
-    tx: Extended
-
-    @classmethod
-    def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
-        """Check the arguments that both factories share."""
-        tx = checks.transformation(who, "inner", inner)
-        gate.refuse_gates(who, [gate.gate_of(inner)])
-        return cls(who, axes.canonical(who, axis_name), tx)
-
-    def init(self, params: PyTree) -> replicas.PerReplica:
-        """Return the optimizer's first state, per replica and in f32 or wider."""
-        state = gate.init_optimizer(self.who, self.tx, params)
-        return replicas.PerReplica(axes.to_varying(state, self.names))
-
-    def gated(self, init: optax.TransformInitFn, average: Average, close: Average) -> Extended:
-        """Return the transformation that averages after each step of the inner optimizer.
-
-        Args:
-          init: returns a state with the ``inner_state`` of ``_Own.init``.
-          average: averages the params after a step, or returns them unchanged.
-          close: averages the params at ``boostax.flush``.
-        """
-        who, names = self.who, self.names
-
-        @describe(who, "own params", names, inner={"inner_state": self.tx})
-        def step_fn(
-            grads: gate.Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
-        ) -> Stepped:
-            axes.require_local(grads.raw, names, who)
-            trees.require_params(params, who, "They are averaged.")
-            own, old = axes.to_varying(params, names), state.inner_state.local
-            # Wide params get wide updates, which may be the first term of a sum in f32.
-            wide = trees.at_least_float32(own)
-            updates, inner = gate.run(self.tx, grads, old, wide, apply=False, extra=extra)
-            inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
-            value = axes.unify(updates, own)
-            value = trees.applied(own, value) if apply else value
-            # The inner state does not pass through the branch that averages.
-            value, new = average(state._replace(inner_state=None), own, value, apply)
-            return trees.as_updates(value, own), new._replace(inner_state=inner)
-
-        def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
-            axes.require_bound(names, who)
-            own = axes.to_varying(params, names)
-            value, new = close(state._replace(inner_state=None), own)
-            return value, new._replace(inner_state=state.inner_state)
-
-        return gate.gated(init, step_fn, flush_fn)
-
-    def in_turn(
-        self, groups: Any, due: Any, average: Average, states: Any, own: PyTree, *step: Any
-    ) -> tuple[PyTree, list[Any]]:
-        """Average each group of leaves that is due, in a separate branch.
-
-        Args:
-          groups: the indices of the leaves in each group.
-          due: a bool scalar for each group, equal on all replicas.
-          average: takes the state of a group and its params; see ``through``.
-          states: the state of each group.
-          own: see ``through``; ``step`` is the ``value`` and ``apply`` of ``through``.
-        """
-        (value, apply), found = step, list[Stepped]()
-        for group, now, state in zip(groups, due, states, strict=True):
-            old = _part(value, group)
-            given = functools.partial(average, state), _part(own, group), old, apply
-            heavy = functools.partial(through, *given)
-            # In one switch over all leaves XLA:CPU and XLA:GPU would copy the leaves that only pass
-            # through.
-            found.append(gate.run_or_hold(now, heavy, old, state, apply=True, who=self.who))
-        return _joined(value, groups, [x for x, _ in found]), [x for _, x in found]
-
-
-def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: bool) -> Stepped:
-    """Average the params or updates in ``value``; return the new value and the average's state.
-
-    Args:
-      average: takes params after a step; returns averaged params and a state.
-      own: a replica's params before the step.
-      value: the params after the step (``apply``), or the updates to them.
-      apply: see ``value``.
-    """
-    new, state = average(value if apply else trees.applied(own, value))
-    if not apply:
-        new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(own))
-    return axes.unify(trees.cast_like(new, value), value), state
 
 
 class LocalUpdatesState(NamedTuple):
@@ -132,6 +31,7 @@ class LocalUpdatesState(NamedTuple):
       since_sync: i32, steps since all params were last synchronized together.
       syncs: i32, the number of steps that synchronized params.
       anchor: tree like the params, in their dtypes: the params after their last synchronization.
+        ``None`` without an outer optimizer.
       reduction_state: a tuple with a state of the reduction for each fragment, in which leaves of
         other fragments are ``None``.
       outer_state: a tuple of the same form with the outer optimizer's states, equal on all
@@ -155,61 +55,97 @@ class LocalUpdatesState(NamedTuple):
 
 
 class _Rounds(NamedTuple):
-    """The arguments of ``local_updates``, checked, and its synchronizations.
+    """The checked arguments of ``local_updates``, and its steps.
 
     Attributes:
-      replica: the inner optimizer and the replicas.
-      every: steps of a round.
+      who: the factory, for errors.
+      names: the axes of the replicas.
+      inner: the optimizer of each replica.
+      every: steps of a round; ``None`` for one step per fragment.
       members: returns the indices of the leaves in each fragment of the params.
       reduce: the reduction.
-      outer: the outer optimizer.
+      outer: the outer optimizer, or ``None`` for the mean of the params.
       warmup: see ``local_updates``.
     """
 
-    replica: _Own
-    every: int
+    who: str
+    names: tuple[str, ...]
+    inner: Extended
+    every: int | None
     members: Callable[[PyTree], list[list[int]]]
     reduce: Extended
-    outer: Extended
+    outer: Extended | None
     warmup: int
+
+    def gated(self) -> Extended:
+        """Return the transformation."""
+        how: Any = {"inner": {"inner_state": self.inner}}
+        step = describe(self.who, "own params", self.names, **how)(self.step)
+        return gate.gated(self.init, step, self.flush)
 
     def init(self, params: PyTree) -> LocalUpdatesState:
         """Return the first state; refuse params that differ per replica."""
-        who, names = self.replica.who, self.replica.names
-        common = not any(kind & frozenset(names) for kind in axes.types(params))
-        got, allowed = f"some that vary over {', '.join(names)}", "equal on all replicas"
+        common = not any(kind & frozenset(self.names) for kind in axes.types(params))
+        got, allowed = f"some that vary over {', '.join(self.names)}", "equal on all replicas"
         hint = "Call init outside the mapped function, or before params become each replica's own."
-        checks.require(who, "params", got, allowed, common, hint)
-        parts = [_part(trees.at_least_float32(params), group) for group in self.members(params)]
-        states = [(self.reduce.init(part), trees.first_state(self.outer, part)) for part in parts]
-        reduced, outer_state = zip(*states, strict=True)
-        since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        anchor, inner = jax.tree.map(_copy, params), self.replica.init(params)
-        return LocalUpdatesState(since, syncs, anchor, reduced, outer_state, inner)
+        checks.require(self.who, "params", got, allowed, common, hint)
+        wide = trees.at_least_float32(params)
+        parts = [_part(wide, group) for group in self.members(params)]
+        outer = self.outer or optax.identity()
+        inner = gate.init_optimizer(self.who, self.inner, params)
+        return LocalUpdatesState(
+            since_sync=jnp.zeros((), jnp.int32),
+            syncs=jnp.zeros((), jnp.int32),
+            anchor=jax.tree.map(_copy, params) if self.outer else None,
+            reduction_state=tuple(self.reduce.init(part) for part in parts),
+            outer_state=tuple(trees.first_state(outer, part) for part in parts),
+            inner_state=replicas.PerReplica(axes.to_varying(inner, self.names)),
+        )
 
-    def average(self, state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
+    def step(
+        self, grads: gate.Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+    ) -> Stepped:
+        """Step the inner optimizer, and synchronize the fragments that are due."""
+        axes.require_local(grads.raw, self.names, self.who)
+        trees.require_params(params, self.who, "They are averaged.")
+        own, old = axes.to_varying(params, self.names), state.inner_state.local
+        # Wide params get wide updates, which may be the first term of a sum in f32.
+        wide = trees.at_least_float32(own)
+        updates, inner = gate.run(self.inner, grads, old, wide, apply=False, extra=extra)
+        inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
+        value = axes.unify(updates, own)
+        value = trees.applied(own, value) if apply else value
+        # The inner state does not pass through the branches that synchronize.
+        value, new = self._stepped(state._replace(inner_state=None), own, value, apply)
+        return trees.as_updates(value, own), new._replace(inner_state=inner)
+
+    def flush(self, state: Any, params: PyTree, **extra: Any) -> Stepped:
+        """Synchronize all fragments, but the last ones not twice by the outer optimizer."""
+        axes.require_bound(self.names, self.who)
+        own, since = axes.to_varying(params, self.names), state.since_sync
+        again = self.outer is None
+        due = [(since > 0) & ~now | again for now in self._turns(state, since)[1]]
+        value, new = self._met(state._replace(inner_state=None), due, own, own, True)
+        zero = jnp.zeros_like(since)
+        return value, new._replace(since_sync=zero, inner_state=state.inner_state)
+
+    def _stepped(self, state: Any, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         """Synchronize the fragments that are due after a step."""
         since = state.since_sync + 1
         warm, due = self._turns(state, since)
         if self.warmup:
             leaves, old = [range(len(jax.tree.leaves(own)))], [state.anchor]
             given = leaves, [warm], self._averaged, old, own, value, apply
-            value, (anchor,) = self.replica.in_turn(*given)
+            value, (anchor,) = self._in_turn(*given)
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._met(state, due, own, value, apply)
         together = warm | jnp.stack(due).all()
         return value, state._replace(since_sync=jnp.where(together, 0, since))
 
-    def close(self, state: LocalUpdatesState, own: PyTree) -> Stepped:
-        """Synchronize all fragments except the fragments that the last step synchronized."""
-        since = state.since_sync
-        due = [(since > 0) & ~now for now in self._turns(state, since)[1]]
-        value, state = self._met(state, due, own, own, True)
-        return value, state._replace(since_sync=jnp.zeros_like(since))
-
     def _turns(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
         """Return whether all params, and each fragment, are due ``since`` steps after the last."""
-        every, count = self.every, len(state.outer_state)
+        count = len(state.outer_state)
+        every = self.every or count
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
         # The comparison of one number shows an audit that a step takes only one of the branches.
@@ -217,24 +153,49 @@ class _Rounds(NamedTuple):
         return phase == -1, due
 
     def _met(self, state: LocalUpdatesState, due: Due, *step: Any) -> Stepped:
-        """Synchronize the fragments that are due; see ``_Own.in_turn``."""
-        groups = self.members(state.anchor)
+        """Synchronize the fragments that are due; see ``_in_turn``."""
+        groups = self.members(step[0])
         anchors = [_part(state.anchor, group) for group in groups]
         parts = [*zip(anchors, state.reduction_state, state.outer_state, strict=True)]
-        value, parts = self.replica.in_turn(groups, due, self._synced, parts, *step)
+        value, parts = self._in_turn(groups, due, self._synced, parts, *step)
         anchors, reduced, outer_state = zip(*parts, strict=True)
-        anchor = _joined(state.anchor, groups, anchors)
+        anchor = _joined(state.anchor, groups, anchors) if self.outer else None
         syncs = gate.counted(state.syncs, jnp.stack(due).any())
         new = {"syncs": syncs, "reduction_state": reduced, "outer_state": outer_state}
         return value, state._replace(anchor=anchor, **new)
 
+    def _in_turn(
+        self, groups: Any, due: Due, average: Callable[..., Stepped], states: Any, *step: Any
+    ) -> tuple[PyTree, list[Any]]:
+        """Average each group of leaves that is due, in a separate branch.
+
+        Args:
+          groups: the indices of the leaves in each group.
+          due: a bool scalar for each group, equal on all replicas.
+          average: takes the state of a group and its params; returns averaged params and a state.
+          states: the state of each group.
+          step: the ``own``, ``value`` and ``apply`` of ``through``.
+        """
+        (own, value, apply), found = step, list[Stepped]()
+        for group, now, state in zip(groups, due, states, strict=True):
+            old = _part(value, group)
+            given = functools.partial(average, state), _part(own, group), old, apply
+            heavy = functools.partial(through, *given)
+            # In one switch over all leaves XLA:CPU and XLA:GPU would copy the leaves that only pass
+            # through.
+            found.append(gate.run_or_hold(now, heavy, old, state, apply=True, who=self.who))
+        return _joined(value, groups, [x for x, _ in found]), [x for _, x in found]
+
     def _averaged(self, anchor: PyTree, local: PyTree) -> Stepped:
-        common = all_reduce(self.replica.names).update(local, optax.EmptyState())[0]
-        return common, common
+        """Return the mean of the params, and the new anchor."""
+        common = all_reduce(self.names).update(local, optax.EmptyState())[0]
+        return common, common if self.outer else None
 
     def _synced(self, state: tuple[Any, ...], local: PyTree) -> Stepped:
-        """Return the new anchor of a fragment, twice, and its states."""
+        """Return the new params of a fragment, which are its new anchor, and its states."""
         anchor, reduced, outer_state = state
+        if self.outer is None:
+            return self._averaged(anchor, local)[0], state
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(anchor, local), local)
         drift, reduced = self.reduce.update(drift, reduced)
@@ -243,12 +204,27 @@ class _Rounds(NamedTuple):
         return anchor, (anchor, reduced, outer_state)
 
 
+def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: bool) -> Stepped:
+    """Average the params or updates in ``value``; return the new value and the average's state.
+
+    Args:
+      average: takes params after a step; returns averaged params and a state.
+      own: a replica's params before the step.
+      value: the params after the step (``apply``), or the updates to them.
+      apply: see ``value``.
+    """
+    new, state = average(value if apply else trees.applied(own, value))
+    if not apply:
+        new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(own))
+    return axes.unify(trees.cast_like(new, value), value), state
+
+
 @bound_axis.reduction
 def local_updates(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None,
     every: int,
-    outer: optax.GradientTransformation = optax.sgd(1.0),
+    outer: optax.GradientTransformation | None = optax.sgd(1.0),
     *,
     fragments: int | PyTree = 1,
     reduction: optax.GradientTransformation | None = None,
@@ -276,7 +252,8 @@ def local_updates(
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       every: steps from one synchronization to the next; 1 synchronizes at each step.
-      outer: an optimizer for the anchor, without collectives; it computes in f32 or wider.
+      outer: an optimizer for the anchor, without collectives; it computes in f32 or wider. ``None``
+        takes the mean of the params themselves, without ``reduction``, and keeps no anchor.
       fragments: synchronize fragments of the params in turn, each fragment once in ``every`` steps,
         evenly spaced (Streaming DiLoCo). A number cuts the leaves into runs of about equal size; or
         give the fragment of each leaf, like ``partitions`` of ``partial_average``.
@@ -290,7 +267,8 @@ def local_updates(
       become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
       updates`` has a rounding error relative to the larger of old and new value, which changes the
       anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
-      wider per ``every`` steps and no other collective; a copy of the params and the outer state.
+      wider per ``every`` steps and no other collective; a copy of the params and the outer state,
+      neither with ``outer=None``.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -315,15 +293,33 @@ def local_updates(
       https://arxiv.org/abs/2508.15706, 2025.
     """
     who = "local_updates"
-    replica = _Own.of(who, inner, axis_name)
     every = checks.positive_int(who, "every", every, "It counts steps between synchronizations.")
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
-    outer_tx = checks.transformation(who, "outer", outer)
-    reduction = all_reduce(replica.names) if reduction is None else reduction
-    reduce = checks.transformation(who, "reduction", reduction)
+    if outer is None:
+        hint = "A reduction needs an anchor: outer=optax.sgd(1.0) keeps one."
+        checks.absent(who, "reduction", reduction, "left out with outer=None", hint)
     warmup = checks.natural(who, "warmup", warmup, "It counts steps; 0 is none.")
-    rounds = _Rounds(replica, every, members, reduce, outer_tx, warmup)
-    return replica.gated(rounds.init, rounds.average, rounds.close)
+    return _rounds(who, inner, axis_name, every, members, outer, reduction, warmup)
+
+
+def _rounds(
+    who: str,
+    inner: optax.GradientTransformation,
+    axis_name: axes.AxisName | None,
+    every: int | None,
+    members: Callable[[PyTree], list[list[int]]],
+    outer: optax.GradientTransformation | None = None,
+    reduction: optax.GradientTransformation | None = None,
+    warmup: int = 0,
+) -> Extended:
+    """Check the transformations and the axes, and build ``local_updates``."""
+    tx = checks.transformation(who, "inner", inner)
+    gate.refuse_gates(who, [gate.gate_of(inner)])
+    names = axes.canonical(who, axis_name)
+    outer = None if outer is None else checks.transformation(who, "outer", outer)
+    reduction = all_reduce(names) if reduction is None else reduction
+    reduce = checks.transformation(who, "reduction", reduction)
+    return _Rounds(who, names, tx, every, members, reduce, outer, warmup).gated()
 
 
 def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
@@ -346,25 +342,6 @@ def _copy(p: Any) -> Any:
     return p if is_type else jnp.array(p, dtype=jnp.result_type(p), copy=True)
 
 
-class PartialAverageState(NamedTuple):
-    """State of ``partial_average``.
-
-    Attributes:
-      partition: i32, the partition that the next step averages.
-      inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
-    """
-
-    partition: jax.Array
-    inner_state: replicas.PerReplica
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """Return named scalars for ``boostax.metrics``."""
-        return {"partition": self.partition}
-
-    def own_params(self) -> None:
-        """Mark a state whose params differ per replica."""
-
-
 @bound_axis.reduction
 def partial_average(
     inner: optax.GradientTransformation,
@@ -382,11 +359,13 @@ def partial_average(
       p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
 
     Every parameter is averaged once in :math:`K` steps; the state of ``inner`` is never averaged.
+    It is ``local_updates(inner, axis_name, every=K, outer=None, fragments=partitions)``.
 
     Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Put
     ``partial_average`` outermost, with only gates around it:
     ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A skipped step averages no params
-    and does not advance the rotation. ``boostax.flush`` averages all params.
+    and does not advance the rotation. ``boostax.flush`` averages all params, and the rotation
+    begins again.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
@@ -400,16 +379,16 @@ def partial_average(
         partition by itself. ``2**23`` is SINGA's default.
 
     Returns:
-      A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` the
+      A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the
       averaged params become bit-equal on all replicas. The pure ``update`` returns differences, so
       ``params + updates`` has a rounding error relative to the larger of old and new value; the
       next average removes this error. Cost: one all-reduce of a partition per step, in f32 or
       wider; no state besides ``inner``'s.
 
     Raises:
-      ValueError, TypeError: an argument out of range; more partitions than leaves, or labels that
-        do not match the params; at trace time, an unbound axis, already reduced or integer
-        gradients, no params.
+      ValueError, TypeError: an argument out of range; ``init`` with params that differ per replica,
+        with more partitions than leaves, or with labels that do not match the params; at trace
+        time, an unbound axis, already reduced or integer gradients, no params.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -425,30 +404,9 @@ def partial_average(
       order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
     """
     who = "partial_average"
-    replica = _Own.of(who, inner, axis_name)
     hint = "4 averages a quarter of the params per step; bucket_bytes= cuts them by size."
     members = partitioning(who, "partitions", partitions, hint, bucket_bytes)
-    mean = all_reduce(replica.names)
-
-    def averaged(state: Any, params: PyTree) -> Stepped:
-        return mean.update(params, optax.EmptyState())[0], state
-
-    def init_fn(params: PyTree) -> PartialAverageState:
-        members(params)
-        return PartialAverageState(jnp.zeros((), jnp.int32), replica.init(params))
-
-    def average(state: PartialAverageState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        groups = members(own)
-        due = [state.partition == k for k in range(len(groups))]
-        none = [()] * len(groups)
-        value, _ = replica.in_turn(groups, due, averaged, none, own, value, apply)
-        following = (state.partition + 1) % max(len(groups), 1)
-        return value, state._replace(partition=following)
-
-    def close(state: PartialAverageState, own: PyTree) -> Stepped:
-        return through(functools.partial(averaged, ()), own, own, True)[0], state
-
-    return replica.gated(init_fn, average, close)
+    return _rounds(who, inner, axis_name, None, members)
 
 
 def partitioning(
@@ -460,7 +418,7 @@ def partitioning(
         why = "One of the two says what a partition is."
         checks.absent(who, argument, partitions, "left out beside bucket_bytes", why)
         sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
-        return lambda params: exchange.fused(dict(sizes(params)), bucket)
+        return lambda params: exchange.fused(dict(sizes(params)), bucket) or [[]]
     if jax.tree_util.all_leaves([partitions]):
         count = checks.positive_int(who, argument, partitions, hint)
 

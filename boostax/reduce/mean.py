@@ -148,26 +148,6 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
     return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
 
 
-def server_mean(grads: PyTree, inside: Names) -> PyTree:
-    """Return the mean of each leaf over the devices of a server: an axis, or groups of one.
-
-    A mean over groups is a reduce-scatter and an all-gather, together the bytes of an all-reduce,
-    because JAX has no type for a sum over groups.
-    """
-    if not isinstance(inside, axes.Groups):
-        return jax.tree.map(lambda x: reduced(x, inside, "after"), grads)
-    if axes.vmapped(inside):
-        return jax.tree.map(lambda x: placement.mean_of_group(x, inside) if x.size else x, grads)
-
-    def mean(leaves: Arrays) -> list[jax.Array]:
-        sent = exchange.chunks(leaves, axes.size(inside), by_leaf=False)
-        parts = [axes.scatter(x.array(leaves), inside, x.dim) / axes.size(inside) for x in sent]
-        return exchange.delivered(sent, parts, (inside,), None, leaves)
-
-    leaves, treedef = jax.tree.flatten(grads)
-    return treedef.unflatten(exchange.by_kind(leaves, mean))
-
-
 def _in_messages(
     who: str, names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
 ) -> list[jax.Array]:
