@@ -19,7 +19,7 @@ from reducing import mesh_of
 from training import follow, losses_of, walk
 
 import boostax
-from boostax.precision import formats, masters, store
+from boostax.precision import entries, formats, masters, store
 from boostax.testing import drawn
 
 
@@ -58,6 +58,61 @@ def test_halves_of_every_class_of_numbers_and_every_kind_of_nan():
 @pytest.mark.long
 def test_halves_of_all_four_billion_numbers():
     assert all(halved_badly(np.uint32(i << 24), None) == 0 for i in range(256))
+
+
+HALVES = {
+    "to the nearest, away from zero": formats.nearest,
+    "to the nearest, to even": lambda x: x.astype(jnp.bfloat16),
+    "a unit further": lambda x: jnp.nextafter(x.astype(jnp.bfloat16), jnp.bfloat16(jnp.inf)),
+    "of the other sign": lambda x: -x.astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("rounding", HALVES)
+def test_a_rest_is_the_distance_in_bits_or_0_where_it_does_not_fit(rounding):
+    """Of a param that others rounded, too: a tie to even lies one bit beyond the range of i16."""
+    low = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16) + low
+    x = bits.ravel().view(np.float32)
+    x = x[~np.isnan(x)]
+    high = HALVES[rounding](jnp.asarray(x))
+    wide = np.asarray(high).view(np.uint16).astype(np.uint32) << 16
+    distance = x.view(np.int32).astype(np.int64) - wide.view(np.int32)
+    expected = np.where(abs(distance + 0.5) < 2**15, distance, 0)
+    np.testing.assert_array_equal(formats.rest(jnp.asarray(x), high), expected)
+
+
+EDGES = np.float32([0.0, 1e-45, 1e-39, 2.0**-126, 2.0**-60, 0.3, 1.0, 2.0**100])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_sign_in_a_stored_leaf_is_that_of_jax(dtype):
+    """Of every class of numbers, bit for bit: -0 and NaN stay what they are."""
+    numbers = np.concatenate([EDGES, [np.inf, np.nan]])
+    x = jnp.asarray(np.concatenate([numbers, -numbers])).astype(dtype)
+    program = jax.make_jaxpr(jnp.sign)(x)
+    (found,) = entries.play(program, [x], x.shape, None)
+    np.testing.assert_array_equal(*(np.asarray(y).tobytes() for y in (found, jnp.sign(x))))
+
+
+@pytest.mark.parametrize("noise", [0, 0x80000000, 0xFFFFFFFF])
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_numbers_at_the_edges_of_a_format(name, noise):
+    """They stay finite, keep their sign and are at most a level away; zeros stay zeros."""
+    largest = np.finfo(np.float32).max
+    rows = [EDGES, np.minimum(EDGES, 1), EDGES * 0, np.minimum(EDGES, 1e-39), EDGES * 0 + largest]
+    x = np.concatenate([np.resize(row, (1, 128)) for row in rows])
+    x = np.concatenate([x, x * np.resize(np.float32([1, -1, -1]), 128)])
+    bits = jnp.full(x.shape, np.uint32(noise).view(np.int32))
+    made = formats.FORMATS[name]
+    found = np.asarray(made.decode(*made.encode(jnp.asarray(x), bits)), np.float64)
+    most = np.abs(x).max(1, keepdims=True).astype(np.float64)
+    gap = {"bfloat16": 2.0**-7 * abs(x), "int8": most / 127, "log8": abs(x) / 6 + 2.0**-19 * most}
+    assert np.isfinite(found).all() and (found * x >= 0).all()
+    assert (abs(found - x) <= 1.001 * gap[name] + 2.0**-126).all()
+    assert (found[x == 0] == 0).all()
+    if name == "log8":  # One divides by second moments, which have no signs.
+        assert (found[:5] > 0)[x[:5] > 0].all()
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
@@ -144,7 +199,8 @@ def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
     assert bool(jnp.isfinite(found).all())
 
 
-@pytest.mark.parametrize(("name", "bad"), spread(["int8", "log8"], [np.nan, np.inf]))
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", formats.FORMATS)
 def test_what_is_not_finite_is_seen(name, bad):
     assert not bool(jnp.isfinite(rounded(name, some(0)["w"].at[5, 5].set(bad))).all())
 

@@ -87,9 +87,9 @@ def play(
             return [jnp.broadcast_to(operands[0], shape if _shape(eqn.outvars[0]) else ())]
         if eqn.primitive.name == "sign":
             # Pallas asks a device for the kind of TPU, so a kernel compiles only with a TPU
-            # present.
+            # present. The product keeps NaN and -0, and flushes subnormals as the comparisons do.
             (x,) = operands
-            return [jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x))]
+            return [jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x * 0))]
         return [eqn.primitive.bind(*operands, **eqn.params)]
 
     return evaluate(program, operands, rule)
