@@ -5,7 +5,6 @@ batches. Where a finish has a rate to choose, the best is taken for each seed an
 very loss that the tables show: that favours the ones that decay, which are what must be beaten.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import Bar, Form, paired, ratio, report
+from harness import Bar, Form, arguments, paired, ratio, report
 from workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 import boostax
@@ -368,16 +367,10 @@ def step_times(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
-    options = parser.parse_args()
+    options = arguments(__doc__, seeds=5, rounds=15)
     timed, bars = step_times(options.rounds)
     sections: list[tuple[str, list[dict[str, Any]]]] = [("Time of a step", timed)]
     for task in TASKS:
-        if task.name not in options.tasks:
-            continue
         programs: dict[str, Any] = {}
         seeds: list[dict[str, dict[int, dict[str, float]]]] = []
         for seed in range(options.seeds):
