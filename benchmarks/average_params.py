@@ -79,7 +79,7 @@ class Programs:
 
     def __init__(self, workload: Workload, steps: int):
         self.steps, self.tx = steps, optimizer(steps)
-        loss = lambda params, batch: workload.loss_fn(params, batch)[0]  # noqa: E731
+        loss = workload.loss_fn
 
         def step(params: PyTree, state: PyTree, batch: PyTree, rate: jax.Array) -> Any:
             grads = jax.grad(loss)(params, batch)
@@ -105,11 +105,11 @@ def run(programs: Programs, workload: Workload, seed: int) -> dict[str, list[Jud
     found: dict[str, list[Judged]] = collections.defaultdict(list)
 
     def judge(params: PyTree, peak: float) -> Judged:
-        held_out = workload.evaluate(params, None)["loss"]
+        held_out = workload.evaluate(params)["loss"]
         return {"train": float(programs.judge(params, judged)), "held-out": held_out, "peak": peak}
 
     for (name, schedule), peak in itertools.product(SCHEDULES.items(), RATES):
-        params, _ = workload.init(jax.random.key(seed))
+        params = workload.init(jax.random.key(seed))
         state: Any = programs.tx.init(params)
         for index in range(steps):
             if name == CONSTANT and index == steps - FINISH * TOGETHER:

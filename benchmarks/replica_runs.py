@@ -153,7 +153,7 @@ def text_run(method: Method, steps: int = TEXT_STEPS) -> Run:
         batches, unseen = text_batches(seed, steps)
         params, losses, unsent = trained(jnp.float32(rate), TEXT.init(seed), batches)
         last = losses[-(steps // 10) :].mean()
-        held_out = TEXT.workload(seed).evaluate(params, None)["loss"]
+        held_out = TEXT.workload(seed).evaluate(params)["loss"]
         return Ending(-float(judged(params, unseen)), held_out, float(last), float(unsent))
 
     return run
