@@ -7,7 +7,6 @@ seed: that favours whoever has more of them, and the tables say how many. A fini
 takes the last batches of the budget, four as one.
 """
 
-import argparse
 import collections
 import dataclasses
 import itertools
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import Bar, over_seeds, report
+from harness import Bar, arguments, over_seeds, report
 from subspace import COMPONENTS, SNAPSHOTS, TEXT
 from workloads import Workload, text
 
@@ -80,7 +79,7 @@ class Programs:
 
     def __init__(self, workload: Workload, steps: int):
         self.steps, self.tx = steps, optimizer(steps)
-        loss = lambda params, batch: workload.loss_fn(params, batch)[0]  # noqa: E731
+        loss = workload.loss_fn
 
         def step(params: PyTree, state: PyTree, batch: PyTree, rate: jax.Array) -> Any:
             grads = jax.grad(loss)(params, batch)
@@ -106,11 +105,11 @@ def run(programs: Programs, workload: Workload, seed: int) -> dict[str, list[Jud
     found: dict[str, list[Judged]] = collections.defaultdict(list)
 
     def judge(params: PyTree, peak: float) -> Judged:
-        held_out = workload.evaluate(params, None)["loss"]
+        held_out = workload.evaluate(params)["loss"]
         return {"train": float(programs.judge(params, judged)), "held-out": held_out, "peak": peak}
 
     for (name, schedule), peak in itertools.product(SCHEDULES.items(), RATES):
-        params, _ = workload.init(jax.random.key(seed))
+        params = workload.init(jax.random.key(seed))
         state: Any = programs.tx.init(params)
         for index in range(steps):
             if name == CONSTANT and index == steps - FINISH * TOGETHER:
@@ -165,11 +164,7 @@ def table(seeds: list[dict[str, list[Judged]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--print", action="store_true", help="publish nothing")
-    options = parser.parse_args()
+    options = arguments(__doc__, seeds=5, steps=800)
     workload = lambda seed: text(dataclasses.replace(TEXT, seed=seed))  # noqa: E731
     programs, seeds = Programs(workload(0), options.steps), []
     for seed in range(options.seeds):
@@ -177,10 +172,6 @@ def main() -> None:
         seeds.append(run(programs, workload(seed), seed))
         print(f"seed {seed}: {time.monotonic() - begun:.0f} s", flush=True)
     rows = table(seeds)
-    if options.print:
-        for row in rows:
-            print(row)
-        return
     by = {row["method"]: row for row in rows}
     plain = by[CONSTANT]["held-out"]
     bars = [

@@ -28,66 +28,6 @@ TARGETS = {"CPU": CPU, "v5e": V5E, "H100": H100}
 PAGE = harness.DOCS / "compilers.md"
 Rows = list[dict[str, Any]]
 
-INTRODUCTION = """\
-# What the compilers make of it
-
-This page counts memory, traffic and collectives in compiled programs: XLA's for CPU (8 emulated
-devices), TPU v5e and H100. Nothing is run, so no figure includes a network, and other compilers may
-give other counts. [`boostax.audit`](cards/audit.md) counts the same in your own program.
-
-P is the params' bytes on one device, N the number of params. A *held* call takes the cheapest
-branch of every conditional (an open window, a skipped step), an *applied* call the dearest. Traffic
-is the bytes that operations read and write. Cycles on v5e are its compiler's estimate.
-"""
-
-WORDS = {
-    "Gates": """\
-The table shows Adam on 268 M params, with params and state donated, through
-`boostax.apply_gradients`; *pure* rows use `tx.update`. Temporaries and traffic are multiples of P,
-cycles on v5e multiples of bare Adam's.""",
-    "Recording": """\
-The same step has `record_trajectory(4, every=5)` before Adam. An *applied* call records.""",
-    "Train steps": """\
-A perceptron of 67 M params is trained by Adam in bf16, with the batch split over 8 devices. The
-wire is a multiple of the bytes that `lax.pmean` leaf by leaf sends. The host driver of freezing has
-a program for each depth of 4 groups. The switch driver has one program, whose conditions exclude
-each other, and *applied* adds up all of them.""",
-    "Reductions per optimizer step": """\
-A decoder of 195 M params, with 24 stacked and scanned layers, takes 8 micro-batches on 8 devices.
-The table counts reduced elements in multiples of N; a reduction in a loop counts at each turn. With
-FSDP params are sharded over the batch's axis, and plain `jit` gathers them for each micro-batch.
-Temporaries, all bytes sent per step, and the bytes sent in bf16 are multiples of 4 N bytes.""",
-    "Released layers": """\
-The same decoder has one micro-batch, and its optimizer in the backward loop
-([layers](cards/layers.md)).""",
-    "Wire formats": """\
-The table shows the bytes that a device sends for four leaves of 512 x 512, as a share of an f32
-mean. XLA:CPU sends bf16 as f32.""",
-    "Matrices by shape": """\
-The table shows the optimizer's part of a step on 24 square matrices and a vector, on 8 devices,
-with weight decay, local gradients given, and all arguments donated. Collectives are counted as
-executed. Bytes sent are multiples of a mean of replicated params. Temporaries and arguments
-(params, state, gradients) are multiples of the params' bytes. FLOPs, matrix products and cycles are
-multiples of the first row of the same width. Tensor parallelism halves the products. A TPU keeps
-temporaries of the smaller width in its vector memory.""",
-    "Reductions beside the mean": """\
-The perceptron of 67 M params, in 4 leaves, has a reduction other than the mean before Adam.
-Temporaries are multiples of P. Cycles and instructions of the v5e program, and the seconds of
-compiling it for v5e and H100 (the median of three pairs), are multiples of the step with
-`all_reduce`, which compiled in 1.6 to 2.5 s and 0.6 to 1 s. Cycles do not include the network.""",
-    "Size": """\
-A decoder of 1.07 billion params, replicated on every device, is compiled from shapes alone for 256
-TPU v5e chips, 256 H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 fits into the 16
-GB of a v5e beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB. The
-wire is a multiple of an f32 mean. *In the branch* is the share of reduced elements that only an
-applied call reduces.""",
-    "Size, sharded": """\
-The same decoder has params, residuals and Adam's moments sharded over 16 chips, and 2 or 16 such
-groups as replicas. P is a chip's share of the params. *Between replicas* is what the reduction
-sends over the replica axis, *crossing* the part that leaves the slice, in multiples of the f32
-mean.""",
-}
-
 
 def gates() -> Rows:
     """Temporaries, traffic and cycles of each gate and of what one would use instead."""
@@ -520,13 +460,14 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
 
 
 def page(sections: dict[str, Rows]) -> str:
-    """The document, from the record."""
-    lines = [INTRODUCTION]
+    """The document, with the tables of the record."""
+    text = PAGE.read_text()
     for heading, rows in sections.items():
         columns = [c for c in rows[0] if any(row[c] not in ("", None) for row in rows)]
-        table = harness.of_rows(rows, columns, _cell)
-        lines += [f"## {heading}", "", WORDS[heading], "", *table, ""]
-    return "\n".join(lines).rstrip() + "\n"
+        table = "\n".join(harness.of_rows(rows, columns, _cell)) + "\n"
+        place = rf"(?<=\n## {heading}\n)([^|]*)(\|.*\n)+"
+        text = re.sub(place, lambda found, table=table: found[1] + table, text)
+    return text
 
 
 def _cell(value: Any) -> str:

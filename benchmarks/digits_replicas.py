@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import boostax
+from boostax._core.replicas import is_per_replica, owns_params
 
 PyTree = Any
 SIZES = (64, 64, 32, 10)
@@ -105,28 +106,34 @@ def schedule(rate: jax.Array, steps: int) -> Callable[[Any], jax.Array]:
     return lambda step: rate * jnp.minimum((step + 1) / warm, (steps - step) / (steps - warm))
 
 
-def train(
-    tx: Any, params: PyTree, training: Split, rows: jax.Array
-) -> tuple[PyTree, dict[str, jax.Array]]:
-    """The params after a step for each of ``rows [steps, replicas, BATCH]``; metrics by step."""
-    replicas = jnp.arange(rows.shape[1])
-    # Also what the replicas have in common is held once for each: one tree for every method.
-    states = jax.vmap(lambda _: tx.init(params), axis_name="data")(replicas)
+def emulated(
+    tx: Any, loss_fn: Callable[[PyTree, PyTree], jax.Array], params: PyTree, count: int
+) -> tuple[PyTree, Callable[[PyTree, PyTree], Any], Callable[[PyTree], PyTree]]:
+    """Emulate replicas by ``jax.vmap``.
 
-    def step(carry: PyTree, rows: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
-        params, states = carry
+    Returns:
+      The params and state of ``count`` replicas, a step from these and batches ``[count, ...]`` to
+      these and the mean loss, and a function of these that returns the params. Where each replica
+      has its own params, theirs is the mean.
+    """
+    state = tx.init(params)
+    owned = owns_params(state)
+    carry = boostax.PerReplica(params) if owned else params, state
+    own = jax.tree.map(lambda x: 0 if is_per_replica(x) else None, carry, is_leaf=is_per_replica)
 
-        def replica(state: PyTree, rows: jax.Array) -> tuple[PyTree, PyTree]:
-            batch = Split(training.images[rows], training.labels[rows])
-            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-            return optax.apply_updates(params, updates), state
+    # What is the same on all replicas is held once: vmap refuses what it cannot prove to be.
+    @functools.partial(jax.vmap, in_axes=(own, 0), out_axes=(own, None), axis_name="data")
+    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        params = carry[0].local if owned else carry[0]
+        value, grads = jax.value_and_grad(loss_fn)(params, batch)
+        params, state = boostax.apply_gradients(tx, grads, carry[1], params)
+        kept = boostax.PerReplica(params) if owned else params
+        return (kept, state), jax.lax.pmean(value, "data")
 
-        every, states = jax.vmap(replica, axis_name="data")(states, rows)
-        params, metrics = jax.tree.map(lambda x: x[0], (every, boostax.metrics(states)))
-        return (params, states), metrics
+    def of(carry: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.mean(0), carry[0].local) if owned else carry[0]
 
-    (params, _), metrics = jax.lax.scan(step, (params, states), rows)
-    return params, metrics
+    return boostax.states.stack_replicas(carry, count), step, of
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -142,8 +149,14 @@ def _sweep(
 
     def run(rate: jax.Array, params: PyTree, rows: jax.Array) -> Any:
         tx = METHODS[method](optax.sgd(schedule(rate, len(rows)), momentum))
-        params, metrics = train(tx, params, training, rows)
-        orthogonality = metrics.get("orthogonality", jnp.full(len(rows), jnp.nan))
+        carry, step, params_of = emulated(tx, loss, params, rows.shape[1])
+
+        def trained(carry: PyTree, rows: jax.Array) -> tuple[PyTree, jax.Array]:
+            carry, _ = step(carry, Split(training.images[rows], training.labels[rows]))
+            return carry, boostax.metrics(carry[1]).get("orthogonality", jnp.float32(jnp.nan))
+
+        carry, orthogonality = jax.lax.scan(trained, carry, rows)
+        params = params_of(carry)
         return accuracy(params, validation), accuracy(params, test), orthogonality
 
     return Sweep(*jax.vmap(jax.vmap(run, (None, 0, 0)), (0, None, None))(rates, params, rows))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Bar, Form, arguments, caveats, paired, ratio, record, report
+from harness import Bar, Form, arguments, caveats, paired, ratio, report
 from workloads import TextConfig, text
 
 import boostax
@@ -32,7 +32,6 @@ SELECTED, ZEROED, WHERE = (
     "optax.masked(set_to_zero)",
     "jnp.where mask",
 )
-FORMS = (BY_HAND, HOST, SWITCH, SELECTED, ZEROED, WHERE)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -50,9 +49,9 @@ class Task(NamedTuple):
 def task(width: int, rows: int) -> Task:
     """The transformer that wide, with so many rows in a batch."""
     made = text(dataclasses.replace(CONFIG, width=width, batch_size=rows))
-    params, _ = made.init(jax.random.key(0))
+    params = made.init(jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, made.batch(0))
-    return Task(lambda params, batch: made.loss_fn(params, batch)[0], params, batch)
+    return Task(made.loss_fn, params, batch)
 
 
 def frozen(params: PyTree, depth: int) -> PyTree:
@@ -171,20 +170,14 @@ def where(task: Task, depth: int) -> Program:
     return program(step, params, tx.init(params), task.batch, jnp.int32(depth))
 
 
-def make(task: Task, name: str, depth: int) -> Program:
-    match name:
-        case "by hand":
-            return by_hand(task, depth)
-        case "host driver":
-            return with_boostax(task, depth, "host")
-        case "switch driver":
-            return with_boostax(task, depth, "switch")
-        case "optax.selective_transform":
-            return selected(task, depth)
-        case "optax.masked(set_to_zero)":
-            return zeroed(task, depth)
-        case _:
-            return where(task, depth)
+FORMS: dict[str, Callable[[Task, int], Program]] = {
+    BY_HAND: by_hand,
+    HOST: functools.partial(with_boostax, driver="host"),
+    SWITCH: functools.partial(with_boostax, driver="switch"),
+    SELECTED: selected,
+    ZEROED: zeroed,
+    WHERE: where,
+}
 
 
 def timed(
@@ -201,11 +194,11 @@ def timed(
         bars.append(Bar(f"{size / 1e6:.1f}M, {tokens}: {claim}", float(figure), limit))
 
     for depth in DEPTHS:
-        whole = make(trained, BY_HAND, 0)
+        whole = by_hand(trained, 0)
         seconds[BY_HAND].append((whole.trace_seconds, whole.compile_seconds))
-        hand = make(trained, BY_HAND, depth)
+        hand = by_hand(trained, depth)
         for name in FORMS:
-            each = hand if name == BY_HAND else make(trained, name, depth)
+            each = hand if name == BY_HAND else FORMS[name](trained, depth)
             # No more beside each other than are compared: another's memory traffic costs them all.
             forms = {"full": whole.form, BY_HAND: hand.form, name: each.form}
             # Bars are asked of the host driver: single calls are uneven readings.
@@ -253,31 +246,15 @@ def timed(
     return heading, rows, compilation
 
 
-def on_record(number: int, bars: list[Bar]) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-    """What ``timed`` told of a model when it was last run."""
-    known = record("freezing")
-    *tables, (_, compilations), _ = known["sections"].items()
-    compilation = compilations[number]
-    named = f"{compilation['parameters'] / 1e6:.1f}M, {compilation['tokens a step']}:"
-    mine = [bar for bar in known["bars"] if bar["claim"].startswith(named)]
-    bars += [Bar(bar["claim"], bar["figure"], bar["limit"]) for bar in mine]
-    return *tables[number], compilation
-
-
 def main() -> None:
-    options = arguments(
-        __doc__, rounds=9, size=("", "WIDTH x ROWS of one model; what is on record of others stays")
-    )
+    rounds = arguments(__doc__, rounds=9).rounds
     # Compile times are figures here.
     jax.config.update("jax_enable_compilation_cache", False)
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     bars: list[Bar] = []
     compilations: list[dict[str, Any]] = []
-    for number, (width, batch_rows) in enumerate(SIZES):
-        if options.size and options.size != f"{width} x {batch_rows}":
-            heading, rows, compilation = on_record(number, bars)
-        else:
-            heading, rows, compilation = timed(width, batch_rows, options.rounds, bars)
+    for width, batch_rows in SIZES:
+        heading, rows, compilation = timed(width, batch_rows, rounds, bars)
         sections.append((heading, rows))
         compilations.append(compilation)
     lines = [

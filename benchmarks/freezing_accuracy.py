@@ -144,7 +144,7 @@ def text_task(steps: int) -> Task:
     patterns = [["characters", "positions"], *(f"block_{i}" for i in range(8))]
 
     def judge(params: PyTree) -> dict[str, float]:
-        found = workload(0).evaluate(params, None)
+        found = workload(0).evaluate(params)
         return {
             "validation": -found["loss"],
             "accuracy": found["accuracy"],
@@ -160,8 +160,8 @@ def text_task(steps: int) -> Task:
         (2.0**-10, 2.0**-9, 2.0**-8, 2.0**-7),
         lambda schedule: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         labels,
-        lambda params, batch: workload(0).loss_fn(params, batch)[0],
-        lambda seed: workload(seed).init(jax.random.key(seed))[0],
+        workload(0).loss_fn,
+        lambda seed: workload(seed).init(jax.random.key(seed)),
         lambda seed, steps: map(workload(seed).batch, range(steps)),
         judge,
     )

@@ -22,7 +22,9 @@ import boostax
 from boostax.testing import drawn
 
 PyTree = Any
-WIDTH, BATCH = 32, 64
+DEPTH, WIDTH, BATCH = 10, 32, 64
+# Of the weights at the start.
+SPREAD = 0.05
 RATES = tuple(2.0**power for power in range(-11, -5))
 STATIC = tuple(2.0**power for power in range(4, 25, 4))
 
@@ -62,13 +64,13 @@ def variants() -> list[Variant]:
     ]
 
 
-def init(key: jax.Array, depth: int, spread: float) -> PyTree:
+def init(key: jax.Array) -> PyTree:
     """Normal weights, no bias: layer 0 sees the pixels."""
-    sizes = (64, *[WIDTH] * depth, 10)
+    sizes = (64, *[WIDTH] * DEPTH, 10)
     keys = jax.random.split(key, len(sizes) - 1)
     pairs = itertools.pairwise(sizes)
     return [
-        {"w": spread * jax.random.normal(k, pair), "b": jnp.zeros(pair[1])}
+        {"w": SPREAD * jax.random.normal(k, pair), "b": jnp.zeros(pair[1])}
         for k, pair in zip(keys, pairs, strict=True)
     ]
 
@@ -105,18 +107,16 @@ def make_step(variant: Variant, tx: Any) -> Callable[..., Any]:
     return step
 
 
-def trained(
-    variant: Variant, rate: float, seeds: int, steps: int, depth: int, spread: float
-) -> dict[str, np.ndarray]:
+def trained(variant: Variant, rate: float, seeds: int, steps: int) -> dict[str, np.ndarray]:
     """A run of every seed: losses and accuracies at its end, skips and the final scales."""
     training, validation, test = data()
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps)
-    labels = list(range(depth + 1))
+    labels = list(range(DEPTH + 1))
     tx = variant.wrap(optax.adam(schedule, eps=1e-20), labels)
     step = make_step(variant, tx)
 
     def one(key: jax.Array) -> dict[str, jax.Array]:
-        params = init(key, depth, spread)
+        params = init(key)
 
         def body(carry: Any, key: jax.Array) -> tuple[Any, None]:
             rows = jax.random.randint(key, (BATCH,), 0, len(training.labels))
@@ -137,9 +137,9 @@ def trained(
     return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(keys))
 
 
-def vanished(depth: int, spread: float) -> list[dict[str, Any]]:
+def vanished() -> list[dict[str, Any]]:
     """Share of weight gradients that are zero at the first step in f16, per layer."""
-    params = init(jax.random.key(0), depth, spread)
+    params = init(jax.random.key(0))
     batch = Split(*(x[:BATCH] for x in data()[0]))
     rows = []
     for scale in (1.0, 2.0**16):
@@ -192,20 +192,18 @@ def overhead(rounds: int) -> tuple[list[dict[str, Any]], float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, seeds=5, steps=1500, depth=10, spread=0.05, rounds=25)
-    of_net = options.depth, options.spread
+    options = arguments(__doc__, seeds=5, steps=1500, rounds=25)
     costs, factor = overhead(options.rounds)
     print(costs, flush=True)
-    shares = vanished(*of_net)
+    shares = vanished()
     print(*shares, sep="\n", flush=True)
     rows: list[dict[str, Any]] = []
     for variant in variants():
         tuned = {
-            rate: float(trained(variant, rate, 1, options.steps, *of_net)["validation"][0])
-            for rate in RATES
+            rate: float(trained(variant, rate, 1, options.steps)["validation"][0]) for rate in RATES
         }
         rate = min(RATES, key=lambda rate: np.nan_to_num(tuned[rate], nan=np.inf))
-        found = trained(variant, rate, options.seeds, options.steps, *of_net)
+        found = trained(variant, rate, options.seeds, options.steps)
         rows.append(
             {
                 "scaling": variant.name,
@@ -217,7 +215,7 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    heading = f"{options.depth} hidden layers of {WIDTH} sigmoids, {options.steps} steps"
+    heading = f"{DEPTH} hidden layers of {WIDTH} sigmoids, {options.steps} steps"
     report(
         "group_scale",
         "Loss scales by group",

@@ -57,9 +57,6 @@ class Bar:
         return self.figure <= self.limit
 
 
-PAGE_ALONE = (False, "write the page anew from the results")
-
-
 def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
     """Options of a program, ``name=default`` or ``name=(default, help)``; False makes a flag."""
     parser = argparse.ArgumentParser(description=description)
@@ -71,16 +68,10 @@ def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def resumable(description: str | None, only: str, **defaults: Any) -> argparse.Namespace:
+def resumable(description: str | None, **defaults: Any) -> argparse.Namespace:
     """Options of a benchmark of many cells that can be interrupted."""
-    return arguments(
-        description,
-        workers=2,
-        work=(pathlib.Path(), "folder of a run to go on with"),
-        only=("", f"{only}; publishes nothing"),
-        page=PAGE_ALONE,
-        **defaults,
-    )
+    work = pathlib.Path(), "folder of a run to go on with"
+    return arguments(description, workers=2, work=work, **defaults)
 
 
 def on_cpu(devices: int = 8) -> None:

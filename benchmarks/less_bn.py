@@ -8,24 +8,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from digits_replicas import Split, data, order, schedule
-from harness import (
-    Bar,
-    Form,
-    arguments,
-    caveats,
-    compiled_form,
-    over_seeds,
-    paired,
-    power,
-    power_in,
-    ratio,
-    report,
-)
 from workloads.models import DigitsResNet
 
 from boostax.model.centralize import centralize_gradients
@@ -33,7 +21,7 @@ from boostax.model.less_bn import LessBNReport, less_bn
 
 PyTree = Any
 BATCH, EPOCHS, DECAY, CALLS = 64, 8, 5e-4, 5
-RATES = tuple(2.0**power for power in range(-7, 0))
+RATES = tuple(2.0**harness.power for harness.power in range(-7, 0))
 F32 = jnp.dtype("float32")
 NETS = {
     "basic blocks": DigitsResNet(128, F32),
@@ -183,18 +171,18 @@ def accuracies(net: Any, rates: Any, seeds: int, epochs: int) -> dict[str, Tuned
     return found
 
 
-def forms(net: Any) -> dict[str, Form]:
+def forms(net: Any) -> dict[str, harness.Form]:
     """Donated steps of the variants that differ in time, on one batch."""
     images, labels = splits()[0]
     batch = Split(images[:BATCH], labels[:BATCH])
-    found: dict[str, Form] = {}
+    found: dict[str, harness.Form] = {}
     for name in TIMED:
         variant = variants()[name]
         model, tx = network(net, variant), optimizer(variant, 1e-3)
         variables = start(net, model, 0)
         state = tx.init(variables["params"]), variables["batch_stats"]
         one = functools.partial(step, model, tx)
-        found[name] = compiled_form(one, variables["params"], state, batch, calls=CALLS)
+        found[name] = harness.compiled_form(one, variables["params"], state, batch, calls=CALLS)
     return found
 
 
@@ -203,12 +191,14 @@ def removed(net: Any) -> str:
     return f"{len(found.removed)} of {len(found.norms)}"
 
 
-def time_rows(found: dict[str, Form], times: dict[str, list[float]]) -> list[dict[str, Any]]:
+def time_rows(
+    found: dict[str, harness.Form], times: dict[str, list[float]]
+) -> list[dict[str, Any]]:
     return [
         {
             "variant": name,
             "ms per step": 1e3 / CALLS * float(np.median(times[name])),
-            f"time / {ALL}": ratio(times, name, ALL),
+            f"time / {ALL}": harness.ratio(times, name, ALL),
             "temporary MiB": (form.temp or 0) / 2**20,
         }
         for name, form in found.items()
@@ -222,41 +212,37 @@ def accuracy_rows(found: dict[str, Tuned]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "variant": name,
-                "rate": power_in(each.rate, each.first),
-                **over_seeds(each.test, "test accuracy"),
-                **over_seeds(100 * (base - each.test), "points below", "its s.e."),
+                "rate": harness.power_in(each.rate, each.first),
+                **harness.over_seeds(each.test, "test accuracy"),
+                **harness.over_seeds(100 * (base - each.test), "points below", "its s.e."),
             }
         )
     return rows
 
 
 def main() -> None:
-    options = arguments(
-        __doc__,
-        seeds=5,
-        epochs=EPOCHS,
-        rounds=30,
-        rates=(len(RATES), "of the grid, from the top"),
-        name=("less_bn", "of the results"),
-    )
+    options = harness.arguments(__doc__, seeds=5, epochs=EPOCHS, rounds=30)
     sections: list[tuple[str, list[dict[str, Any]]]] = []
-    bars: list[Bar] = []
+    bars: list[harness.Bar] = []
     for title, net in NETS.items():
         found = forms(net)
-        times = paired(found, options.rounds)
+        times = harness.paired(found, options.rounds)
         gone = f"Step of {title}, {removed(net)} BatchNorms removed, batch {BATCH}"
         sections.append((gone, time_rows(found, times)))
         if title == "bottlenecks":  # of basic blocks too few norms go to be felt
-            bars.append(Bar(f"{title}: step time of LessBN / {ALL}", ratio(times, LESS, ALL), 1.0))
+            bars.append(
+                harness.Bar(
+                    f"{title}: step time of LessBN / {ALL}", harness.ratio(times, LESS, ALL), 1.0
+                )
+            )
         memory = (found[LESS].temp or 0) / (found[ALL].temp or 1)
-        bars.append(Bar(f"{title}: temporary memory of LessBN / {ALL}", memory, 1.0))
+        bars.append(harness.Bar(f"{title}: temporary memory of LessBN / {ALL}", memory, 1.0))
     title, net = next(iter(NETS.items()))
-    rates = RATES[-options.rates :]
-    ended = accuracies(net, rates, options.seeds, options.epochs)
+    ended = accuracies(net, RATES, options.seeds, options.epochs)
     seeds = f"digits, {options.epochs} epochs, {options.seeds} seeds"
     sections.append((f"{title}: test accuracy on {seeds}", accuracy_rows(ended)))
     curves = [
-        {"variant": name} | {power(rate): value for rate, value in each.first.items()}
+        {"variant": name} | {harness.power(rate): value for rate, value in each.first.items()}
         for name, each in ended.items()
     ]
     sections.append(("Validation accuracy by rate, first seed", curves))
@@ -267,8 +253,8 @@ def main() -> None:
         "the middle. 357 test rows, 0.28 points each. Seeds vary weights and order, not the split.",
         "The multiplier of a normalised head starts at 1, as in MindSpore, or at 8.",
     ]
-    sections.append(("Notes", caveats(notes)))
-    report(options.name, "LessBN: step time and accuracy", sections, bars)
+    sections.append(("Notes", harness.caveats(notes)))
+    harness.report("less_bn", "LessBN: step time and accuracy", sections, bars)
 
 
 if __name__ == "__main__":

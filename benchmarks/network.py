@@ -374,21 +374,11 @@ def main() -> None:
         index, hosts, job = sys.argv[2:]
         host(int(index), int(hosts), json.loads(job))
         return
-    options = arguments(
-        __doc__,
-        hosts=4,
-        rates=(f"20mbit,100mbit,1gbit,{UNLIMITED}", "of each link, by comma"),
-        forms=("", "by semicolon; all without; publishes nothing"),
-        rounds=3,
-    )
+    rounds = arguments(__doc__, rounds=3).rounds
     require_links()
-    chosen = options.forms.split(";") if options.forms else list(LEAVES_FORMS)
-    rows = table(measured(options.hosts, chosen, options.rates.split(","), options.rounds))
-    if options.forms:
-        for row in rows:
-            print(row)
-        return
-    title = f"{options.hosts} hosts, {LEAVES} leaves of {WIDTH} x {WIDTH}, {SLICES} micro-batches"
+    rates = ["20mbit", "100mbit", "1gbit", UNLIMITED]
+    rows = table(measured(4, list(LEAVES_FORMS), rates, rounds))
+    title = f"4 hosts, {LEAVES} leaves of {WIDTH} x {WIDTH}, {SLICES} micro-batches"
     report("network", "Steps on links of limited rates", [(title, rows)], bars_of(rows))
 
 

@@ -11,32 +11,18 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import network
 import optax
-from harness import (
-    DOCS,
-    Bar,
-    caveats,
-    in_processes,
-    kept,
-    of_rows,
-    on_cpu,
-    over_seeds,
-    power_in,
-    report,
-    resumable,
-    unfinished,
-    work_of,
-)
+from digits_replicas import emulated
 from matplotlib import pyplot as plt
-from network import AXIS, TECHNIQUES, TEXT, Technique
+from network import TECHNIQUES, TEXT, Technique
 from text_runs import warmed
 
 import boostax
-from boostax._core.replicas import is_per_replica, owns_params
 from boostax.inspect.network import Network
 
 PyTree = Any
@@ -57,7 +43,7 @@ CALLS = {
 }
 # Nats above what a short run of the mean ends with.
 TARGETS = {"the mean's last loss": 0.0, "0.15 nats more": 0.15}
-PICTURE = DOCS / "pictures/network.svg"
+PICTURE = harness.DOCS / "pictures/network.svg"
 ADVICE = pathlib.Path(boostax.__file__).parent / "inspect/network.toml"
 Row = dict[str, Any]
 
@@ -68,27 +54,13 @@ def trained(form: Technique, steps: int) -> Callable[..., jax.Array]:
     @jax.jit
     def run(rate: jax.Array, params: PyTree, batches: PyTree, unseen: PyTree) -> jax.Array:
         tx = form.build(optax.adamw(warmed(rate, steps)))
-        state = tx.init(params)
-        owned = owns_params(state)
-        carry = boostax.PerReplica(params) if owned else params, state
-        own = jax.tree.map(
-            lambda x: 0 if is_per_replica(x) else None, carry, is_leaf=is_per_replica
-        )
-
-        @functools.partial(jax.vmap, in_axes=(own, 0), out_axes=own, axis_name=AXIS)
-        def replicas(carry: PyTree, batch: PyTree) -> PyTree:
-            params = carry[0].local if owned else carry[0]
-            grads = jax.grad(TEXT.loss)(params, batch)
-            params, state = boostax.apply_gradients(tx, grads, carry[1], params)
-            return boostax.PerReplica(params) if owned else params, state
+        carry, step, params_of = emulated(tx, TEXT.loss, params, HOSTS)
 
         def judged(carry: PyTree, batches: PyTree) -> tuple[PyTree, jax.Array]:
-            carry, _ = jax.lax.scan(lambda c, x: (replicas(c, x), None), carry, batches)
-            params = jax.tree.map(lambda x: x.mean(0), carry[0].local) if owned else carry[0]
-            return carry, TEXT.judge(params, unseen)
+            carry, _ = jax.lax.scan(step, carry, batches)
+            return carry, TEXT.judge(params_of(carry), unseen)
 
         split = lambda x: x.reshape(steps // EVERY, EVERY, HOSTS, -1, x.shape[-1])  # noqa: E731
-        carry = boostax.states.stack_replicas(carry, HOSTS)
         return jax.lax.scan(judged, carry, jax.tree.map(split, batches))[1]
 
     return run
@@ -134,9 +106,9 @@ def table(found: PyTree, timed: list[Row], seeds: int, above: float) -> list[Row
         }
         steps = min(STEPS, key=lambda n: (sum(took[n]), -n))
         fits = math.isfinite(sum(took[steps]))
-        row: Row = {"form": name, "run": steps, "rate": power_in(rate, RATES)}
-        row |= over_seeds([losses[-1] for losses in each[STEPS[-1]]], "last loss")
-        counts = over_seeds(took[steps] if fits else [0.0, 0.0], "steps", "their s.e.")
+        row: Row = {"form": name, "run": steps, "rate": harness.power_in(rate, RATES)}
+        row |= harness.over_seeds([losses[-1] for losses in each[STEPS[-1]]], "last loss")
+        counts = harness.over_seeds(took[steps] if fits else [0.0, 0.0], "steps", "their s.e.")
         row |= counts if fits else dict.fromkeys(counts)
         for link in LINKS:
             seconds = measured[name][f"s at {link}"]
@@ -198,26 +170,24 @@ def draw(seconds: list[Row], losses: list[Row]) -> None:
 
 
 def main() -> None:
-    options = resumable(__doc__, "techniques, by semicolon", seeds=3, rounds=2)
+    options = harness.resumable(__doc__, seeds=3, rounds=2)
     network.require_links()
-    work = work_of(options, "network_losses")
+    work = harness.work_of(options, "network_losses")
     path, key = work / "rows.jsonl", ("form", "steps", "seed", "rate")
-    names = options.only.split(";") if options.only else FORMS
 
     def run_all(cells: dict[tuple[Any, ...], list[tuple[int, float]]]) -> None:
-        jobs = unfinished(path, key, cells)
-        in_processes(runs, jobs, path, options.workers, functools.partial(on_cpu, 1))
+        jobs = harness.unfinished(path, key, cells)
+        harness.in_processes(
+            runs, jobs, path, options.workers, functools.partial(harness.on_cpu, 1)
+        )
 
-    run_all({(name, STEPS[0]): [(0, rate) for rate in RATES] for name in names})
-    best = {name: rate_of(kept(path, *key), name) for name in names}
+    run_all({(name, STEPS[0]): [(0, rate) for rate in RATES] for name in FORMS})
+    best = {name: rate_of(harness.kept(path, *key), name) for name in FORMS}
     seeds = range(options.seeds)
     runs_of = lambda name: [(seed, best[name]) for seed in seeds]  # noqa: E731
     run_all({(MEAN, SHORT): runs_of(MEAN)})
-    run_all({(name, n): runs_of(name) for name in names for n in STEPS})
-    found = kept(path, *key)
-    if options.only:
-        print(*of_rows(list(found.values())), sep="\n")
-        return
+    run_all({(name, n): runs_of(name) for name in FORMS for n in STEPS})
+    found = harness.kept(path, *key)
     rates = [*LINKS, network.UNLIMITED]
     rows = network.measured(HOSTS, FORMS, rates, options.rounds, work="text")
     publish(found, network.table(rows, MEAN), options.seeds)
@@ -239,12 +209,12 @@ def publish(found: PyTree, seconds: list[Row], seeds: int) -> None:
     sections = [
         ("Seconds and bytes of a step", seconds),
         *((f"To {words}", rows) for words, rows in tables.items()),
-        ("To keep in mind", caveats(notes)),
+        ("To keep in mind", harness.caveats(notes)),
     ]
     off = network.late(seconds)
-    bars = [Bar("audit where the network decides: seconds, off by at most", off, 0.3)]
+    bars = [harness.Bar("audit where the network decides: seconds, off by at most", off, 0.3)]
     ADVICE.write_text(advice(dict(sections)))
-    report("network_losses", "Seconds to a loss on links of limited rates", sections, bars)
+    harness.report("network_losses", "Seconds to a loss on links of limited rates", sections, bars)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ workload = functools.cache(digits)
 
 
 def loss(params: PyTree, batch: PyTree) -> jax.Array:
-    return workload().loss_fn(params, batch)[0]
+    return workload().loss_fn(params, batch)
 
 
 def run_before(seed: int) -> tuple[PyTree, boostax.subspace.Basis]:
     """Params after a run of Adam, and the directions of its last part."""
-    start, _ = workload().init(jax.random.key(seed))
+    start = workload().init(jax.random.key(seed))
     recorder = boostax.subspace.record_trajectory(COMPONENTS + 1, every=4, start=200)
     step = boostax.make_train_step(loss, optax.chain(optax.adam(1e-3), recorder))
     state = step.init(start)
@@ -83,7 +83,7 @@ def finishing(steps: int = 10, seeds: int = 3) -> list[dict[str, Any]]:
             "boostax.dim_reduce": trained(boostax.dim_reduce(basis), at, batch, steps),
         }
         for name, (params, asked) in ends.items():
-            held_out = workload().evaluate(params, None)["loss"]
+            held_out = workload().evaluate(params)["loss"]
             found.setdefault(name, []).append((float(loss(params, batch)), held_out, asked))
     return [
         {

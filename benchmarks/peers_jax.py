@@ -11,23 +11,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import accumulation
 import adasum
 import freezing
+import harness
 import jax
 import jax.numpy as jnp
 import loss_scale
 import optax
 import peers_finish
-from harness import (
-    Bar,
-    Form,
-    arguments,
-    by_apply,
-    by_update,
-    compiled_form,
-    of_rows,
-    paired,
-    ratio,
-    report,
-)
 from problems import grads, params
 
 import boostax
@@ -99,13 +88,13 @@ def above_floor(temp: int | None) -> int | None:
 
 
 def pairs_of(
-    made: dict[str, Form], rounds: int, ours: str, others: dict[str, str], technique: str
+    made: dict[str, harness.Form], rounds: int, ours: str, others: dict[str, str], technique: str
 ) -> Iterable[Pair]:
     """Ours beside each other form; ``others`` has the remark of each."""
-    times = paired(made, rounds)
+    times = harness.paired(made, rounds)
     for name, remark in others.items():
         temp = over(above_floor(made[ours].temp), above_floor(made[name].temp))
-        yield Pair(technique, name, ratio(times, ours, name), temp, remark=remark)
+        yield Pair(technique, name, harness.ratio(times, ours, name), temp, remark=remark)
 
 
 def scaling(rounds: int) -> Iterable[Pair]:
@@ -125,8 +114,10 @@ def windows(rounds: int) -> Iterable[Pair]:
     ours = boostax.accumulate(ADAM, 8)
     theirs: Any = optax.MultiSteps(ADAM, 8).gradient_transformation()
     made = {
-        "ours": compiled_form(by_apply(ours), p, ours.init(p), g, calls=8),
-        "optax.MultiSteps": compiled_form(by_update(theirs), p, theirs.init(p), g, calls=8),
+        "ours": harness.compiled_form(harness.by_apply(ours), p, ours.init(p), g, calls=8),
+        "optax.MultiSteps": harness.compiled_form(
+            harness.by_update(theirs), p, theirs.init(p), g, calls=8
+        ),
     }
     others = {"optax.MultiSteps": "a window of 8, the optimizer alone"}
     yield from pairs_of(made, rounds, "ours", others, "`accumulate`")
@@ -151,9 +142,9 @@ def shaping(rounds: int) -> Iterable[Pair]:
     p, g = params(), grads()
     clip = optax.clip_by_global_norm(1.0)
 
-    def chained(*parts: Any) -> Form:
+    def chained(*parts: Any) -> harness.Form:
         tx = optax.chain(*parts, ADAM)
-        return compiled_form(by_update(tx), p, tx.init(p), g)
+        return harness.compiled_form(harness.by_update(tx), p, tx.init(p), g)
 
     made = {
         "ours": chained(boostax.model.clip_by_global_norm(1.0)),
@@ -172,7 +163,7 @@ def shaping(rounds: int) -> Iterable[Pair]:
 def prefixes(rounds: int) -> Iterable[Pair]:
     task = freezing.task(240, 8)
     names = (freezing.HOST, freezing.SELECTED, freezing.ZEROED, freezing.WHERE, freezing.BY_HAND)
-    made = {name: freezing.make(task, name, 5).form for name in names}
+    made = {name: freezing.FORMS[name](task, 5).form for name in names}
     others = dict.fromkeys(names[1:], "5 of 10 groups of a transformer frozen")
     return pairs_of(made, rounds, freezing.HOST, others, "`scheduled_freeze`")
 
@@ -211,7 +202,7 @@ PARTS = (scaling, windows, shaping, prefixes, combined)
 
 
 def main() -> None:
-    options = arguments(
+    options = harness.arguments(
         __doc__,
         rounds=15,
         short=(False, "few rounds; publishes nothing"),
@@ -224,14 +215,14 @@ def main() -> None:
     rows += [pair.row() for pair in states()]
     finish = peers_finish.finishing(seeds=1 if options.short else 3)
     if options.short:
-        print(*of_rows(rows), "", *of_rows(finish), sep="\n")
+        print(*harness.of_rows(rows), "", *harness.of_rows(finish), sep="\n")
         return
     bars = [
-        Bar(f"{row['technique']} instead of {row['instead of']}: time", row["time"], 1.0)
+        harness.Bar(f"{row['technique']} instead of {row['instead of']}: time", row["time"], 1.0)
         for row in rows
         if (row["technique"], row["instead of"]) in MUST_WIN
     ]
-    report(
+    harness.report(
         "peers_jax",
         "Beside what one would use instead",
         [("Pairs", rows), ("A finish", finish)],

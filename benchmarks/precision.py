@@ -31,13 +31,12 @@ def run(workload: Workload, scale: Any, seed: int, steps: int) -> dict[str, floa
     adamw = optax.adamw(schedule, weight_decay=0.01, mask=matrices)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     tx = boostax.dynamic_loss_scale(tx) if scale == "dynamic" else tx
-    step = boostax.make_train_step(workload.loss_fn, tx, has_aux=True)
-    params_key, step_key = jax.random.split(jax.random.key(seed))
-    params, model_state = jax.jit(workload.init)(params_key)
-    state = step.init(params, key=step_key, model_state=model_state)
+    step = boostax.make_train_step(workload.loss_fn, tx)
+    params_key, _ = jax.random.split(jax.random.key(seed))
+    state = step.init(jax.jit(workload.init)(params_key))
     for index in range(steps):
         state, metrics = step(state, workload.batch(index))
-    found = workload.evaluate(state.params, state.model_state)
+    found = workload.evaluate(state.params)
     return {**found, "skipped": float(metrics.get("skipped_steps", 0.0))}
 
 
@@ -67,9 +66,9 @@ def table(found: Runs) -> list[dict[str, Any]]:
 def vanished(scale: float) -> dict[str, float]:
     """Share of gradient entries that are exactly zero, per layer, at the first step in f16."""
     workload = digits(DigitsConfig(model="sigmoid", dtype="float16"))
-    params, _ = workload.init(jax.random.key(0))
+    params = workload.init(jax.random.key(0))
     tx = boostax.static_loss_scale(optax.identity(), scale)
-    oracle = boostax.value_and_grad(workload.loss_fn, has_aux=True)
+    oracle = boostax.value_and_grad(workload.loss_fn)
     _, grads = oracle(params, tx.init(params), workload.batch(0))
     return {name: float((grads[name]["kernel"] == 0).mean()) for name in sorted(grads)}
 

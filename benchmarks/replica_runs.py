@@ -3,7 +3,6 @@
 A perceptron on digits by SGD, and a small transformer on text by AdamW.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_replicas import Split, accuracy, data, init, loss, order
+from digits_replicas import Split, accuracy, data, emulated, init, loss, order
 from harness import over_seeds, power, power_in
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -20,7 +19,6 @@ from text_runs import Text
 from workloads import TextConfig
 
 import boostax
-from boostax._core.replicas import is_per_replica, owns_params
 
 PyTree = Any
 AXIS, REPLICAS = "data", 8
@@ -101,34 +99,16 @@ def first(reduction: Any) -> Callable[[Any], Any]:
 def train(
     tx: Any, loss_fn: Callable[[PyTree, PyTree], jax.Array], params: PyTree, batches: PyTree
 ) -> tuple[PyTree, jax.Array, jax.Array]:
-    """``(params, losses, unsent)`` of a step for each of ``batches [steps, replicas, ...]``.
+    """``(params, losses, unsent)`` of a step for each of ``batches [steps, replicas, ...]``."""
+    carry, step, params_of = emulated(tx, loss_fn, params, REPLICAS)
 
-    Where params are each replica's own, theirs is the mean in the end.
-    """
-    state = tx.init(params)
-    wrap: Callable[[PyTree], PyTree] = boostax.PerReplica if owns_params(state) else lambda p: p
-    unwrap = (lambda p: p.local) if owns_params(state) else lambda p: p
-    carry = (wrap(params), state)
-    own = jax.tree.map(lambda x: 0 if is_per_replica(x) else None, carry, is_leaf=is_per_replica)
-
-    # What is the same on all replicas is held once: vmap refuses what it cannot prove to be.
-    @functools.partial(jax.vmap, in_axes=(own, 0), out_axes=(own, None), axis_name=AXIS)
-    def replicas(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
-        params, state = unwrap(carry[0]), carry[1]
-        value, grads = jax.value_and_grad(loss_fn)(params, batch)
-        params, state = boostax.apply_gradients(tx, grads, state, params)
-        return (wrap(params), state), jax.lax.pmean(value, AXIS)
-
-    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
-        carry, value = replicas(carry, batch)
+    def measured(carry: PyTree, batch: PyTree) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
+        carry, value = step(carry, batch)
         unsent = boostax.metrics(carry[1]).get("unsent", jnp.float32(0))
         return carry, (value, jnp.asarray(unsent))
 
-    stacked = boostax.states.stack_replicas(carry, REPLICAS)
-    (params, _), (losses, unsent) = jax.lax.scan(step, stacked, batches)
-    if owns_params(state):
-        params = jax.tree.map(lambda p: p.mean(0), params.local)
-    return params, losses, unsent[-(len(unsent) // 4) :].mean()
+    carry, (losses, unsent) = jax.lax.scan(measured, carry, batches)
+    return params_of(carry), losses, unsent[-(len(unsent) // 4) :].mean()
 
 
 def schedule(rate: jax.Array, steps: int) -> optax.Schedule:
@@ -173,7 +153,7 @@ def text_run(method: Method, steps: int = TEXT_STEPS) -> Run:
         batches, unseen = text_batches(seed, steps)
         params, losses, unsent = trained(jnp.float32(rate), TEXT.init(seed), batches)
         last = losses[-(steps // 10) :].mean()
-        held_out = TEXT.workload(seed).evaluate(params, None)["loss"]
+        held_out = TEXT.workload(seed).evaluate(params)["loss"]
         return Ending(-float(judged(params, unseen)), held_out, float(last), float(unsent))
 
     return run

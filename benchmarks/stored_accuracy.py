@@ -11,25 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import digits_replicas
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import (
-    Bar,
-    best_rate,
-    in_processes,
-    kept,
-    of_rows,
-    of_seeds,
-    on_cpu,
-    over_seeds,
-    power_in,
-    report,
-    resumable,
-    unfinished,
-    work_of,
-)
 from text_runs import SMALL, warmed
 
 import boostax
@@ -217,53 +203,49 @@ def runs(name: str, form: str, pairs: Sequence[tuple[int, float]]) -> list[dict[
 def table(name: str, found: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each form, beside f32 with the same window; none has figures that diverges."""
     task = TASKS[name]()
-    ends = lambda form, rate: of_seeds(found, (name, form), task.seeds, rate, "reported")  # noqa: E731
-    best = lambda form: best_rate(found, (name, form), task.seeds, task.rates)  # noqa: E731
+    ends = lambda form, rate: harness.of_seeds(found, (name, form), task.seeds, rate, "reported")  # noqa: E731
+    best = lambda form: harness.best_rate(found, (name, form), task.seeds, task.rates)  # noqa: E731
     rows: list[dict[str, Any]] = []
     for form, how in FORMS.items():
         rate = best(form)
         beside = "f32" if how.window is None else "f32, window"
         theirs, here = ends(beside, best(beside)), ends(form, rate)
         row: dict[str, Any] = {"form": form, "recommended": "yes" if how.recommended else ""}
-        row |= {"rate": power_in(rate, task.rates)}
+        row |= {"rate": harness.power_in(rate, task.rates)}
         if np.isfinite(here).all():
-            row |= over_seeds(here, "nats")
-            row |= over_seeds(here - theirs, "more than f32", "its s.e.")
-            row["in s.e. of f32"] = row["more than f32"] / over_seeds(theirs, "")["s.e."]
+            row |= harness.over_seeds(here, "nats")
+            row |= harness.over_seeds(here - theirs, "more than f32", "its s.e.")
+            row["in s.e. of f32"] = row["more than f32"] / harness.over_seeds(theirs, "")["s.e."]
             same = ends(form, best(beside)) - theirs
-            row |= over_seeds(same, "more at its rate", "s.e. at its rate")
+            row |= harness.over_seeds(same, "more at its rate", "s.e. at its rate")
         rows.append(dict.fromkeys(rows[0] if rows else row) | row)
     return rows
 
 
 def main() -> None:
-    options = resumable(__doc__, "tasks, by comma")
-    path = work_of(options, "stored_accuracy") / "rows.jsonl"
+    options = harness.resumable(__doc__)
+    path = harness.work_of(options, "stored_accuracy") / "rows.jsonl"
     key = ("task", "form", "seed", "rate")
-    tasks = options.only.split(",") if options.only else list(TASKS)
-    made = {name: TASKS[name]() for name in tasks}
+    made = {name: make() for name, make in TASKS.items()}
     cells = {
         (name, form): itertools.product(range(task.seeds), task.rates)
         for name, task in made.items()
         for form in FORMS
     }
-    jobs = unfinished(path, key, cells)
-    in_processes(runs, jobs, path, options.workers, functools.partial(on_cpu, 1))
-    found = kept(path, *key)
+    jobs = harness.unfinished(path, key, cells)
+    harness.in_processes(runs, jobs, path, options.workers, functools.partial(harness.on_cpu, 1))
+    found = harness.kept(path, *key)
     sections = [
         (f"{name}, AdamW, {task.steps} batches, {task.seeds} seeds", table(name, found))
         for name, task in made.items()
     ]
-    if options.only:
-        print(*(line for _, rows in sections for line in of_rows(rows)), sep="\n")
-        return
     bars = [
-        Bar(f"{name}: {row['form']}: more than f32, in s.e.", row["in s.e. of f32"], 1)
-        for name, (_, rows) in zip(tasks, sections, strict=True)
+        harness.Bar(f"{name}: {row['form']}: more than f32, in s.e.", row["in s.e. of f32"], 1)
+        for name, (_, rows) in zip(TASKS, sections, strict=True)
         for row in rows
         if row["recommended"]
     ]
-    report("stored_accuracy", "Stored in fewer bytes: the loss", sections, bars)
+    harness.report("stored_accuracy", "Stored in fewer bytes: the loss", sections, bars)
 
 
 if __name__ == "__main__":

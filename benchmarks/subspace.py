@@ -5,7 +5,6 @@ batches. Where a finish has a rate to choose, the best is taken for each seed an
 very loss that the tables show: that favours the ones that decay, which are what must be beaten.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import Bar, Form, paired, ratio, report
+from harness import Bar, Form, arguments, paired, ratio, report
 from workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 import boostax
@@ -148,7 +147,7 @@ class Run:
 
     def __init__(self, task: Task, seed: int, programs: dict[str, Any]):
         self.task, self.workload, self.programs = task, task.workload(seed), programs
-        params, _ = self.workload.init(jax.random.key(seed))
+        params = self.workload.init(jax.random.key(seed))
         recorder = boostax.subspace.record_trajectory(
             SNAPSHOTS, every=task.every, start=task.steps - task.every * SNAPSHOTS
         )
@@ -174,7 +173,7 @@ class Run:
 
             @jax.jit
             def program(params: PyTree, state: PyTree, batch: PyTree) -> Any:
-                value_fn = lambda p: loss_fn(p, batch)[0]  # noqa: E731
+                value_fn = lambda p: loss_fn(p, batch)  # noqa: E731
                 value, grads = jax.value_and_grad(value_fn)(params)
                 updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
                 return optax.apply_updates(params, updates), state, value
@@ -194,9 +193,9 @@ class Run:
         if "judge" not in self.programs:
             loss_fn = self.workload.loss_fn
             self.programs["judge"] = jax.jit(
-                lambda p, b: jax.lax.map(lambda each: loss_fn(p, each)[0], b).mean()
+                lambda p, b: jax.lax.map(lambda each: loss_fn(p, each), b).mean()
             )
-        held_out = self.workload.evaluate(params, None)
+        held_out = self.workload.evaluate(params)
         return {
             "train": float(self.programs["judge"](params, self._judged)),
             "held-out": held_out["loss"],
@@ -331,15 +330,15 @@ def deviations(seeds: list[Any], name: str, base: str, n: int, figure: str = "tr
 def step_times(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
     """A step on the text workload as it is, beside plain Adam."""
     workload = text()
-    params, _ = workload.init(jax.random.key(0))
+    params = workload.init(jax.random.key(0))
     batch = workload.batch(0)
     rows = boostax.subspace.random_basis(params, COMPONENTS)
     forms: dict[str, Form] = {}
     tries: dict[str, Callable[[], float]] = {}
 
     def form(name: str, tx: Any) -> None:
-        step = boostax.make_train_step(workload.loss_fn, tx, has_aux=True)
-        carry = [step.init(params, key=jax.random.key(0))]
+        step = boostax.make_train_step(workload.loss_fn, tx)
+        carry = [step.init(params)]
 
         def run() -> None:
             for index in range(4):
@@ -368,16 +367,10 @@ def step_times(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
-    options = parser.parse_args()
+    options = arguments(__doc__, seeds=5, rounds=15)
     timed, bars = step_times(options.rounds)
     sections: list[tuple[str, list[dict[str, Any]]]] = [("Time of a step", timed)]
     for task in TASKS:
-        if task.name not in options.tasks:
-            continue
         programs: dict[str, Any] = {}
         seeds: list[dict[str, dict[int, dict[str, float]]]] = []
         for seed in range(options.seeds):

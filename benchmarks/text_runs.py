@@ -31,11 +31,11 @@ class Text:
 
     def init(self, seed: int) -> PyTree:
         """Params of a seed."""
-        return self.workload(seed).init(jax.random.key(seed))[0]
+        return self.workload(seed).init(jax.random.key(seed))
 
     def loss(self, params: PyTree, batch: PyTree) -> jax.Array:
         """Nats a character: the same function of every seed's params."""
-        return self.workload(0).loss_fn(params, batch)[0]
+        return self.workload(0).loss_fn(params, batch)
 
     def judge(self, params: PyTree, batches: PyTree) -> jax.Array:
         """The mean loss over batches."""

@@ -17,19 +17,17 @@ KEY = jax.random.key(0, impl="rbg")
 
 
 def train(task, steps):
-    tx, (params, model_state) = optax.adam(1e-2), task.init(KEY)
+    tx, params = optax.adam(1e-2), task.init(KEY)
     state = tx.init(params)
 
     @jax.jit
-    def step(params, state, model_state, batch):
-        gradient = jax.grad(task.loss_fn, has_aux=True)
-        grads, aux = gradient(params, batch, model_state=model_state)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, aux.model_state
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(task.loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
 
     for index in range(steps):
-        params, state, model_state = step(params, state, model_state, task.batch(index))
-    return params, model_state
+        params, state = step(params, state, task.batch(index))
+    return params
 
 
 @pytest.mark.parametrize(("build", "config"), [(text, SMALL_TEXT), (digits, SMALL_DIGITS)])
@@ -40,9 +38,6 @@ def test_batches_depend_on_seed_and_index_alone(build, config):
     jax.tree.map(np.testing.assert_array_equal, forwards, backwards)
     for different in (other.batch(7), first.batch(8)):
         assert not np.array_equal(first.batch(7)["inputs"], different["inputs"])
-    rows = np.array([1, 3])
-    for name, x in first.batch(7, rows).items():
-        np.testing.assert_array_equal(x, first.batch(7)[name][rows])
 
 
 def test_no_training_window_reaches_into_what_is_held_out():
@@ -65,14 +60,10 @@ def test_the_digits_of_an_epoch_are_all_but_those_held_out():
 
 
 def test_losses_in_f16_reach_every_parameter():
-    tasks = [digits(SMALL_DIGITS(model=x, dtype="float16")) for x in ("mlp", "conv", "sigmoid")]
+    tasks = [digits(SMALL_DIGITS(model=x, dtype="float16")) for x in ("mlp", "sigmoid")]
     for task in (text(SMALL_TEXT(dtype="float16")), *tasks):
-        params, model_state = task.init(KEY)
-
-        def scaled(params, task=task, model_state=model_state):
-            return task.loss_fn(params, task.batch(0), model_state=model_state)[0] * 2.0**15
-
-        loss, grads = jax.jit(jax.value_and_grad(scaled))(params)
+        scaled = lambda params, task=task: task.loss_fn(params, task.batch(0)) * 2.0**15  # noqa: E731
+        loss, grads = jax.jit(jax.value_and_grad(scaled))(task.init(KEY))
         # Weights are small at the start: nobody knows anything yet.
         classes = 128 if task.name == "text" else 10
         np.testing.assert_allclose(loss / 2.0**15, np.log(classes), rtol=0.1)
@@ -80,12 +71,11 @@ def test_losses_in_f16_reach_every_parameter():
         assert all(np.isfinite(leaf).all() and (leaf != 0).any() for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("model", ["mlp", "conv"])
-def test_digits_learn_and_are_judged_alike_in_batches_of_any_size(model):
-    task = digits(SMALL_DIGITS(model=model))
+def test_digits_learn_and_are_judged_alike_in_batches_of_any_size():
+    task = digits(SMALL_DIGITS())
     trained = train(task, 100)
-    found = task.evaluate(*trained)
+    found = task.evaluate(trained)
     assert found["loss"] < 0.4 and found["accuracy"] > 0.9
     # 359 images are no multiple of either: the filling of the last batch must not count.
-    other = digits(SMALL_DIGITS(model=model, batch_size=50)).evaluate(*trained)
+    other = digits(SMALL_DIGITS(batch_size=50)).evaluate(trained)
     assert other == pytest.approx(found, rel=1e-5)

@@ -1,6 +1,6 @@
 """Trains small networks 20 steps with MindSpore's boost, by every dictionary, and records them.
 
-Usage, with the interpreter of MindSpore's environment (``setup.py mindspore`` makes it)::
+Usage, with the interpreter of MindSpore's environment (``make test-mindspore`` makes it)::
 
     .peers/mindspore/bin/python benchmarks/peers/mindspore_trajectories.py FOLDER [--write]
 

@@ -2,6 +2,6 @@
 
 from workloads.digits import DigitsConfig, digits
 from workloads.text import TextConfig, text
-from workloads.workload import Workload, cross_entropy
+from workloads.workload import Workload
 
-__all__ = ["DigitsConfig", "TextConfig", "Workload", "cross_entropy", "digits", "text"]
+__all__ = ["DigitsConfig", "TextConfig", "Workload", "digits", "text"]

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8x8 pixels, with a perceptron or a small convolutional network."""
+"""Handwritten digits, 8x8 pixels, with a perceptron."""
 
 import dataclasses
 from typing import Any, Literal
@@ -6,24 +6,24 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from workloads.models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
-from workloads.workload import Rows, Workload, generator, supervised
+from workloads.models import DigitsMLP, DigitsSigmoid
+from workloads.workload import Workload, generator, supervised
 
 Array = np.ndarray[Any, Any]
 
-_MODELS = {"mlp": DigitsMLP, "conv": DigitsConv, "sigmoid": DigitsSigmoid, "resnet": DigitsResNet}
+_MODELS = {"mlp": DigitsMLP, "sigmoid": DigitsSigmoid}
 
 
 @dataclasses.dataclass(frozen=True)
 class DigitsConfig:
     """What `digits` builds."""
 
-    model: Literal["mlp", "conv", "sigmoid", "resnet"] = "mlp"
-    """mlp: two layers; conv, resnet: with BatchNorm; sigmoid: five layers, vanishing gradients."""
+    model: Literal["mlp", "sigmoid"] = "mlp"
+    """mlp: two layers; sigmoid: five layers, vanishing gradients."""
     batch_size: int = 64
     """Images per batch."""
     width: int = 128
-    """Hidden units per layer; the channels of convolutions are fractions of it."""
+    """Hidden units per layer."""
     dtype: str = "float32"
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
@@ -39,10 +39,6 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     ``[batch_size]``. Every epoch takes all training images once, in an order of its own; a batch
     may end one epoch and begin the next. The loss is cross-entropy in nats.
 
-    The ``conv`` and ``resnet`` models have the state ``{"batch_stats": ...}``: ``loss_fn``
-    normalises by the batch and returns the new running averages as ``Aux.model_state``;
-    ``evaluate`` normalises by them.
-
     The ``sigmoid`` model is the textbook case of vanishing gradients: five layers of sigmoids from
     normal(0.02) weights. In float32 it learns; in float16 the gradients of the lowest layers
     round to zero, and it stays at chance unless the loss is scaled.
@@ -51,8 +47,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
       config: see `DigitsConfig`.
 
     Returns:
-      The `Workload`. Its ``loss_fn`` and ``evaluate`` need ``model_state`` if ``model`` is "conv"
-      or "resnet".
+      The `Workload`.
 
     The images are a copy of the test set of E. Alpaydin and C. Kaynak, "Optical Recognition of
     Handwritten Digits", UCI Machine Learning Repository (1998).
@@ -60,9 +55,8 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
 
-    def batch(index: int, rows: Rows = None) -> dict[str, Any]:
+    def batch(index: int) -> dict[str, Any]:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
-        positions = positions if rows is None else positions[rows]
         epochs, places = np.divmod(positions, len(training))
         order = {x: generator(config.seed, int(x)).permutation(training) for x in np.unique(epochs)}
         drawn = np.concatenate([mine[places[epochs == x]] for x, mine in order.items()])

@@ -8,7 +8,7 @@ import numpy as np
 
 from workloads import corpus
 from workloads.models import CharacterTransformer
-from workloads.workload import Rows, Workload, generator, supervised
+from workloads.workload import Workload, generator, supervised
 
 # 127 characters cover source code and most European prose; token 0 is any other one.
 _VOCABULARY = 128
@@ -63,12 +63,11 @@ def text(config: TextConfig = TextConfig()) -> Workload:
     sizes = config.width, config.depth, config.heads
     model = CharacterTransformer(_VOCABULARY, length, *sizes, jnp.dtype(config.dtype))
 
-    def batch(index: int, rows: Rows = None) -> dict[str, Any]:
+    def batch(index: int) -> dict[str, Any]:
         random = generator(config.seed, index)
         blocks = random.integers(len(training), size=(batch_size, 1))
         starts = random.integers(training.shape[1] - length, size=(batch_size, 1))
-        chosen = slice(None) if rows is None else rows
-        return _shifted(training[blocks[chosen], starts[chosen] + np.arange(length + 1)])
+        return _shifted(training[blocks, starts + np.arange(length + 1)])
 
     windows = held_out.reshape(-1, length + 1)
     judged = min(len(windows), config.eval_batches * batch_size)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax import Aux
 from workloads.models import initial
 
 PyTree = Any
-Rows = np.ndarray[Any, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,24 +24,20 @@ class Workload:
 
     Attributes:
       name: what records call it.
-      init: ``key -> (params, model_state)``; float32 parameters, and BatchNorm statistics or None.
-      loss_fn: ``loss_fn(params, batch, *, model_state=None) -> (loss, Aux)``, in training
-        mode: a float32 mean over the batch, ``metrics={"accuracy": ...}``, and the new model state
-        where the model has one. Every example weighs the same, so ``weight`` is None.
-      batch: ``(index, rows=None) -> {"inputs": ..., "targets": ...}``, NumPy arrays with a leading
-        axis of ``batch_size``, or only the given ``rows`` of it, ascending: what one of several
-        processes reads.
-      evaluate: ``(params, model_state) -> {"loss": ..., "accuracy": ...}`` on the held-out split,
-        with BatchNorm's running averages.
+      init: ``key -> params``, in float32.
+      loss_fn: ``(params, batch)`` to a float32 mean over the batch.
+      batch: ``index -> {"inputs": ..., "targets": ...}``, NumPy arrays with a leading axis of
+        ``batch_size``.
+      evaluate: ``params -> {"loss": ..., "accuracy": ...}`` on the held-out split.
       batch_size: examples in one ``batch``.
       summary: one line with the number of parameters and the sizes of the two splits.
     """
 
     name: str
-    init: Callable[[jax.Array], tuple[PyTree, PyTree | None]]
-    loss_fn: Callable[..., tuple[jax.Array, Aux]]
-    batch: Callable[..., PyTree]
-    evaluate: Callable[[PyTree, PyTree | None], dict[str, float]]
+    init: Callable[[jax.Array], PyTree]
+    loss_fn: Callable[[PyTree, PyTree], jax.Array]
+    batch: Callable[[int], PyTree]
+    evaluate: Callable[[PyTree], dict[str, float]]
     batch_size: int
     summary: str
 
@@ -71,34 +65,23 @@ def supervised(
 
     Args:
       name: of the workload.
-      model: ``model(inputs, train=False)`` gives logits; BatchNorm is all the state it may have.
+      model: ``model(inputs)`` gives logits.
       batch: as in `Workload`.
       held_out: the split to judge by.
       batch_size: as in `Workload`.
       sizes: of the splits, for the summary.
     """
 
-    def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
-        variables = initial(model, key, held_out["inputs"][:1])
-        params = variables.pop("params")
-        return params, variables or None
+    def init(key: jax.Array) -> PyTree:
+        return initial(model, key, held_out["inputs"][:1])["params"]
 
-    params, model_state = jax.eval_shape(init, jax.random.key(0))
-    stateful = model_state is not None
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    count = sum(
+        math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))
+    )
 
-    def variables(params: PyTree, model_state: PyTree | None) -> PyTree:
-        return {"params": params, **(model_state if model_state and stateful else {})}
-
-    def loss_fn(
-        params: PyTree, batch: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
-    ) -> tuple[jax.Array, Aux]:
-        del key
-        how = {"train": True, "mutable": "batch_stats"}
-        logits, updated = model.apply(variables(params, model_state), batch["inputs"], **how)
-        losses, hits = cross_entropy(logits, batch["targets"])
-        aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
-        return losses.mean(), aux
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        logits = model.apply({"params": params}, batch["inputs"])
+        return cross_entropy(logits, batch["targets"])[0].mean()
 
     # The last batch is filled up with the first examples at weight zero, so that one shape is
     # compiled and every example counts once.
@@ -108,10 +91,10 @@ def supervised(
     weights = (order < size).astype(np.float32)
 
     @jax.jit
-    def means(params: PyTree, model_state: PyTree | None, stacked: Any, weights: Any) -> Any:
+    def means(params: PyTree, stacked: Any, weights: Any) -> Any:
         def sums(one: tuple[dict[str, jax.Array], jax.Array]) -> dict[str, jax.Array]:
             batch, weight = one
-            logits: Any = model.apply(variables(params, model_state), batch["inputs"])
+            logits: Any = model.apply({"params": params}, batch["inputs"])
             losses, hits = cross_entropy(logits, batch["targets"])
             weight = weight.reshape(-1, *(1,) * (losses.ndim - 1))
             return {"loss": (losses * weight).sum(), "accuracy": (hits * weight).sum()}
@@ -119,9 +102,9 @@ def supervised(
         found = jax.lax.map(sums, (stacked, weights))
         return jax.tree.map(lambda each: each.sum() / held_out["targets"].size, found)
 
-    def evaluate(params: PyTree, model_state: PyTree | None = None) -> dict[str, float]:
+    def evaluate(params: PyTree) -> dict[str, float]:
         # Where parameters are replicated, every device would evaluate the same split.
-        found = means(*jax.device_get((params, model_state)), stacked, weights)
+        found = means(jax.device_get(params), stacked, weights)
         return {name: float(found[name]) for name in ("loss", "accuracy")}
 
     return Workload(
