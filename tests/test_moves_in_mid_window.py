@@ -6,6 +6,7 @@ is elsewhere. The result is compared with the run that nothing disturbed.
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -288,10 +289,6 @@ def partitioned(scale):
     return optax.partition(parts, {"w": "w", "b": "b"})
 
 
-CONVERTED = {
-    "residual": (*before(boostax.top_k_reduce(AXIS, 0.5)), lambda state: state.inner_state[0][0]),
-    "momentum": (*before(optax.trace(0.9)), lambda state: state.inner_state[0]),
-}
 PARTS = partitioned(around), partitioned(lambda tx: tx)
 
 
@@ -303,29 +300,33 @@ GROUPS = (
     optax.chain(optax.trace(0.9), by_groups(optimizer())),
     by_groups(optax.chain(optax.trace(0.9), optimizer())),
 )
+WHERE = "TraceState at 0 of gradients times {}, and times {} at {}. Put the loss scaler where"
+INSIDE = WHERE.format("[[8.0]]", "[]", "inner_state/0")
 REFUSED = {
-    "groups apart": (*GROUPS, np.array([8.0, 4.0]), r"\[8\.0, 4\.0\] of the groups"),
+    "residual": (
+        *before(boostax.top_k_reduce(AXIS, 0.5)),
+        8.0,
+        INSIDE.replace("Trace", "Compressed"),
+    ),
+    "momentum": (*before(optax.trace(0.9)), 8.0, INSIDE),
+    "momentum, out of it": (
+        *before(optax.trace(0.9))[::-1],
+        8.0,
+        "at inner_state/0 of gradients times []",
+    ),
+    "moments": (*before(optax.scale_by_adam()), 8.0, INSIDE.replace("Trace", "ScaleByAdam")),
+    "groups": (*GROUPS, np.array([8.0, 4.0]), WHERE.format("[[4.0, 8.0]]", "[]", "inner_state/0")),
     "before a part": (
         *(optax.chain(optax.trace(0.9), part) for part in PARTS),
-        *(8.0, r"TraceState at 0 .* times 1 and 8\.0 of 1/inner_states/w"),
+        *(8.0, WHERE.format("[[8.0]]", "[]", "0")),
     ),
-    "squares": (*before(optax.scale_by_adam()), 8.0, "ScaleByAdamState at 0 .* times 8.*Put the"),
 }
 
 
-@pytest.mark.parametrize("kind", CONVERTED)
-def test_what_is_a_sum_of_gradients_is_converted(kind):
-    old_tx, new_tx, part = CONVERTED[kind]
-    moved, report = boostax.migrate_state(opened(old_tx), new_tx, initial())
-    assert {float(x.min()) for x in jax.tree.leaves(part(moved))} == {0.125}
-    assert any("of gradients times 8" in note and "converted" in note for note in report.notes)
-    assert_close(boostax.migrate_state(moved, old_tx, initial())[0], opened(old_tx))
-
-
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_is_refused_under_another_scale(kind):
+def test_sums_of_gradients_are_refused_under_another_scale(kind):
     old_tx, new_tx, table, message = REFUSED[kind]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         boostax.migrate_state(opened(old_tx, table), new_tx, initial())
     state, _ = boostax.migrate_state(opened(old_tx, table), old_tx, initial())
     assert_close(state, opened(old_tx, table))

@@ -61,16 +61,14 @@ class Holds(NamedTuple):
         them; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
       count: the field with the number of steps that a schedule reads.
-      sums: fields of arrays that are proportional to the gradients.
       scale: the field of the loss scale, or of the table of loss scales.
       basis: the field of directions, which are an argument of the factory.
-      params: whether the arrays belong to params, not to gradients.
+      params: whether the arrays belong to params, and do not depend on the scale of gradients.
     """
 
     bound: tuple[str, ...] | None = None
     opened: str = ""
     count: str = ""
-    sums: tuple[str, ...] = ()
     scale: str = ""
     basis: str = ""
     params: bool = False

@@ -20,7 +20,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, bound_axis, checks, gate, trees
-from boostax._core.describe import PyTree, describe, elsewhere
+from boostax._core.describe import Holds, PyTree, describe, elsewhere
 
 Rule = Literal["max", "sum", "last"]
 # The rule of each carried leaf, by components of its path.
@@ -45,6 +45,7 @@ class CarryState(NamedTuple):
     open: jax.Array
     window: dict[Rule, PyTree]
     inner_state: optax.OptState
+    holds = Holds(params=True)
 
 
 @bound_axis.gate

@@ -4,9 +4,6 @@
 An optimizer state is a tree of NamedTuples, each the state of a part, and every array belongs to
 the innermost NamedTuple around it. States are matched by class, arrays by their paths within the
 state. Arrays that belong together (the moments of a param) are kept together or dropped together.
-
-A scaler divides the gradients that it passes inwards. A state around the scaler, or before it in a
-chain, gets gradients times the scale, so the sums in such a state are in units of the scale.
 """
 
 import dataclasses
@@ -20,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from jax.tree_util import DictKey, GetAttrKey
 
 from boostax import states
 from boostax._core import axes, checks, mismatch, norms, trees
@@ -33,8 +30,6 @@ from boostax.reduce.by_shape import ByShapeState
 from boostax.train.state import TrainState
 
 Tx: TypeAlias = optax.GradientTransformation
-# Scales by the path of the scaler; "" for the product of the scales that multiply all gradients.
-Unit: TypeAlias = dict[str, Any]
 Notes: TypeAlias = list[str]
 Path: TypeAlias = tuple[Any, ...]
 _WHO = "migrate_state"
@@ -86,9 +81,8 @@ def migrate_state(
     leaf are kept all or none, counts only with moments, and a trajectory or a basis only as a
     whole.
 
-    An open window is refused. If a loss scaler is moved, added or removed behind residuals or
-    momentum, these sums of gradients are multiplied by the ratio of the new to the old scale, and a
-    note says so.
+    An open window is refused, and so are moments and residuals of gradients that come times another
+    loss scale in the new chain.
 
     Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
     ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
@@ -119,8 +113,8 @@ def migrate_state(
 
     Raises:
       ValueError: an open window; params of other shapes than in ``old_state`` (the error names the
-        leaf); different numbers of replicas; moments of scaled gradients, or scales by group, that
-        the new position of a scaler makes wrong; a value beyond the range of a narrower dtype.
+        leaf); different numbers of replicas; moments of gradients times another loss scale; a value
+        beyond the range of a narrower dtype.
       TypeError: ``new_tx`` is not a transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
@@ -165,9 +159,8 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     _require_same_order(old_state, first)
     matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in wanted)
     found = {path: x for some in matched for path, x in some.items()}
-    before, after = _units(olds, {}), _units(news, found)
-    pairs = ((y, found[y.path]) for y in news if y.path in found)
-    found = {y.path: _converted(y, x, before[x.at], after[y.at], notes) for y, x in pairs}
+    _require_same_scales(olds, news, found)
+    found = {y.path: _cast(y, found[y.path], notes) for y in news if y.path in found}
     sources = found | ({} if count is None else _starts(news, found, count, notes))
     values = {y.path: _placed(y, sources.get(y.path), size) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
@@ -430,72 +423,50 @@ def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
     return [new[rel].path for rel in (new if moments and owned.keys() <= wrong | lacks else wrong)]
 
 
-def _units(leaves: list[Leaf], found: Leaves) -> dict[Path, Unit]:
-    """Return the scales that multiply the gradients of each state, from ``found`` if present.
+def _require_same_scales(olds: list[Leaf], news: list[Leaf], found: Leaves) -> None:
+    """Refuse moments and residuals of gradients that come times another loss scale.
 
-    ``""`` is the product of the scales that multiply all gradients of a state. Scales of groups,
-    and of scalers in one branch of a ``partition`` or ``named_chain``, are listed by path, because
-    they can only be compared, not multiplied.
+    A scaler divides the gradients for the states inside it; other states get them times its scale.
     """
-    units: dict[Path, Unit] = {x.at: {"": 1.0} for x in leaves}
-    scalers = [x for x in leaves if x.holds.scale == x.field != ""]
+    before = [x for x in olds if _is_scale(x)]
+    after = [y for y in news if _is_scale(y)]
+
+    def outside(at: Path, scalers: list[Leaf]) -> list[Any]:
+        leaves = [found.get(x.path, x) for x in scalers if at[: len(x.at)] != x.at]
+        return [np.unique(x.value).tolist() for x in leaves]
+
+    for y in (y for y in news if y.path in found and _of_gradients(y)):
+        at = found[y.path].at
+        scales = outside(at, before), outside(y.at, after)
+        words = f"{_named(y)} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
+        require(scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
+
+
+def _is_scale(leaf: Leaf) -> bool:
     # A scaler next to the optimizer does not divide the gradients of the optimizer's state.
-    scalers = [x for x in scalers if getattr(x.state, "inner_state", ()) is not None]
-    for (at, unit), x in itertools.product(units.items(), scalers):
-        saved, path = found.get(x.path, x), _path_to_scaler(at, x.at)
-        scale = np.asarray(saved.value[0] if saved.replicas else saved.value).tolist()
-        if path == "" and isinstance(scale, float):
-            unit[""] *= scale
-        elif path is not None:
-            unit[path or "the groups"] = scale
-    return units
-
-
-def _path_to_scaler(at: Path, scaler: Path) -> str | None:
-    """Return a scaler's path: ``""`` if all gradients reach it, ``None`` if no gradient does."""
-    shared = max(i for i in range(len(at) + 1) if at[:i] == scaler[:i])
-    here: Any = next(iter(at[shared:]), None)
-    there = scaler[shared:]
-    behind = isinstance(here, SequenceKey) and there != () and there[0].idx < here.idx
-    if not there or behind or isinstance(here, GetAttrKey):
-        return None
-    partial = isinstance(here, DictKey) or GetAttrKey("inner_states") in there
-    return trees.path_name(there) if partial else ""
-
-
-def _words(unit: Unit) -> str:
-    rest = (f"{scale} of {path}" for path, scale in unit.items() if path)
-    return " and ".join([f"{unit['']:g}", *rest])
-
-
-def _converted(new: Leaf, old: Leaf, before: Unit, after: Unit, notes: Notes) -> Leaf:
-    """Return an old array in the new dtype; a sum of gradients is in units of their new scale."""
-    dtype, factor = new.value.dtype, 1.0
-    if before != after and _of_gradients(new):
-        words = f"{_named(new)} at {_spot(old.at)} of gradients times {_words(before)}"
-        words += f", which at {_spot(new.at)} come times {_words(after)}"
-        is_sum = new.field in new.holds.sums
-        fits = before | {"": 0} == after | {"": 0} if is_sum else _named(new)[:7] != "ScaleBy"
-        require(fits, "unit", words)
-        notes.append(f"{words}: {'converted' if is_sum else 'kept unchanged'}.")
-        factor = after[""] / before[""] if is_sum else 1.0
-    if dtype != old.value.dtype:
-        where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
-        notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
-    elif factor == 1:
-        return old
-    value = (trees.at_least_float32(old.value) * np.float32(factor)).astype(dtype)
-    fits = norms.stays_finite(old.value, value)
-    require(fits, "range", f"{dtype} at {trees.path_name(new.path)}")
-    return old._replace(value=value)
+    around = getattr(leaf.state, "inner_state", ()) is not None
+    return leaf.field != "" and leaf.field == leaf.holds.scale and around
 
 
 def _of_gradients(leaf: Leaf) -> bool:
     """Return whether an array may depend on the scale of the gradients that its state gets."""
     # If the only param is a scalar, every scalar of a state looks like an array of this param.
     owned = leaf.owner is not None and not leaf.owner == leaf.shape == ()
-    closed = leaf.holds.params or leaf.holds.opened
-    return owned and not closed and trees.is_inexact(leaf.value.dtype)
+    other = leaf.holds.params or leaf.holds.opened
+    return owned and not other and trees.is_inexact(leaf.value.dtype)
+
+
+def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
+    """Return an old array in the dtype of the new array."""
+    dtype = new.value.dtype
+    if dtype == old.value.dtype:
+        return old
+    where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
+    notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
+    value = old.value.astype(dtype)
+    fits = norms.stays_finite(old.value, value)
+    require(fits, "range", f"{dtype} at {trees.path_name(new.path)}")
+    return old._replace(value=value)
 
 
 def _starts(news: list[Leaf], found: Leaves, count: int, notes: Notes) -> Leaves:

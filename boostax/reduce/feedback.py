@@ -50,7 +50,7 @@ class CompressedState(NamedTuple):
     codec: PyTree
     unsent: jax.Array
     capacity: Any = None
-    holds = Holds((), sums=("residual", "velocity"))
+    holds = Holds(())
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bound_axis, checks, gate, replicas, trees
-from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core.describe import Holds, PyTree, Stepped, describe
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 
@@ -45,6 +45,7 @@ class LocalUpdatesState(NamedTuple):
     reduction_state: tuple[optax.OptState, ...]
     outer_state: tuple[optax.OptState, ...]
     inner_state: replicas.PerReplica
+    holds = Holds(params=True)
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
