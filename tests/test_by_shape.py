@@ -12,10 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
 from reducing import mesh_of, sends, updating
+from training import walk
 
 import boostax
 import boostax.nnx
-from boostax import states, testing
+from boostax import states
 from boostax._core import trees
 from boostax.train.resharding import as_saved, resharded
 
@@ -81,13 +82,9 @@ def on_global_arrays(tx, params, steps=range(STEPS), state=None, **options):
     """Train in plain ``jit`` on params that are placed; return params and state."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     tx = boostax.on_mesh(tx, params, axis_name="data", **options)
-    state = tx.init(params) if state is None else state
-    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
-    for seed in steps:
-        grads = drawn(params, seed, mesh.shape["data"])
-        where = NamedSharding(mesh, P("data"))
-        params, state = step(params, state, jax.device_put(grads, where))
-    return params, state
+    where = NamedSharding(mesh, P("data"))
+    grads = (jax.device_put(drawn(params, seed, mesh.shape["data"]), where) for seed in steps)
+    return walk(tx, params, grads, state)[-1]
 
 
 def assert_equal(got, wanted, tolerance=1e-6):
@@ -222,15 +219,11 @@ def test_it_is_the_optimizer_that_it_wraps(name):
 def test_a_scaled_window_skips_and_waits_around_it():
     params, mesh = matrices(5), mesh_of(data=4)
     inside = boostax.accumulate(boostax.by_shape(muon()), 2)
-    tx = testing.drawn(boostax.static_loss_scale(inside, 8.0))
+    tx = boostax.static_loss_scale(inside, 8.0)
     scaled = lambda seed: jax.tree.map(lambda g: 8 * g, drawn(params, seed, 4))  # noqa: E731
     start = placed(params, mesh)
-    tx = boostax.on_mesh(tx, start)
-    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
-    got, state = start, tx.init(start)
     bad = jax.tree.map(lambda g: g.at[1].set(jnp.nan), scaled(7))
-    for grads in (scaled(0), bad, scaled(1)):
-        got, state = step(got, state, grads)
+    got, _ = walk(boostax.on_mesh(tx, start), start, (scaled(0), bad, scaled(1)))[-1]
     init, one = reference_step(muon)
     means = jax.tree.map(lambda *g: sum(g) / 2, *[drawn(params, seed, 4) for seed in (0, 1)])
     assert_equal(got, one(params, init(params), means)[0])
@@ -319,20 +312,10 @@ def test_replicas_may_be_those_of_two_axes():
     start = placed(params, mesh_of(nodes=2, cores=2))
     tx = boostax.on_mesh(boostax.by_shape(muon()), start, axis_name=names)
     several = [drawn(params, seed, 4) for seed in range(STEPS)]
-    got, state = start, tx.init(start)
-    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
-    for grads in several:
-        got, state = step(got, state, grads)
     wanted = reference(muon, params, 4)
-    assert_equal(got, wanted)
+    assert_equal(walk(tx, start, several)[-1][0], wanted)
     tx = boostax.by_shape(muon(), names)
-
-    def train(several):
-        params, state = matrices(5), tx.init(matrices(5))
-        for grads in several:
-            params, state = boostax.apply_gradients(tx, grads, state, params)
-        return params
-
+    train = lambda several: walk(tx, matrices(5), several)[-1][0]  # noqa: E731
     split = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), several)
     mapped = jax.vmap(jax.vmap(train, axis_name="cores"), axis_name="nodes")(split)
     assert_equal(jax.tree.map(lambda x: x[1, 1], mapped), wanted)

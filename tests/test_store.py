@@ -486,11 +486,7 @@ def test_residuals_of_replicas_stand_inside(reduce):
     def ends(around):
         inner = optax.chain(getattr(boostax.reduce, reduce)("data"), optax.adam(0.1))
         tx = boostax.on_mesh(around(inner), params, axis_name="data")
-        state, p = tx.init(params), params
-        step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
-        for g in grads:
-            p, state = step(p, state, g)
-        return p
+        return walk(tx, params, grads)[-1][0]
 
     plain = ends(lambda tx: tx)
     found = ends(lambda tx: store(tx, least=1))
