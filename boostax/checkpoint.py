@@ -212,7 +212,15 @@ class Checkpointer:
         steps = self.steps()
         last: Any = max(steps, default=None) if step is None else step
         allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
-        checks.require(_WHO, "step", step, allowed, last in steps, hint, FileNotFoundError)
+        checks.require(
+            last in steps,
+            _WHO,
+            "step",
+            got=step,
+            allowed=allowed,
+            hint=hint,
+            error=FileNotFoundError,
+        )
         return last
 
     def _record(self, step: int) -> dict[str, Any]:
@@ -280,7 +288,7 @@ def _named(state: PyTree) -> dict[str, Any]:
     # orbax writes a leaf under its path joined by dots.
     fits = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
     hint = "Rename the keys with dots or slashes in them."
-    checks.require(_WHO, "state", sorted(leaves)[:4], allowed, fits, hint)
+    checks.require(fits, _WHO, "state", got=sorted(leaves)[:4], allowed=allowed, hint=hint)
     return leaves
 
 
@@ -295,13 +303,13 @@ def _require_arrays(argument: str, tree: PyTree, is_array: Callable[[Any], bool]
     found = filter(is_object, jax.tree.leaves(tree, is_leaf=is_object))
     got = next((f"an NNX object, {type(x).__name__}" for x in found), "")
     hint = "Save nnx.as_pure((nnx.state(model), optimizer.opt_state))."
-    checks.require(_WHO, argument, got, "a tree of arrays", not got, hint, TypeError)
+    checks.require_type(not got, _WHO, argument, got=got, allowed="a tree of arrays", hint=hint)
     leaves = _named(tree)
     hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
     hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
         got, allowed = f"{type(leaf).__name__} at {name}", "a tree of JAX arrays"
-        checks.require(_WHO, argument, got, allowed, is_array(leaf), hint, TypeError)
+        checks.require_type(is_array(leaf), _WHO, argument, got=got, allowed=allowed, hint=hint)
     return leaves
 
 

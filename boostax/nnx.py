@@ -99,16 +99,19 @@ class Optimizer(nnx.Optimizer[_M]):
         params = nnx.as_pure(nnx.state(model, wrt, **more))
         allowed, found = "a filter of some variables of the model", bool(jax.tree.leaves(params))
         hint = f"It has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
-        checks.require(_WHO, "wrt", wrt, allowed, found, hint)
+        checks.require(found, _WHO, "wrt", got=wrt, allowed=allowed, hint=hint)
         placed = getattr(getattr(tx.update, "step", None), "__module__", "") == on_mesh.__module__
         allowed, hint = "without on_mesh, which it applies", "Pass the chain, and axis_name='data'."
-        checks.require(_WHO, "tx", "the result of on_mesh", allowed, not placed, hint)
+        got = "the result of on_mesh"
+        checks.require(not placed, _WHO, "tx", got=got, allowed=allowed, hint=hint)
         if axis_name is not None:
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
         allowed, holds = "False without an axis_name", axis_name is not None or not shard_optimizer
         hint = "It shards over the axes that axis_name names."
-        checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
+        checks.require(
+            holds, _WHO, "shard_optimizer", got=shard_optimizer, allowed=allowed, hint=hint
+        )
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
             # Arrays are dealt over the replicas in a state without variables.
@@ -126,7 +129,8 @@ class Optimizer(nnx.Optimizer[_M]):
         allowed = "one with the same params on all replicas"
         got = "local_updates or partial_average"
         hint = "A module has one of each param: train its state with boostax.make_train_step."
-        checks.require(_WHO, "tx", got, allowed, not replicas.owns_params(self.opt_state), hint)
+        is_valid = not replicas.owns_params(self.opt_state)
+        checks.require(is_valid, _WHO, "tx", got=got, allowed=allowed, hint=hint)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; an ``opt_state`` of arrays is passed to ``set_state``."""
@@ -172,7 +176,7 @@ class Optimizer(nnx.Optimizer[_M]):
             fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
             hint = "Let loss_fn take it: arrays that it closes over are not split over replicas."
-            checks.require(_WHO, "batch", batch, allowed, fits, hint, TypeError)
+            checks.require_type(fits, _WHO, "batch", got=batch, allowed=allowed, hint=hint)
             opt_state = nnx.as_pure(self.opt_state)
             given_aux: PyTree = Aux()
             moved: PyTree = None
@@ -302,7 +306,8 @@ def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) ->
     mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
     hint = "Remove the added variables in the loss: nnx.pop(model, nnx.Intermediate)."
     allowed = f"one that leaves the model the variables that it has, {theirs}"
-    checks.require(_WHO, "loss_fn", mine, allowed, mine == theirs, hint)
+    checks.require(mine == theirs, _WHO, "loss_fn", got=mine, allowed=allowed, hint=hint)
     for (name, new), old in zip(trees.named(still), jax.tree.leaves(frozen), strict=True):
         hint = "Use a separate type for variables that the loss sets: class Average(nnx.Variable)."
-        checks.require(_WHO, "loss_fn", name, "a function that sets no nnx.Param", new is old, hint)
+        allowed = "a function that sets no nnx.Param"
+        checks.require(new is old, _WHO, "loss_fn", got=name, allowed=allowed, hint=hint)

@@ -76,7 +76,7 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     fits = all(isinstance(name, str) for name in names) and 0 < len(set(names)) == len(names)
     allowed = "a mesh axis name or a tuple of different ones"
     hint = "Use None on a single device; other arguments go by name."
-    checks.require(who, argument, axis_name, allowed, fits, hint)
+    checks.require(fits, who, argument, got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
@@ -85,13 +85,13 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
     if mesh is None:
         return canonical(who, axis_name)
     hint, fits = "jax.make_mesh((8,), ('data',)) makes one.", hasattr(mesh, "axis_names")
-    checks.require(who, "mesh", mesh, "a jax.sharding.Mesh", fits, hint, TypeError)
+    checks.require_type(fits, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
     if axis_name is None and len(mesh.axis_names) == 1:
         return tuple(mesh.axis_names)
     names, allowed = canonical(who, axis_name), f"among the mesh's axes {tuple(mesh.shape)}"
     fits = bool(names) and set(names) <= set(mesh.axis_names)
     hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."
-    checks.require(who, "axis_name", axis_name, allowed, fits, hint)
+    checks.require(fits, who, "axis_name", got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
@@ -363,7 +363,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     require_bound(names, who, "shard_axes")
     allowed = "left out where JAX does not track which leaves are sharded"
     fits = not names or bool(tracked(names))
-    checks.require(who, "shard_axes", names, allowed, fits, "Leave check_vma on.")
+    checks.require(fits, who, "shard_axes", got=names, allowed=allowed, hint="Leave check_vma on.")
     return _summed(parts, lambda x: varying(x) & frozenset(names))
 
 
@@ -403,7 +403,7 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
     """
     over, what = sorted(varying(predicate)), "the decision to run the inner transformation"
     hint = "Gradients differ over these axes: name all in axis_name, or reduce gradients first."
-    checks.require(who, what, over, "the same on all replicas", not over, hint)
+    checks.require(not over, who, what, got=over, allowed="the same on all replicas", hint=hint)
 
 
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:

@@ -32,7 +32,7 @@ def dense(tree: PyTree, who: str) -> PyTree:
         got = type(x).__name__, path_name(path)
         fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
         allowed = "dense arrays or BCOO with n_batch=0"
-        checks.require(who, "gradients", got, allowed, fits, _DENSE, TypeError)
+        checks.require_type(fits, who, "gradients", got=got, allowed=allowed, hint=_DENSE)
         # x.todense() loses the varying axes of the type. The sum is in f32 or wider, so that rows
         # with the same index are rounded once.
         zeros = jnp.zeros(x.shape, wide_dtype(x))
@@ -46,4 +46,4 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
     """Raise if a leaf is sparse."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
     got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
-    checks.require(who, what, got[:6], "dense arrays", not got, _DENSE, TypeError)
+    checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=_DENSE)

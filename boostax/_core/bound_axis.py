@@ -58,7 +58,7 @@ def reduction(factory: Factory) -> Factory:
             over = axes.UNNAMED if axes.averaged() else axes.bound()
             hint = f"Leave it to make_train_step or on_mesh around it, or name it, {call}; "
             hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
-            checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
+            checks.require(bool(over), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
             if over not in known:
                 known[over] = _called(factory, given, tuple(x for x in over if x not in inside))
             return _reducing(known[over], who, given)
@@ -134,7 +134,7 @@ def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
     mean, allowed = tx.update.description.role == "mean", "'local' around all but all_reduce()"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
     hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
-    checks.require("accumulate", "sums", got, allowed, mean and not options, hint)
+    checks.require(mean and not options, "accumulate", "sums", got=got, allowed=allowed, hint=hint)
 
 
 def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
@@ -145,7 +145,7 @@ def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
     bound, reduced, over = axes.bound(), _REDUCED.get(), tx.update.description.axes
     fits, hint = set(over) <= set(bound), "Leave it out: the step binds its own axis."
     allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
-    checks.require(who, "axis_name", over, allowed, free or fits, hint)
+    checks.require(free or fits, who, "axis_name", got=over, allowed=allowed, hint=hint)
     if reduced is not None:
         reduced.update(over)
     return tx

@@ -59,7 +59,7 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     if isinstance(value, Tracer):
         return value
     number = natural(who, argument, value, hint, "a positive integer", least=1)
-    require(who, argument, value, "below 2**31", number < 2**31, hint)
+    require(number < 2**31, who, argument, got=value, allowed="below 2**31", hint=hint)
     return number
 
 
@@ -68,7 +68,7 @@ def natural(
 ) -> int:
     """Require an integer of at least ``least``; refuse a bool."""
     number = integer(who, argument, value, allowed, hint)
-    require(who, argument, value, allowed, number >= least, hint)
+    require(number >= least, who, argument, got=value, allowed=allowed, hint=hint)
     return number
 
 
@@ -86,7 +86,7 @@ def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
     shape = getattr(value, "shape", ())
     hint = f"{argument}.reshape(()) makes a scalar of one element, .sum() of more."
-    require(who, argument, shape, "shaped ()", not shape, hint)
+    require(not shape, who, argument, got=shape, allowed="shaped ()", hint=hint)
 
 
 def number(
@@ -111,22 +111,46 @@ def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> C
     """Require one of the words of a ``Literal``, or of a tuple."""
     allowed = get_args(allowed) or allowed
     words = " or ".join(repr(word) for word in allowed) or "left out"
-    require(who, argument, value, words, value in allowed, hint)
+    require(value in allowed, who, argument, got=value, allowed=words, hint=hint)
     return value
 
 
 def require(
+    holds: bool,
     who: str,
     argument: str,
-    value: object,
+    *,
+    got: object,
     allowed: str,
-    holds: bool,
-    hint: str,
+    hint: str | Callable[[], str],
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless ``holds``, for rules that no other check covers."""
+    """Raise unless ``holds``, for rules that no other check covers; see ``message``.
+
+    A lambda of boostax for ``got`` or ``hint`` is called only for an error, because the names of
+    many leaves are slow to build. A function that a user passed is shown.
+    """
     if not holds:
-        raise error(message(who, argument, allowed, value, hint))
+        raise error(message(who, argument, allowed, _text(got), _text(hint)))
+
+
+def _text(x: Any) -> Any:
+    """Call a lambda of boostax; return all else."""
+    ours = inspect.isfunction(x) and x.__module__.startswith("boostax.")
+    return x() if ours and x.__name__ == "<lambda>" else x
+
+
+def require_type(
+    holds: bool,
+    who: str,
+    argument: str,
+    *,
+    got: object,
+    allowed: str,
+    hint: str | Callable[[], str],
+) -> None:
+    """Raise a ``TypeError`` unless ``holds``; see ``require``."""
+    require(holds, who, argument, got=got, allowed=allowed, hint=hint, error=TypeError)
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
@@ -137,7 +161,7 @@ def nearest(word: object, words: Iterable[str]) -> str:
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
     """Require ``None`` for an argument that has no effect here."""
-    require(who, argument, value, allowed, value is None, hint)
+    require(value is None, who, argument, got=value, allowed=allowed, hint=hint)
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
@@ -145,7 +169,8 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
     hint = "Try 'float32', 'bfloat16' or 'float16'."
     try:
         dtype = jnp.dtype(value)
-        require(who, argument, value, "a floating dtype", jnp.issubdtype(dtype, jnp.floating), hint)
+        is_valid = jnp.issubdtype(dtype, jnp.floating)
+        require(is_valid, who, argument, got=value, allowed="a floating dtype", hint=hint)
     except TypeError as error:
         raise ValueError(message(who, argument, "a floating dtype", value, hint)) from error
     return dtype

@@ -242,7 +242,7 @@ def require_equal(who: str, state: PyTree) -> None:
             "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
         )
         allowed = "the same on all devices that hold a copy"
-        checks.require(who, "state", got, allowed, not got, hint)
+        checks.require(not got, who, "state", got=got, allowed=allowed, hint=hint)
 
 
 def _in_reach(at: NamedSharding) -> bool:

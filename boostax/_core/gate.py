@@ -180,7 +180,7 @@ def refuse_gates(who: str, gates: Sequence[Any]) -> None:
     """Refuse gates, or the states of gates, inside ``who``."""
     got = [type(gate).__name__ for gate in gates if gate is not None]
     hint = f"They hold steps back: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
-    checks.require(who, "inner", got, "an optimizer without gates", not got, hint)
+    checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
 def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
@@ -282,7 +282,7 @@ def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any])
     hidden = [type(node).__name__ for node in trees.telling(state, "held")]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
     hint = "The gate of these states is hidden: put it outside optax.chain and the like."
-    checks.require("flush", "tx", hidden, allowed, not hidden, hint)
+    checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
     return params, state
 
 
@@ -394,7 +394,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
     allowed = "left out where nothing inside reduces"
     hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
-    checks.require(who, "axis_name", names, allowed, reduced, hint)
+    checks.require(reduced, who, "axis_name", got=names, allowed=allowed, hint=hint)
 
 
 Branch = Callable[..., PyTree]

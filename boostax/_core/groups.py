@@ -75,7 +75,7 @@ def prefix_groups(
     words = few([trees.path_name(path) for path in kept])
     hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
     allowed = f"at most the number of layers, {len(kept)}"
-    checks.require(who, "n", n, allowed, n <= len(kept), hint)
+    checks.require(n <= len(kept), who, "n", got=n, allowed=allowed, hint=hint)
     labels = {x: i * n // len(kept) for i, members in enumerate(kept.values()) for x in members}
     return treedef.unflatten(labels[i] for i in range(len(leaves)))
 
@@ -117,7 +117,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
     missing = next((i for i, number in enumerate(present) if i != number), None)
     allowed = "the integers 0, 1, ... without a gap"
     hint = f"No leaf is in group {missing}; boostax.freeze.prefix_groups(params, n) makes n groups."
-    checks.require(who, "groups", present, allowed, missing is None, hint)
+    checks.require(missing is None, who, "groups", got=present, allowed=allowed, hint=hint)
     return Labels(treedef.unflatten(numbers), len(present))
 
 
@@ -238,11 +238,12 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
             known = names.pop(id(leaf), [])
             got = f"{known} as one array" if known else f"an array that is none, in group {i}"
             hint = "Give the arrays of these params, each once; or patterns of their names."
-            checks.require(who, "groups", got, allowed, len(known) == 1, hint)
+            checks.require(len(known) == 1, who, "groups", got=got, allowed=allowed, hint=hint)
             # A path may contain characters that are wildcards in a pattern.
             found[-1].append(glob.escape(known[0]))
     left = few([name for known in names.values() for name in known])
-    checks.require(who, "groups", f"none with {left}", allowed, not names, "Add them to a group.")
+    hint = "Add them to a group."
+    checks.require(not names, who, "groups", got=f"none with {left}", allowed=allowed, hint=hint)
     return found
 
 
@@ -322,13 +323,13 @@ def _reordered(
     allowed = "path names or prefixes of them, in the order of the forward pass"
     fits = not isinstance(order, str) and all(isinstance(entry, str) for entry in order)
     hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
-    checks.require(who, "order", order, allowed, fits, hint, TypeError)
+    checks.require_type(fits, who, "order", got=order, allowed=allowed, hint=hint)
     # If an entry occurs twice, the first one gives the position.
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
     got = sorted(idle, key=places.__getitem__)
     hint = f"They match no param; params are {few(names)}."
-    checks.require(who, "order", got, allowed, not idle, hint)
+    checks.require(not idle, who, "order", got=got, allowed=allowed, hint=hint)
     found = {
         path: [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
         for path, members in layers.items()
@@ -336,7 +337,7 @@ def _reordered(
     missed = [trees.path_name(path) for path, entries in found.items() if not entries]
     allowed = "entries that together match every layer"
     hint = f"None matches {few(missed)}. Say where in the order they come."
-    checks.require(who, "order", order, allowed, not missed, hint)
+    checks.require(not missed, who, "order", got=order, allowed=allowed, hint=hint)
     return {path: layers[path] for path in sorted(layers, key=lambda path: min(found[path]))}
 
 
@@ -376,7 +377,7 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
     hint = f"It says nothing of {few(missed)}."
     allowed = "a dictionary whose names match every leaf"
-    checks.require(who, "groups", groups, allowed, not missed, hint)
+    checks.require(not missed, who, "groups", got=groups, allowed=allowed, hint=hint)
     return [numbers[i] for i in found]
 
 
@@ -389,12 +390,14 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
                 raise TypeError(checks.message(who, "groups", "a list of patterns", pattern, hint))
             hits = [x for x in names if matches(x, pattern)]
             hint = f"It matches none; there are {few(names)}."
-            checks.require(who, "groups", pattern, "patterns that match params", bool(hits), hint)
+            allowed = "patterns that match params"
+            checks.require(bool(hits), who, "groups", got=pattern, allowed=allowed, hint=hint)
             for name in hits:
                 number, first = found.setdefault(name, (i, pattern))
                 allowed = "patterns that match no leaf twice"
                 hint = f"Both match {name!r}: leave it to one of them."
-                checks.require(who, "groups", (first, pattern), allowed, number == i, hint)
+                got = (first, pattern)
+                checks.require(number == i, who, "groups", got=got, allowed=allowed, hint=hint)
     return [found.get(name, (len(groups),))[0] for name in names]
 
 

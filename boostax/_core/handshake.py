@@ -107,10 +107,11 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
         "assume_scaled(grads, opt_state) vouches for gradients of another jax.jit."
     )
     got = "some of a loss that was not"
-    checks.require(who, "gradients", got, allowed, bool(marks), hint)
+    checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)
     fits, got = groups == 1 or any(m.crossed for m in marks), "one that leaves scales= alone"
     hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
-    checks.require(who, "loss_fn", got, "one that uses the scales of the groups", fits, hint)
+    allowed = "one that uses the scales of the groups"
+    checks.require(fits, who, "loss_fn", got=got, allowed=allowed, hint=hint)
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
@@ -198,7 +199,7 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
     twice = within or (bool(scales) and _mark(loss).product)
     hint = "boostax.value_and_grad does so by itself: return the plain loss there."
     allowed, got = "multiplied by the scale once", "one that is multiplied already"
-    checks.require("scale_loss", "loss", got, allowed, not twice, hint)
+    checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
     _keep(product, Mark(product=True))
     for scale in scales:
         _mark(scale).loss = True

@@ -291,7 +291,7 @@ def of_data(
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    checks.require(who, "args", data, allowed, bool(arrays), hint)
+    checks.require(bool(arrays), who, "args", got=data, allowed=allowed, hint=hint)
 
     def call(fixed: PyTree, arrays: dict[int, Any]) -> list[jax.Array]:
         given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])

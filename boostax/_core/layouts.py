@@ -100,7 +100,7 @@ class Kernels:
         allowed = f"given where a kernel may be of several, as {trees.path_name(path)!r}"
         hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
         fits = bool(self.name or classes or not either)
-        checks.require(self.who, "layout", None, allowed, fits, hint)
+        checks.require(fits, self.who, "layout", got=None, allowed=allowed, hint=hint)
         if row is _FLAX and ndim - lead == 3 and _PROJECTION.fullmatch("/".join([*modules, leaf])):
             return (lead,)
         outputs = row.transposed if transposed else row.outputs

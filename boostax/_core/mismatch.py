@@ -56,24 +56,30 @@ def parts(state: PyTree) -> list[str]:
     return [name for name in names if name not in _NO_PARTS]
 
 
+def _is_donated(x: Any) -> bool:
+    return not isinstance(x, Tracer) and getattr(x, "is_deleted", bool)()
+
+
 def require_order(who: str, call: str, **given: PyTree) -> None:
     """Refuse donated arrays, and an optimizer state in another argument's position."""
-    leaves = ((name, x) for name, x in trees.named(given) if not isinstance(x, Tracer))
-    gone = [name for name, x in leaves if getattr(x, "is_deleted", bool)()]
-    hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
-    checks.require(who, "arguments", f"{gone[:4]} donated", "not yet donated", not gone, hint)
+    if any(map(_is_donated, jax.tree.leaves(given))):
+        names = [name for name, x in trees.named(given) if _is_donated(x)]
+        hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
+        got = f"{names[:4]} donated"
+        raise ValueError(checks.message(who, "arguments", "not yet donated", got, hint))
     for what, tree in given.items():
         names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
         found = (x for x in names if re.match(r"(optax|boostax)\..*State$", x))
         got, hint = "" if "state" in what else next(found, ""), f"The call is {call}."
         allowed = "without an optimizer state"
-        checks.require(who, what, f"one with {got}", allowed, not got, hint, TypeError)
+        checks.require_type(not got, who, what, got=f"one with {got}", allowed=allowed, hint=hint)
 
 
 def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
     """Refuse swapped arguments, and a state that differs from the result of ``tx.init``."""
     allowed, fits = "an optax.GradientTransformation", hasattr(tx, "init")
-    checks.require(who, "tx", type(tx).__name__, allowed, fits, f"The call is {call}.", TypeError)
+    got = type(tx).__name__
+    checks.require_type(fits, who, "tx", got=got, allowed=allowed, hint=f"The call is {call}.")
     require_order(who, call, grads=grads, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_as_made(who, "opt_state", opt_state, wanted)
@@ -81,7 +87,8 @@ def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *gr
     local = lambda x: local(x.local) if hasattr(x, "local") else x  # noqa: E731
     odd = {*trees.names([local(x) for x in grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
-    checks.require(who, "grads", sorted(odd)[:4], "at the paths of the params", not odd, hint)
+    allowed = "at the paths of the params"
+    checks.require(not odd, who, "grads", got=sorted(odd)[:4], allowed=allowed, hint=hint)
 
 
 def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTree:
@@ -89,10 +96,11 @@ def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTre
     mine, theirs = (", ".join(parts(x)[:8]) for x in (state, wanted))
     got, allowed = f"that of {mine or type(state).__name__}", f"that of {theirs}"
     hint, error = (_MOVES, ValueError) if mine else (trees.LOST, TypeError)
-    checks.require(who, what, got, allowed, mine == theirs, hint, error)
+    checks.require(mine == theirs, who, what, got=got, allowed=allowed, hint=hint, error=error)
     odd = sorted({*trees.names(state)} ^ {*trees.names(wanted)})
     got, hint = f"others at {odd[:4]}", f"Params and state come from the same init. {_MOVES}"
-    checks.require(who, what, got, "of the leaves that tx.init(params) makes", not odd, hint)
+    allowed = "of the leaves that tx.init(params) makes"
+    checks.require(not odd, who, what, got=got, allowed=allowed, hint=hint)
     state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
     hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
     trees.require_shapes(who, what, state, wanted, hint)
@@ -124,7 +132,7 @@ def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
     given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
     bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
     hint = "tx.active(params, depth) of a scheduled_freeze is one."
-    checks.require(who, "active", active, allowed, bools, hint, TypeError)
+    checks.require_type(bools, who, "active", got=active, allowed=allowed, hint=hint)
 
     def of_part(keep: Any, part: PyTree) -> Any:
         # A subtree without arrays needs no entry, so its entry may be None.
@@ -148,8 +156,9 @@ def require_trainable(who: str, trained: PyTree) -> None:
     if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
         hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
         hint += "optimizer.value_and_grad(loss)(model, batch)."
-    for name, x in trees.named(trained):
+    for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
-        fits = isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)
-        got = f"{dtype or type(x).__name__} at {name or 'the root'}"
-        checks.require(who, "params", got, allowed, fits, hint, TypeError)
+        if isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype):
+            continue
+        got = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'}"
+        raise TypeError(checks.message(who, "params", allowed, got, hint))

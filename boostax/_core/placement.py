@@ -127,7 +127,8 @@ class Placement:
         spec = self.spec(path)
         allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
         hint = "Put the reduction outside whatever renames or flattens them."
-        checks.require(who, "gradients", trees.path_name(path), allowed, spec is not None, hint)
+        got = trees.path_name(path)
+        checks.require(spec is not None, who, "gradients", got=got, allowed=allowed, hint=hint)
         return without(spec or PartitionSpec(), self.names)
 
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
@@ -337,7 +338,7 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     def judge(differs: Any) -> None:
         local, got = any(jax.tree.leaves(differs[1])), f"equal gradients over {', '.join(names)}"
         hint = "Remove the reduction before it."
-        checks.require(who, "gradients", got, "local to each replica", local, hint)
+        checks.require(local, who, "gradients", got=got, allowed="local to each replica", hint=hint)
 
     for name in names:
         # The index is batched, so the rule is called.
@@ -403,7 +404,7 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
 def _require_all_axes(here: Placement, who: str, names: tuple[str, ...]) -> None:
     hint = "One reduction serves all of them; adasum has within= for two levels."
     allowed, fits = f"all replica axes {here.names}", set(names) == set(here.names)
-    checks.require(who, "axis_name", names, allowed, fits, hint)
+    checks.require(fits, who, "axis_name", got=names, allowed=allowed, hint=hint)
 
 
 # From gradients, per-replica values and shared values: means, and the new values of the two.
@@ -497,7 +498,8 @@ def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
         (grads, own, _), common = batched
         equal = [path for path, differs in trees.named(grads) if not differs]
         hint = f"These leaves are equal over the axis {name!r}: leave out what reduces them before."
-        checks.require(who, "gradients", equal[:6], "local to each replica", not equal, hint)
+        allowed = "local to each replica"
+        checks.require(not equal, who, "gradients", got=equal[:6], allowed=allowed, hint=hint)
         assert not any(jax.tree.leaves(common)), "what replicas share differs"
         whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
         local = (local[0], jax.tree.map(whole, local[1], own), local[2])
@@ -544,7 +546,7 @@ def _require_common(shared: list[PyTree]) -> None:
             "boostax.skip_bad_steps take their places)."
         )
         what, allowed = "params and updates", "the same on all replicas"
-        checks.require("on_mesh", what, shapes, allowed, not shapes, hint)
+        checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
 
     if leaves:
         _seen(leaves, judge)

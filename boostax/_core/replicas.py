@@ -111,11 +111,12 @@ def _deal(x: Any, replicas: int, items: int) -> Any:
 
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
-    got = [(name, x.shape) for name, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
+    others = [(path, x.shape) for path, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
     allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
     hint = "boostax.reshard_state(state, n) takes it to n; stack_replicas(tx.init(params), n) also."
     hint = "A step without mesh= has one replica: give it the mesh. " * (replicas == 1) + hint
-    checks.require(who, "state", got[:6], allowed, not got, hint)
+    got = [(trees.path_name(path), shape) for path, shape in others[:6]]
+    checks.require(not others, who, "state", got=got, allowed=allowed, hint=hint)
 
 
 def require_stacked(who: str, state: PyTree) -> None:
@@ -124,23 +125,24 @@ def require_stacked(who: str, state: PyTree) -> None:
     If devices hold different values of one array (``out_axes=None``, unchecked out_specs), JAX
     reads the first device's value, and the other values would be lost.
     """
-    for name, x in _local_arrays(state):
+    for path, x in _local_arrays(state):
         key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if isinstance(x, Tracer) or key or not getattr(x, "is_fully_replicated", False):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
             raise ValueError(
-                f"{who}: state must lead with the replicas where it differs, got two of {name!r}. "
+                f"{who}: state must lead with the replicas where it differs, got two of "
+                f"{trees.path_name(path)!r}. "
                 "Use jax.pmap with in_axes and out_axes 0, jax.shard_map with states.state_specs."
             )
 
 
-def _local_arrays(state: PyTree) -> Iterator[tuple[str, Any]]:
+def _local_arrays(state: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the arrays that differ per replica, with their paths."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
         for rest, x in jax.tree_util.tree_leaves_with_path(node) if is_per_replica(node) else ():
-            yield trees.path_name((*path, *rest)), x
+            yield (*path, *rest), x
 
 
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
@@ -273,10 +275,10 @@ def state_specs(
     specs = jax.tree.leaves(param_specs)
     allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
     fits, hint = len(specs) == len(leaves), "Use PartitionSpec() for a replicated leaf, not None."
-    checks.require("state_specs", "param_specs", len(specs), allowed, fits, hint)
+    checks.require(fits, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint)
     allowed = "the size of the replica axis with shard_optimizer"
     given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
-    checks.require("state_specs", "replicas", replicas, allowed, given, hint)
+    checks.require(given, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return specs_like(owners, state, names, replicas if shard_optimizer else None)
@@ -421,7 +423,8 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
     checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
     allowed, hint = f"a multiple of within={within}", "within is the number of devices of a server."
-    checks.require("reshard_state", "replicas", replicas, allowed, not replicas % within, hint)
+    is_valid = not replicas % within
+    checks.require(is_valid, "reshard_state", "replicas", got=replicas, allowed=allowed, hint=hint)
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)

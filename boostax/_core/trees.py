@@ -184,14 +184,17 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def require_params(params: PyTree, who: str, hint: str) -> None:
     """Refuse an ``update`` without the params."""
-    checks.require(who, "params", params, "given to update", params is not None, hint)
+    allowed = "given to update"
+    checks.require(params is not None, who, "params", got=params, allowed=allowed, hint=hint)
 
 
 def require_arrays(params: PyTree, who: str) -> None:
     """Refuse leaves that a compiled step cannot take, such as functions in a module."""
+    if all(map(_is_number, jax.tree.leaves(params))):
+        return
     got = [(name, type(leaf).__name__) for name, leaf in named(params) if not _is_number(leaf)]
     hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
-    checks.require(who, "params", got[:6], "arrays", not got, hint, TypeError)
+    raise TypeError(checks.message(who, "params", "arrays", got[:6], hint))
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:
@@ -230,10 +233,11 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     """Return every node that ``wanted`` accepts; see ``nodes``. Refuse states made into dicts."""
     found = nodes(tree)
-    made, hint = not hasattr(tree, "init"), "Pass what tx.init(params) returned, not tx or a step."
-    checks.require("boostax", "a state", type(tree).__name__, "a tree", made, hint, TypeError)
-    lost = any(isinstance(node, dict) and "inner_state" in node for node in found)
-    checks.require("boostax", "a state", "a dict", "in its classes", not lost, LOST, TypeError)
+    if hasattr(tree, "init"):
+        hint = "Pass what tx.init(params) returned, not tx or a step."
+        raise TypeError(checks.message("boostax", "a state", "a tree", type(tree).__name__, hint))
+    if any(isinstance(node, dict) and "inner_state" in node for node in found):
+        raise TypeError(checks.message("boostax", "a state", "in its classes", "a dict", LOST))
     return list(filter(wanted, found))
 
 
@@ -241,7 +245,7 @@ def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) ->
     """Return the outermost state of a class; refuse an optimizer state without one."""
     states = find(opt_state, lambda node: isinstance(node, kind))
     allowed = f"one with a {kind.__name__}"
-    checks.require(who, "opt_state", "no such", allowed, bool(states), hint)
+    checks.require(bool(states), who, "opt_state", got="no such", allowed=allowed, hint=hint)
     return states[0]
 
 
@@ -332,7 +336,7 @@ def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who
     lost = [path_name(path) for place, (path, _) in zip(places, some, strict=True) if place < 0]
     hint = "These depend on which leaves there are, as optax.flatten's do: use it on the leaves."
     allowed = "an optimizer that keeps its state leaf by leaf"
-    checks.require(who, "inner", lost[:6], allowed, not lost, hint)
+    checks.require(not lost, who, "inner", got=lost[:6], allowed=allowed, hint=hint)
     return Pruning(structure, part, tuple(places))
 
 

@@ -109,7 +109,7 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
     for name, leaf in trees.named(aux):
         allowed = f"boostax.Aux, or a scalar to average at {name or 'the root'!r}"
         shape = jnp.shape(leaf)
-        checks.require(who, "aux", shape, allowed, not shape, hint, TypeError)
+        checks.require_type(not shape, who, "aux", got=shape, allowed=allowed, hint=hint)
     return Aux(metrics=aux)
 
 
@@ -119,7 +119,7 @@ def pairs(who: str, argument: str, tree: Any) -> dict[str, tuple[jax.Array, jax.
     hint = "Return {'ce': (ce.sum(), tokens), 'z': (0.1 * z.sum(), rows)}."
     paired = lambda x: isinstance(x, tuple) and len(x) == 2  # noqa: E731
     fits = isinstance(tree, Mapping) and all(map(paired, tree.values()))
-    checks.require(who, argument, tree, allowed, fits, hint, TypeError)
+    checks.require_type(fits, who, argument, got=tree, allowed=allowed, hint=hint)
     wide = lambda x: trees.as_dtype(x, jnp.promote_types(jnp.result_type(x), jnp.float32))  # noqa: E731
     return {name: (wide(x), wide(count)) for name, (x, count) in sorted(tree.items())}
 
@@ -196,12 +196,13 @@ def of_slice(result: Any, counts: Any, apart: Any = None, least: float = 1.0) ->
     terms, told, by_term = loss if isinstance(loss, dict) else {}, as_aux(aux), loss
     got, hint = tuple(terms), f"Pass accumulate(..., normalize={tuple(terms) or 'mean'!r})."
     allowed = f"those of the window around all gradients, without carry: {apart or 'none'}"
-    checks.require(_WHO, "the terms of the loss", got, allowed, apart in (None, got), hint)
+    is_valid = apart in (None, got)
+    checks.require(is_valid, _WHO, "the terms of the loss", got=got, allowed=allowed, hint=hint)
     means = pairs(_WHO, "Aux.means", told.means)
     if terms:
         twice = [*means.keys() & terms, *["weight"] * (told.weight is not None)]
         allowed, hint = "without a weight and the names of terms", "Each term has its count."
-        checks.require(_WHO, "Aux beside terms", twice, allowed, not twice, hint)
+        checks.require(not twice, _WHO, "Aux beside terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError
         sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
@@ -224,7 +225,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
     allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
     hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
-    checks.require(_WHO, "the result of loss_fn", got, allowed, fits, hint, TypeError)
+    checks.require_type(fits, _WHO, "the result of loss_fn", got=got, allowed=allowed, hint=hint)
     return trees.at_least_float32(jnp.asarray(loss)), aux
 
 

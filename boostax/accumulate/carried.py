@@ -120,7 +120,7 @@ class _Carry(NamedTuple):
         # scheduled_freeze calls init with only some of the params; the others are masked.
         fits = not idle or any(map(trees.is_masked, trees.nodes(params)))
         hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
-        checks.require(_WHO, "rules", idle, "paths of params", fits, hint)
+        checks.require(fits, _WHO, "rules", got=idle, allowed="paths of params", hint=hint)
         zeros = jax.tree.map(jnp.zeros_like, params)
         windows: dict[Rule, PyTree] = {}
         for rule in sorted(set(self.rules.values())):
@@ -135,7 +135,8 @@ class _Carry(NamedTuple):
         hint = "Write carry(dynamic_loss_scale(...)), and boostax.apply_gradients for tx.update."
         allowed = "set by boostax.apply_gradients with carry outermost"
         got = "a wrapper that multiplies gradients or adds updates"
-        checks.require(_WHO, "carried leaves", got, allowed, apply and not grads.factors, hint)
+        is_valid = apply and not grads.factors
+        checks.require(is_valid, _WHO, "carried leaves", got=got, allowed=allowed, hint=hint)
         found = resolve(self.rules, params)
         new = values(grads.raw, found)
         if self.names:
@@ -181,7 +182,8 @@ def require_outside(inner_state: PyTree, who: str) -> None:
     """Refuse ``carry`` inside a transformation that sums gradients."""
     inside = trees.find(inner_state, lambda node: isinstance(node, CarryState))
     allowed, hint = "without carry, which must stand outermost", f"Write boostax.carry({who}(...))."
-    checks.require(who, "inner", "a wrapper that adds up new values", allowed, not inside, hint)
+    got = "a wrapper that adds up new values"
+    checks.require(not inside, who, "inner", got=got, allowed=allowed, hint=hint)
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
@@ -196,12 +198,14 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
     got = f"one that takes the new values {sorted(missing)} for gradients"
     allowed, hint = "one of boostax.carry", "Wrap the optimizer: tx = boostax.carry(tx)."
-    checks.require(who, "opt_state", got, allowed, not missing, hint)
+    checks.require(not missing, who, "opt_state", got=got, allowed=allowed, hint=hint)
     return rules
 
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """Return the rule of each carried leaf."""
+    if not rules:
+        return {}
     # The first matching rule applies, so the rules are written in reverse order.
     names, last_first = trees.names(tree), reversed([*rules.items()])
     return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
@@ -283,9 +287,9 @@ def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> Py
 def _checked(rules: Any) -> Rules:
     hint, allowed = "Try {'router/bias': 'last'}.", "a mapping of paths to rules"
     mapping = isinstance(rules, Mapping) and bool(cast(Rules, rules))
-    checks.require(_WHO, "rules", rules, allowed, mapping, hint, TypeError)
+    checks.require_type(mapping, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
     for words, rule in cast(dict[Any, Rule], rules).items():
         named = isinstance(words, str) and bool(words.strip("/"))
-        checks.require(_WHO, "rules", words, "paths by name", named, hint, TypeError)
+        checks.require_type(named, _WHO, "rules", got=words, allowed="paths by name", hint=hint)
         checks.choice(_WHO, "rules", rule, Rule, hint)
     return {words.strip("/"): rule for words, rule in rules.items()}

@@ -198,10 +198,11 @@ def require_even(
     who: str, path: Any, shape: Any, count: int, by: str, dim: int = 0, hint: str = PAD
 ) -> None:
     """Refuse a leaf of a batch whose rows, or slices, do not divide by ``count``."""
-    name, place = trees.path_name(path) or "the root", f"dimension {dim}"
-    allowed = f"divisible by {by} in its {place if dim else 'leading dimension'} at {name!r}"
-    fits = len(shape) > dim and shape[dim] > 0 and not shape[dim] % count
-    checks.require(who, "batch", shape, allowed, fits, hint if shape else SAME)
+    if len(shape) > dim and shape[dim] > 0 and not shape[dim] % count:
+        return
+    place = f"dimension {dim}" if dim else "leading dimension"
+    allowed = f"divisible by {by} in its {place} at {trees.path_name(path) or 'the root'!r}"
+    raise ValueError(checks.message(who, "batch", allowed, shape, hint if shape else SAME))
 
 
 def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
@@ -211,5 +212,5 @@ def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
     fits = len(numbers) == 1 and () not in numbers and (0,) not in numbers
     fits = fits and all(len(shape) >= least for _, shape in shapes)
     allowed = "[micro-batches, rows, ...] in every leaf, of one number of micro-batches"
-    checks.require(who, "a stacked batch", dict(shapes), allowed, fits, SAME)
+    checks.require(fits, who, "a stacked batch", got=dict(shapes), allowed=allowed, hint=SAME)
     return numbers.pop()[0]

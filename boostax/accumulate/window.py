@@ -299,7 +299,7 @@ class _Windows(NamedTuple):
         allowed = f"given (counts of {self.terms or 'tokens'}) with this normalize"
         known = tuple(sorted(weight)) if isinstance(weight, dict) else ()
         fits = weight is not None and known == self.terms
-        checks.require(_WHO, "weight", known or weight, allowed, fits, hint)
+        checks.require(fits, _WHO, "weight", got=known or weight, allowed=allowed, hint=hint)
 
         def checked(x: Any) -> jax.Array:
             x = axes.to_varying(jnp.asarray(x, jnp.float32), self.names + self.averaged)

@@ -185,7 +185,8 @@ def _skipping(
         skip, kept = skips(grads.value(), step, params)
         allowed = "a function that returns (skip, skip_state), skip a bool scalar"
         plain = jnp.shape(skip) == () and jnp.result_type(skip) == jnp.bool_
-        checks.require(who, argument, skip, allowed, plain, "optax.skip_not_finite is one.")
+        hint = "optax.skip_not_finite is one."
+        checks.require(plain, who, argument, got=skip, allowed=allowed, hint=hint)
         if names:  # A bool has no maximum over replicas; adding 0 converts it to an integer.
             kept = jax.tree.map(lambda x: axes.largest(x + 0, names), kept)
         return jnp.logical_not(skip), (step, kept)

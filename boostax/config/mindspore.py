@@ -155,7 +155,7 @@ def sgd(
         dampening.
     """
     fits, hint = not nesterov or (momentum > 0 and dampening == 0), "It needs momentum alone."
-    checks.require("sgd", "nesterov", nesterov, "False here", fits, hint)
+    checks.require(fits, "sgd", "nesterov", got=nesterov, allowed="False here", hint=hint)
     after_first = lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening)  # noqa: E731
     parts = [optax.scale_by_schedule(after_first)] if momentum and dampening else []
     parts += [optax.trace(momentum, nesterov)] if momentum else []
@@ -308,7 +308,8 @@ def _rate(who: str, rate: Rate) -> optax.GradientTransformation:
     listed = type(rate) in (list, tuple) and not any(map(np.ndim, jax.tree.leaves(rate)))
     fits = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
     allowed, hint = "a number, a schedule or a list of rates", "Params are left out here."
-    checks.require(who, "learning_rate", "a tree of arrays", allowed, fits, hint, TypeError)
+    got = "a tree of arrays"
+    checks.require_type(fits, who, "learning_rate", got=got, allowed=allowed, hint=hint)
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
     # An index beyond the end takes the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

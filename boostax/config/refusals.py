@@ -14,4 +14,4 @@ def require(
     """Raise the error ``what`` of ``refusals.toml``, filled with these words, unless ``fits``."""
     if not fits:
         who, argument, allowed, hint = (text.format(**words) for text in WORDS[what])
-        checks.require(who, argument, got, allowed, False, hint, error)
+        checks.require(False, who, argument, got=got, allowed=allowed, hint=hint, error=error)

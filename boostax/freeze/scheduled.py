@@ -237,7 +237,7 @@ def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
     allowed = f"a depth that the schedule draws, one of {list(drawn)}, as a Python integer"
     hint = "Make it a static argument of your jitted step."
     number = checks.integer(_WHO, "depth", depth, allowed, hint)
-    checks.require(_WHO, "depth", depth, allowed, number in drawn, hint)
+    checks.require(number in drawn, _WHO, "depth", got=depth, allowed=allowed, hint=hint)
     return number
 
 
@@ -252,7 +252,7 @@ def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
         raise ValueError(checks.message(_WHO, "gradients", allowed, got, hint)) from error
     allowed, fits = f"those that depth {depth} trains", not any(jax.tree.leaves(holes))
     hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-    checks.require(_WHO, "gradients", "masked ones", allowed, fits, hint)
+    checks.require(fits, _WHO, "gradients", got="masked ones", allowed=allowed, hint=hint)
 
 
 @checks.arguments

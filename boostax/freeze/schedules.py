@@ -101,7 +101,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
-    checks.require(_WHO, "freeze_p", freeze_p, allowed, freeze_p < 1, hint)
+    checks.require(freeze_p < 1, _WHO, "freeze_p", got=freeze_p, allowed=allowed, hint=hint)
     # The steps of a cycle that train all groups, rounded as in MindSpore.
     whole = int(freeze_p * (groups - 1) // (1 - freeze_p))
     if exact:
@@ -110,7 +110,8 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     most = (groups - 1) / groups
     allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
     hint = "A cycle has a step that trains all; 'interval' freezes more often."
-    checks.require(_WHO, "frozen_fraction", fraction, allowed, (fraction or 0.0) <= most, hint)
+    is_valid = (fraction or 0.0) <= most
+    checks.require(is_valid, _WHO, "frozen_fraction", got=fraction, allowed=allowed, hint=hint)
     # In floating point 1 - 0.9 < 0.1, so for ten groups ``whole`` is rounded down to 0.
     return _continuous(groups, max(1, whole), length)
 
@@ -148,7 +149,7 @@ def _below(limit: int, argument: str, value: object, hint: str) -> int:
     """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
     number = checks.natural(_WHO, argument, value, hint, allowed)
-    checks.require(_WHO, argument, value, allowed, number < limit, hint)
+    checks.require(number < limit, _WHO, argument, got=value, allowed=allowed, hint=hint)
     return number
 
 
@@ -295,7 +296,8 @@ class Plan:
         length = len(self.depths)
         got, allowed = f"{length} steps and one more to take", "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
-        checks.require(_WRAPPER, "schedule", got, allowed, steps < length or self._repeat, hint)
+        is_valid = steps < length or self._repeat
+        checks.require(is_valid, _WRAPPER, "schedule", got=got, allowed=allowed, hint=hint)
         return int(self.depths[steps % length])
 
     def until(self, steps: int) -> int:
@@ -355,6 +357,7 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
         depths = [operator.index(depth) for depth in np.atleast_1d(listed)]
     except (TypeError, ValueError) as error:
         raise TypeError(checks.message(_WRAPPER, "schedule", allowed, schedule, hint)) from error
-    checks.require(_WRAPPER, "schedule", schedule, allowed, bool(depths) and min(depths) >= 0, hint)
+    is_valid = bool(depths) and min(depths) >= 0
+    checks.require(is_valid, _WRAPPER, "schedule", got=schedule, allowed=allowed, hint=hint)
     found = freeze_schedule(depths.__getitem__, total_steps=len(depths))
     return found, repeat or len(depths) == 1

@@ -307,13 +307,14 @@ def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
     if not isinstance(params, int | None) or (params is None and not args):
         return params, ""
     number, hint = params or 0, "Give them an argument of their own; params=, --params: its number."
-    checks.require(WHO, "params", number, f"below {len(args)}", 0 <= number < len(args), hint)
+    allowed = f"below {len(args)}"
+    checks.require(0 <= number < len(args), WHO, "params", got=number, allowed=allowed, hint=hint)
     tree = getattr(args[number], "params", args[number])
     typed = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
     fits = not typed or any(jnp.issubdtype(dtype, jnp.inexact) for dtype in typed)
     fits &= not any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
     said = f"argument {number}, which holds an optimizer's state or integers alone"
-    checks.require(WHO, "params", said, "the params", fits, hint)
+    checks.require(fits, WHO, "params", got=said, allowed="the params", hint=hint)
     return tree, f"{'.params of ' * (tree is not args[number])}argument {number}"
 
 

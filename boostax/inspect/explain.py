@@ -123,7 +123,7 @@ def explain(
     fits = isinstance(cast(Any, tx), optax.GradientTransformation)
     allowed = "a transformation or a TrainStep"
     hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
-    checks.require(_WHO, "tx", tx, allowed, fits, hint, TypeError)
+    checks.require_type(fits, _WHO, "tx", got=tx, allowed=allowed, hint=hint)
     for name, value in {"batch": batch, **given}.items():
         removed = checks.replacement(f"explain({name}=)")
         if removed:

@@ -346,7 +346,7 @@ def parse(text: str, turns: int | None = None) -> Program:
         entry = name if opened else entry
     allowed = "compiled to HLO text with an ENTRY computation"
     hint = "Pass a jax.jit function with its arguments, or what its lower() or compile() returned."
-    checks.require("audit", "program", header[:80], allowed, bool(entry), hint)
+    checks.require(bool(entry), "audit", "program", got=header[:80], allowed=allowed, hint=hint)
     tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
     return Program(computations, entry, header, tables, turns)
 

@@ -41,7 +41,7 @@ class Network:
         found = _FORM.fullmatch(str(text))
         rate = float(found["rate"]) * _UNITS[found["unit"].lower()] if found else 0.0
         allowed, hint = "a rate, and a latency if known", 'Try "100Mbit" or "1Gbit, 0.5 ms".'
-        checks.require(_WHO, "network", text, allowed, rate > 0, hint)
+        checks.require(rate > 0, _WHO, "network", got=text, allowed=allowed, hint=hint)
         return cls(rate, float((found and found["latency"]) or 0.5) / 1e3)
 
     def seconds(self, sent: float, messages: float) -> float:

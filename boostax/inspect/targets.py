@@ -162,7 +162,14 @@ def compile_program(
         got = f"{len(args) + len(given)} arguments, target={target!r}"
         alone = not (args or given) and target is None
         hint = "Pass the jax.jit function with its arguments to compile it for another target."
-        checks.require(_AUDIT, "a lowered or compiled program", got, "given alone", alone, hint)
+        checks.require(
+            alone,
+            _AUDIT,
+            "a lowered or compiled program",
+            got=got,
+            allowed="given alone",
+            hint=hint,
+        )
         return _finished(program)
     if isinstance(program, TrainStep):
         program, args = program.jitted(*args, depth=depth, **given)
@@ -172,7 +179,8 @@ def compile_program(
         checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has depths.")
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."
-    checks.require(_AUDIT, "program", program, allowed, callable(program), hint, TypeError)
+    is_valid = callable(program)
+    checks.require_type(is_valid, _AUDIT, "program", got=program, allowed=allowed, hint=hint)
     # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
@@ -186,7 +194,7 @@ def compile_program(
     hint = "Pass the jax.jit function inside, or build the program on the target's devices."
     got = getattr(program, "__name__", type(program).__name__)
     allowed = "a jax.jit function where it is to move to a target"
-    checks.require(_AUDIT, "program", got, allowed, traced, hint, TypeError)
+    checks.require_type(traced, _AUDIT, "program", got=got, allowed=allowed, hint=hint)
     return _moved(program, args, stage.args_info, devices)
 
 
@@ -205,11 +213,11 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
     hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays; on one device "
     hint += "sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
     fits = mesh is not None or len(devices) == 1
-    checks.require(_AUDIT, "args", None, allowed, fits, hint)
+    checks.require(fits, _AUDIT, "args", got=None, allowed=allowed, hint=hint)
     count, fits = len(devices), mesh is None or mesh.size == len(devices)
     allowed = f"one of as many devices as the program's mesh, {mesh and mesh.size}"
     hint = "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
-    checks.require(_AUDIT, "target", count, allowed, fits, hint)
+    checks.require(fits, _AUDIT, "target", got=count, allowed=allowed, hint=hint)
     grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
     there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -217,7 +225,7 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
         fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
         hint = "Bind what is static with functools.partial before jax.jit."
         allowed = "arrays where a target is given"
-        checks.require(_AUDIT, "args", x, allowed, fits, hint, TypeError)
+        checks.require_type(fits, _AUDIT, "args", got=x, allowed=allowed, hint=hint)
         spec = getattr(_sharding(x), "spec", PartitionSpec())
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)

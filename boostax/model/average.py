@@ -157,7 +157,7 @@ def average_params(
     checks.choice(_WHO, "kind", kind, Kind, "'ema' is the usual one.")
     for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
         fits, allowed = kind == owner or value is None, f"left out with kind {kind!r}"
-        checks.require(_WHO, name, value, allowed, fits, f"It is for {owner!r}.")
+        checks.require(fits, _WHO, name, got=value, allowed=allowed, hint=f"It is for {owner!r}.")
     decay, slots = 0.999 if decay is None else decay, 5 if size is None else size
     checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
     checks.positive_int(_WHO, "size", slots, "It counts snapshots in memory; 5 are usual.")
@@ -165,7 +165,8 @@ def average_params(
     checks.natural(_WHO, "start", start, "It counts applied steps before the first.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
-    checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
+    allowed = f"'float32' with kind {kind!r}"
+    checks.require(fits, _WHO, "dtype", got=dtype, allowed=allowed, hint=hint)
     # The logarithm is taken on the host, because rounding a decay near 1 to f32 would lose most of
     # the digits of ``1 - decay``.
     log = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
@@ -178,7 +179,7 @@ def average_params(
         allowed = "an optimizer that keeps params equal on all replicas"
         got, fits = "local_updates or partial_average", not replicas.owns_params(inner_state)
         hint = "Their last synchronization averages over the replicas instead."
-        checks.require(_WHO, "inner", got, allowed, fits, hint)
+        checks.require(fits, _WHO, "inner", got=got, allowed=allowed, hint=hint)
         averages = trees.buffers(params, narrow, None if weight else slots)
         steps, averaged = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AverageParamsState(steps, averaged, averages, inner_state)
@@ -244,7 +245,8 @@ def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
     averages = dict(trees.named(state.averages))
     hint = "Pass the averaged params, or their module."
     odd = sorted(averages.keys() - trees.names(params))
-    checks.require(who, "params", f"none at {odd[:4]}", "those of the optimizer", not odd, hint)
+    allowed = "those of the optimizer"
+    checks.require(not odd, who, "params", got=f"none at {odd[:4]}", allowed=allowed, hint=hint)
 
     def new(path: Any, p: Any) -> Any:
         kept = averages.get(name := trees.path_name(path))

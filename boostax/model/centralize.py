@@ -49,7 +49,7 @@ def _dims(rules: Any, kernels: layouts.Kernels, path: Path, leaf: Any) -> tuple[
     numbers = [checks.integer(_WHO, "axes", dim, allowed, _HINT) for dim in several]
     dims = sorted({dim + ndim if dim < 0 else dim for dim in numbers})
     fits = len(dims) == len(numbers) and all(0 <= dim < ndim for dim in dims)
-    checks.require(_WHO, "axes", rule, allowed, fits, _HINT)
+    checks.require(fits, _WHO, "axes", got=rule, allowed=allowed, hint=_HINT)
     return kernels.ordered(tuple(dims))
 
 
@@ -129,7 +129,7 @@ def centralize_gradients(
     rules: Any = {} if isinstance(axes, str) and axes == "auto" else axes
     allowed, hint = "'auto', a dict of rules by pattern, or a function", "Try {'*/qkv': 0}."
     fits = callable(rules) or isinstance(rules, Mapping)
-    checks.require(_WHO, "axes", axes, allowed, fits, hint, TypeError)
+    checks.require_type(fits, _WHO, "axes", got=axes, allowed=allowed, hint=hint)
     patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
     if layout is not None:
         hint = "None reads kernels as Flax's."
@@ -155,7 +155,8 @@ def centralize_gradients(
         for pattern in patterns if names and not masked else ():
             fits = any(matches(name, pattern) for name in names)
             hint = f"It matches none; there are {few(names)}."
-            checks.require(_WHO, "axes", pattern, "patterns that match params", fits, hint)
+            allowed = "patterns that match params"
+            checks.require(fits, _WHO, "axes", got=pattern, allowed=allowed, hint=hint)
         dims_of(params)
         return optax.EmptyState()
 

@@ -302,19 +302,19 @@ def changed(
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
     hint = "Pass the model itself, once; remove= chooses further norms."
     fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
-    checks.require(_WHO, "module", type(module), allowed, fits, hint, TypeError)
+    checks.require_type(fits, _WHO, "module", got=type(module), allowed=allowed, hint=hint)
     found = flax.structure(module, data)
     norms = found.norms if remove is None else _chosen(found.norms, remove)
     report = LessBNReport(norms, found.head if normalized_head else None)
     allowed = "False for a model that no Dense ends"
     hint = "Only a Dense whose result leaves the model with no other product behind it is one."
     fits = not (strict and normalized_head) or report.head is not None
-    checks.require(_WHO, "normalized_head", normalized_head, allowed, fits, hint)
+    checks.require(fits, _WHO, "normalized_head", got=normalized_head, allowed=allowed, hint=hint)
     kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms) or "none"
     allowed = "a choice that removes a BatchNorm"
     hint = f"Nothing would change. BatchNorms: {kept}."
     fits = not strict or normalized_head or bool(report.removed)
-    checks.require(_WHO, "remove", remove, allowed, fits, hint)
+    checks.require(fits, _WHO, "remove", got=remove, allowed=allowed, hint=hint)
     return flax.without(module, report.removed, report.head, multiplier), report
 
 
@@ -326,11 +326,12 @@ def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
     allowed = "None, a list of patterns or a function"
     hint = "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'."
     fits = isinstance(remove, Sequence) and not isinstance(remove, str)
-    checks.require(_WHO, "remove", remove, allowed, fits, hint, TypeError)
+    checks.require_type(fits, _WHO, "remove", got=remove, allowed=allowed, hint=hint)
     hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
     reasons: dict[str, str] = {}
     for pattern in map(str, remove):
         hits = [x.path for x in norms if groups.matches(x.path, pattern)]
-        checks.require(_WHO, "remove", pattern, "patterns that match BatchNorms", bool(hits), hint)
+        allowed = "patterns that match BatchNorms"
+        checks.require(bool(hits), _WHO, "remove", got=pattern, allowed=allowed, hint=hint)
         reasons = dict.fromkeys(hits, f"matches {pattern!r}") | reasons
     return tuple(Norm(x.path, x.path in reasons, reasons.get(x.path, "no match")) for x in norms)

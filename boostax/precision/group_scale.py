@@ -166,7 +166,8 @@ def _unscaled(grads: Pending, numbers: list[int], inverse: jax.Array) -> PyTree:
 def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
     table = jnp.asarray(init_scale, jnp.float32)
     allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
-    checks.require(_WHO, "init_scale", init_scale, allowed, table.shape in ((), (count,)), hint)
+    is_valid = table.shape in ((), (count,))
+    checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
     first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
     skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
     return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
@@ -341,7 +342,7 @@ def check_labels(who: str, labels: PyTree) -> None:
     found = jax.tree.leaves(labels)
     allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
     hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
-    checks.require(who, "labels", labels, allowed, bool(found), hint)
+    checks.require(bool(found), who, "labels", got=labels, allowed=allowed, hint=hint)
     if not callable(labels) and not any(isinstance(label, str) for label in found):
         group_numbers(who, labels, labels)
 
@@ -411,7 +412,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
     for argument, group in (("outer", outer), ("inner", inner)):
         if not isinstance(group, Tracer):
             number = checks.natural(who, argument, group, hint, allowed)
-            checks.require(who, argument, group, allowed, number < count, hint)
+            checks.require(number < count, who, argument, got=group, allowed=allowed, hint=hint)
     handshake.crossed(scales)
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]
@@ -491,7 +492,7 @@ def check_boundaries(
     allowed = "one with a scale_boundary on every edge between groups"
     got = f"gradients that depend on the scales at {groups.few(wrong)}"
     hint = "The fault lies between the last of these groups and the loss."
-    checks.require(who, "loss_fn", got, allowed, not wrong, hint)
+    checks.require(not wrong, who, "loss_fn", got=got, allowed=allowed, hint=hint)
     return max(worst.values(), default=0.0)
 
 

@@ -146,7 +146,8 @@ def dynamic_loss_scale(
     limits = min_scale, init_scale, max_scale
     fits = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
     hint = f"min_scale is {min_scale!r}, max_scale {max_scale!r}: widen them or move init_scale."
-    checks.require(who, "init_scale", init_scale, "between min_scale and max_scale", fits, hint)
+    allowed = "between min_scale and max_scale"
+    checks.require(fits, who, "init_scale", got=init_scale, allowed=allowed, hint=hint)
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
     within = lambda x: 0 < x < 1  # noqa: E731
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", within, "Use 0.5.")

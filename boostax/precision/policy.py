@@ -74,7 +74,8 @@ class Policy:
         hint = "Write patterns as ('LayerNorm',)."
         allowed = "a tuple of patterns or 'all but matmuls'"
         fits = isinstance(self.keep_f32, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
-        checks.require("Policy", "keep_f32", self.keep_f32, allowed, fits, hint, TypeError)
+        got = self.keep_f32
+        checks.require_type(fits, "Policy", "keep_f32", got=got, allowed=allowed, hint=hint)
         for pattern in self.keep_f32:
             try:
                 re.compile(pattern)
@@ -183,7 +184,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
     named = isinstance(spec, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-    checks.require(who, "spec", spec, "a level or dtypes", named, hint, TypeError)
+    checks.require_type(named, who, "spec", got=spec, allowed="a level or dtypes", hint=hint)
     levels: dict[Level, Policy] = {
         "O0": Policy(),
         "O1": Policy(_F32, low, _F32, "all but matmuls"),
@@ -208,7 +209,7 @@ def as_policy(who: str, value: Policy | Level | None) -> Policy | None:
         return value
     named = isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
     hint = "Try boostax.policy('O2')."
-    checks.require(who, "policy", value, "a Policy or its name", named, hint, TypeError)
+    checks.require_type(named, who, "policy", got=value, allowed="a Policy or its name", hint=hint)
     return policy(value)
 
 

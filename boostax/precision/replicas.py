@@ -180,7 +180,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     allowed = "one that compared the replicas"
     fits = used == 1 or compared > 1 or not int(own.calls)
     got = f"one that compared {compared} on {used} devices"
-    checks.require("raise_if_diverged", "check_replicas", got, allowed, fits, hint)
+    checks.require(fits, "raise_if_diverged", "check_replicas", got=got, allowed=allowed, hint=hint)
     if int(own.culprits[0]) < 0:
         return
     params = getattr(state, "params", None) if params is None else params

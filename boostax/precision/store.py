@@ -183,7 +183,8 @@ def store(
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
             "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
         )
-        checks.require(_WHO, "params", kind, "None where no param is bf16", fits, hint)
+        allowed = "None where no param is bf16"
+        checks.require(fits, _WHO, "params", got=kind, allowed=allowed, hint=hint)
         codes, scales = _first(inner_state, params, rules, least)
         no_rest = lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()  # noqa: E731
         low = jax.tree.map(no_rest, params) if kind == "remainder" else ()
@@ -397,7 +398,8 @@ def _require_blocks(state: StoreState) -> None:
             continue
         blocks, scales = formats.scales_of(codes.shape), table[key]
         fits = blocks == scales.shape and not axes.varying(codes) - axes.varying(scales)
-        checks.require(_WHO, "arrays of 8 bits", trees.path_name(path), allowed, fits, hint)
+        got = trees.path_name(path)
+        checks.require(fits, _WHO, "arrays of 8 bits", got=got, allowed=allowed, hint=hint)
 
 
 def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:

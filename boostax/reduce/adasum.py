@@ -136,7 +136,7 @@ def axis_of_server(who: str, within: Any) -> Names:
     allowed, is_number = "a mesh axis name or a tuple of them", isinstance(within, int)
     mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
     hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
-    checks.require(who, "within", within, allowed, not is_number, hint)
+    checks.require(not is_number, who, "within", got=within, allowed=allowed, hint=hint)
     return axes.canonical(who, within, "within")
 
 
@@ -169,10 +169,18 @@ class Options(NamedTuple):
         twice = sorted({name for name in names + shards if (names + shards).count(name) > 1})
         hint = "within averages first, AdaSum combines axis_name, shard_axes shard single leaves."
         allowed = "different axes, each named once"
-        checks.require(who, "axis_name, within and shard_axes", twice, allowed, not twice, hint)
+        checks.require(
+            not twice,
+            who,
+            "axis_name, within and shard_axes",
+            got=twice,
+            allowed=allowed,
+            hint=hint,
+        )
         hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
         fits = self.scope == "leaf" or not shards
-        checks.require(who, "scope", self.scope, "'leaf' with shard_axes", fits, hint)
+        allowed = "'leaf' with shard_axes"
+        checks.require(fits, who, "scope", got=self.scope, allowed=allowed, hint=hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 

@@ -165,7 +165,7 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
         fits = len(got) == len(slots) and all({*g} <= {n} for g, n in zip(got, slots, strict=True))
         hint = "stack_replicas(tx.init(params), n) deals it, boostax.reshard_state(state, n) anew."
         allowed = f"one with {slots} matrices of each shape on a replica"
-        checks.require(_WHO, "state", got, allowed, fits, hint)
+        checks.require(fits, _WHO, "state", got=got, allowed=allowed, hint=hint)
         one = lambda part, i: jax.tree.map(lambda x: x[i], part.local)  # noqa: E731
         return [tuple(one(x, i) for i in range(n)) for x, n in zip(parts, slots, strict=True)]
 
@@ -185,7 +185,8 @@ def _require_apart(tx: gate.Extended, view: Dealt) -> None:
         mixed |= not all(own) or not all(map(matrices.isdisjoint, rest))
     allowed = "an optimizer that computes the update of a matrix from its own gradient"
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
-    checks.require(_WHO, "inner", "one that reads several gradients", allowed, not mixed, hint)
+    got = "one that reads several gradients"
+    checks.require(not mixed, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 
 
 def _require_pathless(
@@ -200,7 +201,7 @@ def _require_pathless(
     for i, (name, kept) in enumerate(own.items()):
         got = f"one that treats {name!r} otherwise where it has its path"
         fits = kept == dealt.get(slots.get(i, f"rest/{name}"))
-        checks.require(_WHO, "inner", got, allowed, fits, hint)
+        checks.require(fits, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 
 
 def _kept(state: PyTree, params: PyTree) -> dict[str, set[str]]:

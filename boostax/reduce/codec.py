@@ -164,7 +164,7 @@ def staged(
     starts = tuple(sorted(value))
     fits = bool(starts) and starts[0] == 0 and not any(isinstance(s, bool) for s in starts)
     allowed, hint = "a mapping from steps, beginning with 0, to values", "Try {0: 0.25, 200: 0.01}."
-    checks.require(who, argument, dict(value), allowed, fits, hint)
+    checks.require(fits, who, argument, got=dict(value), allowed=allowed, hint=hint)
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
     return Staged(starts, tuple(make(value[start]) for start in starts))

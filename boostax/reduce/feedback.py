@@ -125,14 +125,16 @@ def compress(
         hint = "Move it here from the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
         hint = "It corrects for delays by the residual; else give it to the optimizer."
-        checks.require(who, "momentum", momentum, "None without feedback", error_feedback, hint)
+        allowed = "None without feedback"
+        checks.require(error_feedback, who, "momentum", got=momentum, allowed=allowed, hint=hint)
     allowed = "in (0, 1]" if error_feedback else "1 without feedback"
     fits = lambda x: 0 < x <= 1 and (error_feedback or x == 1)  # noqa: E731
     checks.number(who, "decay", decay, allowed, fits, "1 keeps all; SparseLoCo has 0.95.")
     for rule in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
-        checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
+        is_valid = isinstance(rule, bool)
+        checks.require_type(is_valid, who, "dense", got=rule, allowed=allowed, hint=hint)
     how = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:

@@ -89,7 +89,7 @@ class _Rounds(NamedTuple):
         common = not any(kind & frozenset(self.names) for kind in axes.types(params))
         got, allowed = f"some that vary over {', '.join(self.names)}", "equal on all replicas"
         hint = "Call init outside the mapped function, or before params become each replica's own."
-        checks.require(self.who, "params", got, allowed, common, hint)
+        checks.require(common, self.who, "params", got=got, allowed=allowed, hint=hint)
         wide = trees.at_least_float32(params)
         parts = [_part(wide, group) for group in self.members(params)]
         outer = self.outer or optax.identity()
@@ -427,7 +427,7 @@ def partitioning(
             sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
             allowed = f"at most the number of param leaves, {len(sizes)}"
             fits = count <= len(sizes) or not sizes
-            checks.require(who, argument, count, allowed, fits, hint)
+            checks.require(fits, who, argument, got=count, allowed=allowed, hint=hint)
             return _even_runs(sizes, count) if sizes else []
     else:
         numbers = jax.tree.leaves(partitions)
@@ -436,7 +436,7 @@ def partitioning(
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
         fits = bool(found) and found == set(range(len(found)))
         error = ValueError if integers else TypeError
-        checks.require(who, argument, partitions, allowed, fits, hint, error)
+        checks.require(fits, who, argument, got=partitions, allowed=allowed, hint=hint, error=error)
         count = len(found)
         label = functools.partial(exchange.spread, who, argument, allowed, partitions)
 

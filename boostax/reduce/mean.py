@@ -112,7 +112,7 @@ def all_reduce(
         if clip is not None:
             hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."
             real, allowed = not any(map(jnp.iscomplexobj, leaves)), "None with complex gradients"
-            checks.require(who, "clip", clip, allowed, real, hint, TypeError)
+            checks.require_type(real, who, "clip", got=clip, allowed=allowed, hint=hint)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
             send = functools.partial(_narrow, names, dividing, wire, bucket_bytes)

@@ -449,7 +449,8 @@ def top_k_reduce(
     """
     who = "top_k_reduce"
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
-    checks.require(who, "bits", bits, "2", bits in (None, 2), "Or leave it out, for value_dtype.")
+    hint = "Or leave it out, for value_dtype."
+    checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
     if bits:
         checks.absent(
             who, "value_dtype", value_dtype, "left out beside bits", "Both are of a value."

@@ -93,7 +93,8 @@ class Basis(NamedTuple):
         like: Any = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
         basis = jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
         fits, hint = bool(norms.all_finite(basis)), "Compute it from finite snapshots."
-        checks.require("Basis.load", "path", str(path), "a file of finite numbers", fits, hint)
+        allowed = "a file of finite numbers"
+        checks.require(fits, "Basis.load", "path", got=str(path), allowed=allowed, hint=hint)
         return basis
 
 
@@ -120,11 +121,14 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     gram = _gram_of(jax.tree.map(wide, rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
-    checks.require(who, "n_components", n_components, allowed, n_components <= k, "Take so many.")
+    hint = "Take so many."
+    is_valid = n_components <= k
+    checks.require(is_valid, who, "n_components", got=n_components, allowed=allowed, hint=hint)
     # Rounding to bfloat16 leaves an error of half a percent.
     got, hint = "rows that are not", "Distances along them would be wrong."
     skew = jnp.abs(gram - jnp.eye(k)).max()
-    checks.require(who, "path", got, "a file of orthonormal rows", bool(skew < 2e-2), hint)
+    allowed = "a file of orthonormal rows"
+    checks.require(bool(skew < 2e-2), who, "path", got=got, allowed=allowed, hint=hint)
     first = jax.tree.map(lambda x: x[:n_components], rows)
     return first if matrix else Basis(first, basis.mean, basis.explained[:n_components])
 
@@ -138,7 +142,7 @@ def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
     fits = fits and not any(map(jnp.iscomplexobj, leaves))
     allowed = f"a file of (k, {ends[-1]}), a real number for each param"
     got, hint = f"{matrix.dtype} of {matrix.shape}", "They are in the order of jax.tree.leaves."
-    checks.require(who, "path", got, allowed, fits, hint)
+    checks.require(fits, who, "path", got=got, allowed=allowed, hint=hint)
     parts = zip(np.split(matrix, ends[:-1], 1), leaves, strict=True)
     rows = [jnp.asarray(p.reshape(-1, *np.shape(x)), wide_dtype(x)) for p, x in parts]
     return treedef.unflatten(rows)
@@ -168,7 +172,8 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
     leaves, treedef = jax.tree.flatten(params)
     size = sum(np.size(x) for x in leaves)
     allowed = f"at most the number of params, {size}"
-    checks.require(who, "n_components", n_components, allowed, n_components <= size, _FEW)
+    is_valid = n_components <= size
+    checks.require(is_valid, who, "n_components", got=n_components, allowed=allowed, hint=_FEW)
     key = jax.random.key(seed)
 
     def draw(i: int, x: Any) -> jax.Array:
@@ -242,7 +247,7 @@ def principal(
     traced = isinstance(gram, Tracer)
     hint = "Look for the step at which the run broke down."
     finite = traced or bool(jnp.isfinite(gram).all())
-    checks.require(who, "snapshots", "a NaN or infinity", "finite", finite, hint)
+    checks.require(finite, who, "snapshots", got="a NaN or infinity", allowed="finite", hint=hint)
     u = jnp.linalg.eigh(gram)[1][:, ::-1][:, : min(k + _SPARE, m - 1)]
     rows: PyTree = None
     s = turn = u
@@ -257,7 +262,8 @@ def principal(
         which = "in which these snapshots differ beyond their rounding"
         allowed = f"at most {found.sum()}, the number of directions {which}"
         hint = "Take fewer, or snapshots that lie further apart."
-        checks.require(who, "n_components", k, allowed, bool(found[:k].all()), hint)
+        is_valid = bool(found[:k].all())
+        checks.require(is_valid, who, "n_components", got=k, allowed=allowed, hint=hint)
     turn = jnp.where(found[:k, None], turn[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
     components = _signed(_polished(rows))
@@ -274,7 +280,7 @@ def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     other = next((f"others at number {i}" for i, x in enumerate(kinds) if x != kinds[0]), "")
     allowed = "trees of one structure and equal shapes"
     hint = "If this is one stacked tree whose root is a list, pass stacked=True."
-    checks.require(_WHO, "snapshots", other, allowed, not other, hint)
+    checks.require(not other, _WHO, "snapshots", got=other, allowed=allowed, hint=hint)
 
     def stacked(*leaves: Any) -> Any:
         # NumPy arrays stay on the host, and are copied to the device leaf by leaf.
@@ -290,11 +296,12 @@ def _counted(who: str, snapshots: PyTree, n_components: int) -> int:
     allowed = "a tree of arrays with one leading dimension"
     hint = "Stack the snapshots of each leaf, or pass a list of trees."
     fits = len(counts) == 1 and bool(counts[0])
-    checks.require(who, "snapshots", counts, allowed, fits, hint)
+    checks.require(fits, who, "snapshots", got=counts, allowed=allowed, hint=hint)
     m = counts[0][0]
     hint = "m snapshots differ from their mean in m - 1 directions at most."
     allowed = f"below the number of snapshots, {m}"
-    checks.require(who, "n_components", n_components, allowed, n_components < m, hint)
+    is_valid = n_components < m
+    checks.require(is_valid, who, "n_components", got=n_components, allowed=allowed, hint=hint)
     return m
 
 

@@ -229,7 +229,8 @@ class DimReduceState(NamedTuple):
         rows, explained, _ = _opened(basis)
         was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
         hint = "A compiled step takes only equal shapes and dtypes."
-        checks.require("replace_basis", "basis", now, f"of the shapes {was}", was == now, hint)
+        allowed = f"of the shapes {was}"
+        checks.require(was == now, "replace_basis", "basis", got=now, allowed=allowed, hint=hint)
         coordinates = self.memory.gradient
         return self._replace(
             basis=jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis),
@@ -271,7 +272,8 @@ def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array |
         mean = mean and jax.tree.map(cut, params, mean, is_leaf=trees.is_masked)
     hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
     got, wanted = jax.tree.structure(rows), jax.tree.structure(params)
-    checks.require(_WHO, "basis", got, f"a tree like the params, {wanted}", got == wanted, hint)
+    allowed = f"a tree like the params, {wanted}"
+    checks.require(got == wanted, _WHO, "basis", got=got, allowed=allowed, hint=hint)
     k = (jnp.shape(jax.tree.leaves(rows)[0]) or (1,))[0]
     like = jax.tree.map(lambda p: jax.ShapeDtypeStruct((k, *jnp.shape(p)), jnp.float32), params)
     trees.require_shapes(_WHO, "basis", rows, like, hint)
@@ -452,7 +454,7 @@ def dim_reduce(
         missing = next((f"no {name}" for name, x in passed.items() if x is None), "")
         allowed = f"given {', '.join(passed)}"
         hint = "make_train_step gives value and value_fn, the loss of the batch at other params."
-        checks.require(_WHO, "update", missing, allowed, not missing, hint)
+        checks.require(not missing, _WHO, "update", got=missing, allowed=allowed, hint=hint)
         axes.require_local(raw, names, _WHO)
         inside, squares, now = _measured(state, raw, value, names, shards)
         apart = {name: getattr(state, name) for name in _APART}

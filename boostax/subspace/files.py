@@ -25,7 +25,7 @@ def named(who: str, tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
     names, found = trees.names(tree), dict(trees.named(tree))
     twice, hint = [x for x in names if names.count(x) > 1], "A file holds one array for each."
-    checks.require(who, "params", twice, "of different paths", not twice, hint)
+    checks.require(not twice, who, "params", got=twice, allowed="of different paths", hint=hint)
     return found
 
 
@@ -37,7 +37,7 @@ def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
         # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
         holds, got = x.dtype.isbuiltin == 1 or x.dtype == jnp.bfloat16, f"{x.dtype} at {name!r}"
         allowed, hint = "of NumPy's dtypes or bfloat16", "Give the basis another dtype=."
-        checks.require(who, "path", got, allowed, holds, hint, TypeError)
+        checks.require_type(holds, who, "path", got=got, allowed=allowed, hint=hint)
     unfinished = target.with_name(f"{target.name}.tmp")
     with unfinished.open("wb") as file:
         np.savez(file, **host)  # pyright: ignore[reportArgumentType]
@@ -70,7 +70,7 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
 def _known(who: str, path: Path, suffix: str) -> pathlib.Path:
     found = pathlib.Path(path)
     allowed, hint = f"a {suffix} file", "It has that suffix."
-    checks.require(who, "path", str(path), allowed, found.suffix == suffix, hint)
+    checks.require(found.suffix == suffix, who, "path", got=str(path), allowed=allowed, hint=hint)
     return found
 
 
@@ -124,7 +124,7 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
     allowed = "a folder of .npz files, or of a subdirectory for each step"
     hint = "pca_basis takes a list of trees of arrays, as safetensors.numpy.load_file gives them."
     error = ValueError if steps else FileNotFoundError
-    checks.require(_WHO, "directory", got, allowed, fits, hint, error)
+    checks.require(fits, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)
     if steps:
         return [_checkpoint(params, x) for x in steps]
     names = named(_WHO, params)

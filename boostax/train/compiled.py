@@ -126,7 +126,9 @@ class TrainStep:
         fits = variants_of(self.tx) is not None or not trees.telling(opt_state, "coming")
         got = "inside another transformation, where the whole backward pass would be paid for"
         hint = "Put the scaler or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
-        checks.require("make_train_step", "scheduled_freeze", got, "outermost", fits, hint)
+        checks.require(
+            fits, "make_train_step", "scheduled_freeze", got=got, allowed="outermost", hint=hint
+        )
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
@@ -233,7 +235,8 @@ class TrainStep:
         hint = "Call it otherwise in loss_fn; step.init takes key= and model_state=."
         allowed = f"none of {', '.join(_OWN)}"
         for name in given:
-            checks.require("TrainStep", "a keyword", name, allowed, name not in _OWN, hint)
+            is_valid = name not in _OWN
+            checks.require(is_valid, "TrainStep", "a keyword", got=name, allowed=allowed, hint=hint)
         given = jax.tree_util.tree_map_with_path(_strong, given)
         given = self.placing.common(given, batch) if given and self.placing else given
         return self.place(batch), given
@@ -266,7 +269,8 @@ class TrainStep:
         coming = frozen.coming()
         known = not isinstance(coming, jax.ShapeDtypeStruct)
         hint = "A state with values says itself what is frozen next."
-        checks.require("TrainStep", "depth", None, "given with a state of shapes", known, hint)
+        allowed = "given with a state of shapes"
+        checks.require(known, "TrainStep", "depth", got=None, allowed=allowed, hint=hint)
         return int(coming)
 
     def _require_fit(self, state: TrainState) -> None:
@@ -284,13 +288,15 @@ class TrainStep:
         who, call = "TrainStep", "step(state, batch)"
         mismatch.require_order(who, call, batch=batch, state=state)
         fits, hint = hasattr(state, "opt_state"), "step.init(params) makes, and restores, one."
-        checks.require(who, "state", type(state).__name__, "a TrainState", fits, hint, TypeError)
+        got = type(state).__name__
+        checks.require_type(fits, who, "state", got=got, allowed="a TrainState", hint=hint)
         tx = optax.GradientTransformation(self._stacked, self.tx.update)
         mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))
         devices = self.mesh and {*self.mesh.devices.flat}
         away = [x.sharding for x in jax.tree.leaves(state) if x.sharding.device_set != devices][:1]
         hint, allowed = "jax.device_put(state, step.shardings(state)).", "on the mesh of the step"
-        checks.require(who, "state", f"one at {away}", allowed, not (devices and away), hint)
+        is_valid = not (devices and away)
+        checks.require(is_valid, who, "state", got=f"one at {away}", allowed=allowed, hint=hint)
 
 
 class Programs:
@@ -447,9 +453,10 @@ def _strong(path: Any, x: Any) -> Any:
     """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-    fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
-    allowed, hint = "an array or a number", "Bind it to loss_fn by functools.partial."
-    checks.require("TrainStep", trees.path_name(path), x, allowed, fits, hint, TypeError)
+    if not isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct):
+        hint = "Bind it to loss_fn by functools.partial."
+        name = trees.path_name(path)
+        raise TypeError(checks.message("TrainStep", name, "an array or a number", x, hint))
     return x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x, jnp.result_type(x))
 
 

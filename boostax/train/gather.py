@@ -75,7 +75,8 @@ def gathering(
     cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
-    checks.require(who, "params", {*place.specs.values()}, allowed, bool(cut), hint)
+    is_valid = bool(cut)
+    checks.require(is_valid, who, "params", got={*place.specs.values()}, allowed=allowed, hint=hint)
 
     def gather(params: PyTree) -> PyTree:
         if is_per_replica(params):

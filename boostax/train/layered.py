@@ -60,9 +60,8 @@ class LayeredOracle(Oracle):
         """Return params and the states of released layers, and the specs of their shards."""
         plan: Plan = self.plan
         own, hint = is_per_replica(params), "Its layers would be gathered from other replicas."
-        checks.require(
-            _WHO, "params", "those of each replica", "common with layers=", not own, hint
-        )
+        got = "those of each replica"
+        checks.require(not own, _WHO, "params", got=got, allowed="common with layers=", hint=hint)
         # An optimizer's state keeps the nodes of its params, which may be Variables of NNX.
         states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
         if self.mesh is None:
@@ -88,11 +87,13 @@ class LayeredOracle(Oracle):
         """Return loss, aux and gradients of one replica; for the arguments see ``_local``."""
         batch, scale, given, active, rules, _ = args
         hint = "A frozen layer's gradient would be computed in the loop."
-        checks.require(_WHO, "layers", "a frozen stack", "None with freezing", active is True, hint)
+        allowed = "None with freezing"
+        got = "a frozen stack"
+        checks.require(active is True, _WHO, "layers", got=got, allowed=allowed, hint=hint)
         params, states = params
         rules = carried.resolve(rules, params)
         allowed, hint = "None with boostax.carry", "A carried leaf's cotangent is no gradient."
-        checks.require(_WHO, "layers", [*rules][:3], allowed, not rules, hint)
+        checks.require(not rules, _WHO, "layers", got=[*rules][:3], allowed=allowed, hint=hint)
         head, stacks = self.plan.layers.split(params)
         return _Sweep(self, stacks, states, batch).run(head, given, scale)
 
@@ -310,7 +311,8 @@ def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
     """Return a gradient function that runs layers; its params are set later by ``placed``."""
     hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
     fits = oracle.count == 1 or not plan.layers.release
-    checks.require(_WHO, "microbatches", oracle.count, "1 with release=True", fits, hint)
+    allowed = "1 with release=True"
+    checks.require(fits, _WHO, "microbatches", got=oracle.count, allowed=allowed, hint=hint)
 
     @functools.wraps(oracle.loss_fn)
     def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +342,8 @@ def on_place(update: Any, plan: Plan, types: PyTree, place: Placement) -> Layere
     def around(oracle: Oracle, policy: Policy | None) -> Oracle:
         got, wanted = (oracle.mesh, oracle.names), (place.mesh, place.names)
         hint = "Pass value_and_grad the mesh and the axis of on_mesh: mesh=mesh, axis_name=..."
-        checks.require("value_and_grad", "mesh", got, f"{wanted}", got == wanted, hint)
+        allowed = f"{wanted}"
+        checks.require(got == wanted, "value_and_grad", "mesh", got=got, allowed=allowed, hint=hint)
         return layered(plan, oracle, policy).placed(types, place, None)
 
     return LayeredUpdate(update.step, update.flush, around, init=update.init)

@@ -121,7 +121,7 @@ class Stack:
         given = sorted(i for i in order if i is not None)
         hint, allowed = "Scan all params of the stack in one call.", "all params of the stack"
         fits = given == [*range(len(self.shown))]
-        checks.require(_WHO, "xs", f"some of {self.name!r}", allowed, fits, hint)
+        checks.require(fits, _WHO, "xs", got=f"some of {self.name!r}", allowed=allowed, hint=hint)
         hint = "A second scan would update its params twice: leave it out of layers=."
         got = "scanned again" if self.scanned else ""
         checks.absent(_WHO, f"the stack {self.name!r}", got or None, "scanned once in a loss", hint)
@@ -183,14 +183,13 @@ def require_scanned(program: Any, shown: Sequence[bool]) -> None:
     missing = [x.name for x in run.stacks if not x.scanned]
     hint = "Scan its params themselves: casts, masks and the like belong into the body."
     allowed = "scanned by boostax.train.scan_layers in loss_fn"
-    checks.require(_WHO, "layers", missing, allowed, not missing, hint)
+    checks.require(not missing, _WHO, "layers", got=missing, allowed=allowed, hint=hint)
     either = lambda eqn, facts: [any(facts)] * len(eqn.outvars)  # noqa: E731
     used = interpret.flow(program, [*shown], either, any, False)
     hint = "No gradient would arrive there: move it into the body, or leave layers= out."
     fits = not any(used)
-    checks.require(
-        _WHO, "params of layers", "used outside", "used in scan_layers alone", fits, hint
-    )
+    allowed = "used in scan_layers alone"
+    checks.require(fits, _WHO, "params of layers", got="used outside", allowed=allowed, hint=hint)
 
 
 def showing(params: PyTree) -> PyTree:

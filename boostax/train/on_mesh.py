@@ -186,10 +186,11 @@ def specs_of(
     leaves = params.local if is_per_replica(params) else params
     for path, x in jax.tree_util.tree_leaves_with_path(leaves):
         spec: Any = place.spec(path)
-        name, allowed = trees.path_name(path), "with the paths of those that on_mesh was given"
-        got = f"another, {name or 'the root'!r}"
-        hint = "Place a Python number that jit traces, jnp.asarray, or use equinox.filter_jit."
-        checks.require(_WHO, "params", got, allowed, spec is not None, hint)
+        if spec is None:
+            allowed = "with the paths of those that on_mesh was given"
+            got = f"another, {trees.path_name(path) or 'the root'!r}"
+            hint = "Place a Python number that jit traces, jnp.asarray, or use equinox.filter_jit."
+            raise ValueError(checks.message(_WHO, "params", allowed, got, hint))
         owners[path] = x.shape, spec
     shared_out = place.replicas if shard_optimizer else None
     of_params = replicas.specs_like(owners, params, place.names)
@@ -205,11 +206,11 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=); "
     hint += "in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
     got, allowed = type(params).__name__, "placed on one mesh by NamedSharding"
-    checks.require(who, "params", got, allowed, bool(leaves), hint)
+    checks.require(bool(leaves), who, "params", got=got, allowed=allowed, hint=hint)
     for path, sharding in shardings.items():
         got = f"{sharding} at {trees.path_name(path) or 'the root'}"
         fits = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-        checks.require(who, "params", got, allowed, fits, hint)
+        checks.require(fits, who, "params", got=got, allowed=allowed, hint=hint)
     names = axes.of_mesh(who, axis_name, mesh)
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
@@ -227,7 +228,7 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
             return x
         allowed = f"unreduced over all of {place.names}, or over none"
         fits, hint = {*spec.unreduced} == {*place.names}, "jax.reshard over the others first."
-        checks.require(_WHO, "gradients", spec, allowed, fits, hint)
+        checks.require(fits, _WHO, "gradients", got=spec, allowed=allowed, hint=hint)
         # In JAX 0.10.0 a spec is iterated instead.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
         how: Any = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
@@ -251,7 +252,7 @@ def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -
         allowed = f"local to each replica, shaped {wanted} for a param of {shape}"
         stacked = leaf.shape[:1] and leaf.shape[1:] == wanted[1:]
         mend, fits = (other if stacked else hint), leaf.shape == wanted
-        checks.require(_WHO, "gradients", leaf.shape, allowed, fits, mend)
+        checks.require(fits, _WHO, "gradients", got=leaf.shape, allowed=allowed, hint=mend)
 
 
 def local_types(params: PyTree) -> PyTree:

@@ -173,7 +173,7 @@ def value_and_grad(
         return made
     around = getattr(getattr(layers, "update", None), "around", None)
     hint, allowed = "boostax.on_mesh(tx, params, layers=...) returns it.", "the optimizer on a mesh"
-    checks.require(_WHO, "layers", layers, allowed, around is not None, hint, TypeError)
+    checks.require_type(around is not None, _WHO, "layers", got=layers, allowed=allowed, hint=hint)
     return around(made, precision)  # pyright: ignore[reportOptionalCall]
 
 
@@ -330,7 +330,7 @@ class Oracle(Generic[Value, Params, Grads]):
         """Return one replica's loss, aux and gradient; with ``apart``, a gradient per term."""
         hint = "boostax.states.enter_replica(params).local is."
         got, fits = type(params).__name__, not is_per_replica(params)
-        checks.require(_WHO, "params", got, "those of this replica", fits, hint)
+        checks.require(fits, _WHO, "params", got=got, allowed="those of this replica", hint=hint)
         active, names = _active(active, params), self.names
         mismatch.require_trainable(_WHO, _trained(params, active))
         replicas = axes.size(names) if names else 1
@@ -572,7 +572,7 @@ def _require_uncrossed(
     allowed = "left out of a loss through which gradients go from replica to replica"
     got = f"one and a collective over {', '.join(sorted(crossed))}"
     hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
-    checks.require(_WHO, "Aux.weight", got, allowed, not crossed, hint)
+    checks.require(not crossed, _WHO, "Aux.weight", got=got, allowed=allowed, hint=hint)
 
 
 def _active(active: PyTree, params: PyTree) -> PyTree:

@@ -84,7 +84,8 @@ def released(
     ) -> Stepped:
         hint = "Make them by boostax.value_and_grad(loss, mesh=mesh, layers=tx)."
         swept, fits = grads.raw, isinstance(grads.raw, Swept)
-        checks.require("layers", "gradients", "others", "those of scan_layers", fits, hint)
+        allowed = "those of scan_layers"
+        checks.require(fits, "layers", "gradients", got="others", allowed=allowed, hint=hint)
         new: Released = swept.done
         head = layers.split(params)[0]
         grads = grads._replace(raw=swept.local)
@@ -107,7 +108,8 @@ def planned(
     """Return the optimizer for a step with ``layers=``, and the plan of its layers."""
     layers = Layers(layers) if isinstance(layers, str) else layers
     fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
-    checks.require(_WHO, "shard_optimizer", True, "False with release=True", fits, hint)
+    allowed = "False with release=True"
+    checks.require(fits, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
     if not layers.once:
         _require_mean(tx)
     return released(tx, layers) if layers.release else tx, Plan(layers, tx)
@@ -118,11 +120,13 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
     needed = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
     hint = "Layers are updated before the loss is returned: leave release= out."
     allowed = "an optimizer without them with release=True"
-    checks.require(_WHO, "tx", f"one that asks for {needed}", allowed, not needed, hint)
+    got = f"one that asks for {needed}"
+    checks.require(not needed, _WHO, "tx", got=got, allowed=allowed, hint=hint)
     for row in rows(read(tx)):
         name, fits = row.part.name, row.role not in _REFUSED
         hint = "A layer's gradient is gone when the next one exists."
-        checks.require(_WHO, "tx", name, "an optimizer without gates with release=True", fits, hint)
+        allowed = "an optimizer without gates with release=True"
+        checks.require(fits, _WHO, "tx", got=name, allowed=allowed, hint=hint)
 
 
 def _require_mean(tx: optax.GradientTransformation) -> None:
@@ -133,7 +137,7 @@ def _require_mean(tx: optax.GradientTransformation) -> None:
         fits = row.role not in REDUCTIONS or (row.part.name == "all_reduce" and not options)
         got, hint = (row.part.name, *options), "The loop averages gradients: boostax.all_reduce()."
         allowed = "one with the plain mean where layers are reduced in the loop"
-        checks.require(_WHO, "tx", got, allowed, fits, hint)
+        checks.require(fits, _WHO, "tx", got=got, allowed=allowed, hint=hint)
 
 
 def _require_apart(tx: gate.Extended, params: PyTree) -> None:
@@ -143,4 +147,4 @@ def _require_apart(tx: gate.Extended, params: PyTree) -> None:
     fits = all(facts <= {i} for i, facts in enumerate(found))
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
     got, allowed = "a norm of several", "one that reads the gradient of one param at a time"
-    checks.require(_WHO, "tx with release=True", got, allowed, fits, hint)
+    checks.require(fits, _WHO, "tx with release=True", got=got, allowed=allowed, hint=hint)

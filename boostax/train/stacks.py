@@ -114,7 +114,7 @@ class Layers:
             allowed = "one of stacked params, all [layers, ...] of one number of layers"
             hint = f"The params are {', '.join(trees.names(params)[:6])}, ..."
             fits = len(counts) == 1 and () not in counts
-            checks.require("Layers", "path", name, allowed, fits, hint)
+            checks.require(fits, "Layers", "path", got=name, allowed=allowed, hint=hint)
 
     def first_states(
         self, tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...]
@@ -179,7 +179,7 @@ class Plan:
                 allowed = f"whole along the layers over {', '.join(self.names)}"
                 got, hint = f"{spec} at {trees.path_name(path)}", "Shard another dimension."
                 fits = all(dim >= 0 for dim, _ in cut)
-                checks.require("Layers", "params", got, allowed, fits, hint)
+                checks.require(fits, "Layers", "params", got=got, allowed=allowed, hint=hint)
                 found[name].append(cut)
         return found
 

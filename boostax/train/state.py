@@ -79,7 +79,9 @@ class Placing:
         given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
-        checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
+        checks.require(
+            given == count, "make_train_step", "param_specs", got=given, allowed=allowed, hint=hint
+        )
         for (name, x), spec in zip(trees.named(state.params), jax.tree.leaves(specs), strict=True):
             self._require_fits(name, x, spec)
         here = dataclasses.replace(self, param_specs=specs)

@@ -132,7 +132,8 @@ def make_train_step(
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     if layers is not None:
         hint = "Blocks of int8 are of whole arrays."
-        checks.require(who, "gather", gather, "'bfloat16' with layers=", gather != "int8", hint)
+        allowed = "'bfloat16' with layers="
+        checks.require(gather != "int8", who, "gather", got=gather, allowed=allowed, hint=hint)
         tx, plan = planned(tx, layers, shard_optimizer)
         oracle = layered(plan, oracle, rules)
     step = TrainStep(tx, oracle, mesh, names, slices, **how)
