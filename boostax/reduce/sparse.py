@@ -139,7 +139,7 @@ class Runs(NamedTuple):
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return positions ``(runs, count)``, ascending in each run, and bools like the leaf."""
-        positions, mask = _largest(self.rows(leaf), self.sent)
+        positions, mask = _largest(self.sent)(self.rows(leaf))
         narrow = math.prod(self.cells[1:]) <= 2**16
         return positions.astype(jnp.uint16 if narrow else jnp.uint32), self._leaf(mask)
 
@@ -159,7 +159,7 @@ class Runs(NamedTuple):
 
     def leaf(self, array: jax.Array) -> jax.Array:
         """Return an array of ``shape`` in the leaf's shape."""
-        return self._leaf(jax.vmap(selection.rows)(array))
+        return self._leaf(_cells(array))
 
     def _leaf(self, cells: jax.Array) -> jax.Array:
         """Invert ``rows``."""
@@ -172,28 +172,35 @@ class Runs(NamedTuple):
         return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
-# These functions are traced once per shape, because a large model has hundreds of leaves of few
-# shapes.
-_once = functools.partial(jax.jit, inline=True)
+def _of_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Map ``fn`` over the runs; trace once per shape, because a large model has few shapes."""
+
+    def mapped(*arrays: jax.Array) -> Any:
+        if len(arrays[0]) > 1:
+            return jax.vmap(fn)(*arrays)
+        # A TPU's compiler would copy a whole leaf for the dimension of a single run.
+        return jax.tree.map(lambda x: x[None], fn(*(x[0] for x in arrays)))
+
+    return jax.jit(mapped, inline=True)
 
 
-@functools.partial(_once, static_argnums=1)
-def _largest(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    return jax.vmap(lambda x: selection.largest(x, count))(rows)
+@functools.cache
+def _largest(count: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    return _of_runs(functools.partial(selection.largest, count=count))
 
 
-@_once
+_cells = _of_runs(selection.rows)
+
+
+@_of_runs
 def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
-    runs = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
-    word, column, bit = selection.at(positions, rows.shape[2])
-    chosen = rows.at[runs, word * selection.BITS + bit, column]
-    return chosen.get(mode="promise_in_bounds")
+    word, column, bit = selection.at(positions, rows.shape[1])
+    return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
 
 
-@_once
+@_of_runs
 def _plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    runs = jnp.arange(len(into), dtype=jnp.int32)[:, None]
-    chosen = into.at[runs, *selection.at(positions, into.shape[2])]
+    chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless it is told that they are sorted.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
 
