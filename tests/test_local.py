@@ -174,9 +174,6 @@ def test_partial_average_is_singas(replicas, mode):
     assert_follows(each, noise, rotating([0, 2, 1, 1]))
     assert np.asarray(state.since_sync).tolist() == [7] * replicas
     assert not equal_on_all(state.inner_state.local[0].trace["a"])
-    for count, labels in ((1, [0] * 4), (4, range(4))):
-        each, _ = trajectory(boostax.reduce.partial_average(SGD, "data", count), noise, mode)
-        assert_follows(each, noise, rotating(labels))
 
 
 LEAVES = {"a": 0, "b": 2, "c": 1}

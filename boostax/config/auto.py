@@ -115,7 +115,7 @@ class Boost:
         place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
         return self._stacked(order, inner, place)
 
-    def mesh(self, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    def mesh(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
         """Make the mesh of the replicas, by servers where AdaSum combines servers.
 
         Args:

@@ -166,7 +166,8 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: 
     if options.get("dense") == "vectors":
         # A sparse message of norms and biases costs more than it saves.
         options["dense"] = lambda _, leaf: leaf.ndim < 2
-    within, names = options.get("within"), axes.canonical(who, options["axis_name"])
+    within: Any = options.get("within")
+    names = axes.canonical(who, options["axis_name"])
     if isinstance(within, str):  # The axis of the fast links.
         options["axis_name"] = tuple(name for name in names if name != within)
         require(0 < len(options["axis_name"]) < len(names), "within", within, who=who, names=names)

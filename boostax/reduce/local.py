@@ -78,12 +78,6 @@ class _Rounds(NamedTuple):
     outer: Extended | None
     warmup: int
 
-    def gated(self) -> Extended:
-        """Return the transformation."""
-        how: Any = {"inner": {"inner_state": self.inner}}
-        step = describe(self.who, "own params", self.names, **how)(self.step)
-        return gate.gated(self.init, step, self.flush)
-
     def init(self, params: PyTree) -> LocalUpdatesState:
         """Return the first state; refuse params that differ per replica."""
         common = not any(kind & frozenset(self.names) for kind in axes.types(params))
@@ -317,10 +311,12 @@ def _rounds(
     tx = checks.transformation(who, "inner", inner)
     gate.refuse_gates(who, [gate.gate_of(inner)])
     names = axes.canonical(who, axis_name)
-    outer = None if outer is None else checks.transformation(who, "outer", outer)
+    outer_tx = None if outer is None else checks.transformation(who, "outer", outer)
     reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
-    return _Rounds(who, names, tx, every, members, reduce, outer, warmup).gated()
+    rounds = _Rounds(who, names, tx, every, members, reduce, outer_tx, warmup)
+    step = describe(who, "own params", names, inner={"inner_state": tx})(rounds.step)
+    return gate.gated(rounds.init, step, rounds.flush)
 
 
 def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
