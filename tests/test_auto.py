@@ -169,7 +169,7 @@ FREEZE_P, FREEZE_TYPE = (
 TWO = "must be left out beside"
 Manager = type("DynamicLossScaleManager", (), {})  # MindSpore's own.
 MISTAKES = (
-    ({"acumulate": 4}, "auto: keys must be among 'check_updates.*'acumulate'. Did you mean 'acc"),
+    ({"acumulate": 4}, "auto: keys must be among 'check_up.*'acumulate'. Did you mean 'accumu"),
     ({"accumulate": {"evry": 4}}, "auto: arguments of accumulate must be .* Did you mean 'every'"),
     ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
