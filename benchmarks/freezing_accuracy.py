@@ -152,7 +152,7 @@ def text_task(steps: int) -> Task:
         }
 
     def labels(params: PyTree) -> PyTree:
-        return as_groups("freezing_accuracy", patterns, params)
+        return as_groups("freezing_accuracy", patterns, params).tree
 
     return Task(
         f"Text, AdamW, a transformer of eight blocks, {workload(0).summary}",
