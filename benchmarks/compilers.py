@@ -312,7 +312,7 @@ def size() -> Rows:
             try:
                 found = make(target)
             except jax.errors.JaxRuntimeError as error:
-                row |= dict.fromkeys(SIZE_COLUMNS) | {"lacks": lacking(str(error))}
+                row["lacks"] = lacking(str(error))
             else:
                 n = found.devices if "*" not in target else 32
                 whole = 2 * (n - 1) / n * 4 * found.params
@@ -329,19 +329,7 @@ def size() -> Rows:
                 }
             rows.append(row)
             print(row, flush=True)
-    return rows
-
-
-SIZE_COLUMNS = (
-    "compile seconds",
-    "arguments GB",
-    "temporaries P",
-    "wire",
-    "to another slice or host MB",
-    "collectives",
-    "reduced N",
-    "in the branch",
-)
+    return [dict.fromkeys(max(rows, key=len)) | row for row in rows]
 
 
 def lacking(error: str) -> str:

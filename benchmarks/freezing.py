@@ -157,7 +157,7 @@ def zeroed(task: Task, depth: int) -> Program:
 def where(task: Task, depth: int) -> Program:
     """The depth as data: the step is the same for all."""
     params, tx = task.params, optimizer()
-    groups = as_groups("freezing", GROUPS, params)
+    groups = as_groups("freezing", GROUPS, params).tree
 
     def step(
         params: PyTree, state: PyTree, batch: PyTree, depth: jax.Array

@@ -152,7 +152,7 @@ def text_task(steps: int) -> Task:
         }
 
     def labels(params: PyTree) -> PyTree:
-        return as_groups("freezing_accuracy", patterns, params)
+        return as_groups("freezing_accuracy", patterns, params).tree
 
     return Task(
         f"Text, AdamW, a transformer of eight blocks, {workload(0).summary}",
@@ -209,18 +209,18 @@ def flops_of(task: Task, step: boostax.train.TrainStep, depths: set[int]) -> dic
     return {depth: of(depth) for depth in depths}
 
 
-def tuned(task: Task) -> tuple[float, dict[float, float]]:
+def tuned(task: Task) -> float:
     """The rate that validates best without freezing, with one seed."""
     found = {}
     for rate in task.rates:
         figures, _ = run(task, make_step(task, Variant(NONE), rate, task.steps), 0, task.steps)
         found[rate] = figures["validation"] if math.isfinite(figures["validation"]) else -math.inf
-    return max(found, key=lambda rate: found[rate]), found
+    return max(found, key=lambda rate: found[rate])
 
 
 def trained(task: Task, seeds: int) -> tuple[dict[str, list[Run]], dict[str, int], float]:
     """All variants with all seeds, the steps of each, and the rate."""
-    rate, _ = tuned(task)
+    rate = tuned(task)
     print(task.name, "rate", rate, flush=True)
     # Compile times are figures from here on.
     jax.config.update("jax_enable_compilation_cache", False)

@@ -143,9 +143,8 @@ def main() -> None:
         cases=(ASKED_CASES, "so many cases more"),
         draws=(ASKED_DRAWS, "so many of each law more"),
         workers=2,
-        anew=(False, "forget what is on record"),
     )
-    sections = {} if options.anew else sections_of("fuzz")
+    sections = sections_of("fuzz")
     on_cpu()
     runs = [again(row) for row in sections.get(RUNS, [])]
     laws = {row["law"]: row for row in sections.get(LAWS, [])}

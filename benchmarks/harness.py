@@ -80,13 +80,6 @@ def on_cpu(devices: int = 8) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def quick() -> None:
-    """Compiling takes most of the time; plainer machine code takes a third of it."""
-    flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    if flags not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-
-
 def record(name: str) -> dict[str, Any]:
     """What `report` wrote: the machine, the sections and the bars, a dictionary for each row."""
     data = json.loads((RESULTS / f"{name}.json").read_text())

@@ -152,21 +152,21 @@ class Tuned(NamedTuple):
     test: np.ndarray[Any, Any]
 
 
-def tuned(run: Callable[[float, int], tuple[float, float]], rates: Any, seeds: int) -> Tuned:
+def tuned(run: Callable[[float, int], tuple[float, float]], seeds: int) -> Tuned:
     """Of equal rates the middle one: accuracies of 290 rows tie."""
-    found = {rate: run(rate, 0) for rate in rates}
+    found = {rate: run(rate, 0) for rate in RATES}
     first = {rate: each[0] for rate, each in found.items()}
-    best = [rate for rate in rates if first[rate] == max(first.values())]
+    best = [rate for rate in RATES if first[rate] == max(first.values())]
     rate = best[len(best) // 2]
     test = [found[rate][1], *(run(rate, seed)[1] for seed in range(1, seeds))]
     return Tuned(first, rate, np.array(test))
 
 
-def accuracies(net: Any, rates: Any, seeds: int, epochs: int) -> dict[str, Tuned]:
+def accuracies(net: Any, seeds: int, epochs: int) -> dict[str, Tuned]:
     """Every variant."""
     found: dict[str, Tuned] = {}
     for name, variant in variants().items():
-        found[name] = tuned(runner(net, variant, epochs), rates, seeds)
+        found[name] = tuned(runner(net, variant, epochs), seeds)
         print(f"{name}: {found[name].rate}, {found[name].test.round(3)}", flush=True)
     return found
 
@@ -238,7 +238,7 @@ def main() -> None:
         memory = (found[LESS].temp or 0) / (found[ALL].temp or 1)
         bars.append(harness.Bar(f"{title}: temporary memory of LessBN / {ALL}", memory, 1.0))
     title, net = next(iter(NETS.items()))
-    ended = accuracies(net, RATES, options.seeds, options.epochs)
+    ended = accuracies(net, options.seeds, options.epochs)
     seeds = f"digits, {options.epochs} epochs, {options.seeds} seeds"
     sections.append((f"{title}: test accuracy on {seeds}", accuracy_rows(ended)))
     curves = [

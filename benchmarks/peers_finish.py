@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from workloads import digits
 
@@ -85,12 +86,8 @@ def finishing(steps: int = 10, seeds: int = 3) -> list[dict[str, Any]]:
         for name, (params, asked) in ends.items():
             held_out = workload().evaluate(params)["loss"]
             found.setdefault(name, []).append((float(loss(params, batch)), held_out, asked))
+    figures = "train loss", "held-out loss", "losses asked for"
+    means = {name: np.mean(rows, axis=0).tolist() for name, rows in found.items()}
     return [
-        {
-            "finish": name,
-            "train loss": sum(each[0] for each in rows) / len(rows),
-            "held-out loss": sum(each[1] for each in rows) / len(rows),
-            "losses asked for": sum(each[2] for each in rows) / len(rows),
-        }
-        for name, rows in found.items()
+        {"finish": name} | dict(zip(figures, values, strict=True)) for name, values in means.items()
     ]

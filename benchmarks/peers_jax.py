@@ -1,6 +1,5 @@
 """Every technique beside what a JAX user would pick instead, in one run: ratios and counts."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterable
@@ -38,43 +37,30 @@ MUST_WIN = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A technique and what stands in for it.
+def pair(
+    technique: str,
+    instead: str,
+    time: float | None = None,
+    temp: float | None = None,
+    wire: float | None = None,
+    remark: str = "",
+) -> Row:
+    """Return the row of a technique and what stands in for it.
 
     Figures are ratios, ours over theirs: below one is for boostax. ``None`` is not measured, or
-    zero over zero.
+    zero over zero. The other is ahead wherever one of its figures is better.
     """
-
-    technique: str
-    instead: str
-    time: float | None = None
-    temp: float | None = None
-    wire: float | None = None
-    remark: str = ""
-
-    def row(self) -> Row:
-        """For the table, with who is ahead."""
-        return {
-            "technique": self.technique,
-            "instead of": self.instead,
-            "time": self.time,
-            "memory": self.temp,
-            "wire bytes": self.wire,
-            "ahead": self.ahead(),
-            "remark": self.remark,
-        }
-
-    def ahead(self) -> str:
-        """Whose figures are better; the peer's wherever one of them is."""
-        found = [x for x in (self.time, self.temp, self.wire) if x is not None]
-        worse, better = max(found) > 1 + EVEN, min(found) < 1 - EVEN
-        return {
-            (False, False): "even",
-            (False, True): "boostax",
-            (True, False): "the other",
-            (True, True): "it depends",
-        }[worse, better]
+    figures = {"time": time, "memory": temp, "wire bytes": wire}
+    found = [x for x in figures.values() if x is not None]
+    worse, better = max(found) > 1 + EVEN, min(found) < 1 - EVEN
+    ahead = {
+        (False, False): "even",
+        (False, True): "boostax",
+        (True, False): "the other",
+        (True, True): "it depends",
+    }
+    row = {"technique": technique, "instead of": instead, **figures}
+    return row | {"ahead": ahead[worse, better], "remark": remark}
 
 
 def over(ours: float | None, theirs: float | None) -> float | None:
@@ -89,15 +75,15 @@ def above_floor(temp: int | None) -> int | None:
 
 def pairs_of(
     made: dict[str, harness.Form], rounds: int, ours: str, others: dict[str, str], technique: str
-) -> Iterable[Pair]:
+) -> Iterable[Row]:
     """Ours beside each other form; ``others`` has the remark of each."""
     times = harness.paired(made, rounds)
     for name, remark in others.items():
         temp = over(above_floor(made[ours].temp), above_floor(made[name].temp))
-        yield Pair(technique, name, harness.ratio(times, ours, name), temp, remark=remark)
+        yield pair(technique, name, harness.ratio(times, ours, name), temp, remark=remark)
 
 
-def scaling(rounds: int) -> Iterable[Pair]:
+def scaling(rounds: int) -> Iterable[Row]:
     made = loss_scale.forms(jnp.float32)
     others = {
         "bare Adam": "what the scaler adds",
@@ -109,7 +95,7 @@ def scaling(rounds: int) -> Iterable[Pair]:
     return pairs_of(made, rounds, "boostax apply_gradients", others, "`dynamic_loss_scale`")
 
 
-def windows(rounds: int) -> Iterable[Pair]:
+def windows(rounds: int) -> Iterable[Row]:
     p, g = params(), grads()
     ours = boostax.accumulate(ADAM, 8)
     theirs: Any = optax.MultiSteps(ADAM, 8).gradient_transformation()
@@ -130,7 +116,7 @@ def windows(rounds: int) -> Iterable[Pair]:
         yield from pairs_of(made, rounds, "ours", others, "`accumulate`")
     found, _ = accumulation.microbatches(4, 256, rounds)
     theirs_row, ours_row = found[0], found[1]
-    yield Pair(
+    yield pair(
         "`microbatch`",
         "optax.microbatch",
         ours_row["time / optax.microbatch"],
@@ -138,7 +124,7 @@ def windows(rounds: int) -> Iterable[Pair]:
     )
 
 
-def shaping(rounds: int) -> Iterable[Pair]:
+def shaping(rounds: int) -> Iterable[Row]:
     p, g = params(), grads()
     clip = optax.clip_by_global_norm(1.0)
 
@@ -160,7 +146,7 @@ def shaping(rounds: int) -> Iterable[Pair]:
     yield from pairs_of(made, rounds, "ours", others, "`centralize_gradients`")
 
 
-def prefixes(rounds: int) -> Iterable[Pair]:
+def prefixes(rounds: int) -> Iterable[Row]:
     task = freezing.task(240, 8)
     names = (freezing.HOST, freezing.SELECTED, freezing.ZEROED, freezing.WHERE, freezing.BY_HAND)
     made = {name: freezing.FORMS[name](task, 5).form for name in names}
@@ -168,12 +154,12 @@ def prefixes(rounds: int) -> Iterable[Pair]:
     return pairs_of(made, rounds, freezing.HOST, others, "`scheduled_freeze`")
 
 
-def combined(rounds: int) -> Iterable[Pair]:
+def combined(rounds: int) -> Iterable[Row]:
     found, _ = adasum.measure(2**20, 64, rounds)
     ours = next(row for row in found if row["form"] == "boostax.adasum")
     for row in found:
         if row["form"] in ("lax.pmean", *adasum.OTHERS):
-            yield Pair(
+            yield pair(
                 "`adasum`",
                 row["form"],
                 ours["time / mean"] / row["time / mean"],
@@ -183,7 +169,7 @@ def combined(rounds: int) -> Iterable[Pair]:
             )
 
 
-def states() -> Iterable[Pair]:
+def states() -> Iterable[Row]:
     """Optimizer state on a device, where others make it smaller by other means."""
     p = params()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
@@ -193,9 +179,9 @@ def states() -> Iterable[Pair]:
     ours = adam / 8
     name, place = "`shard_optimizer=True`", "8 replicas: state on a device"
     sent = f"{place}; the compiler decides what is sent"
-    yield Pair(name, "whole Adam", None, ours / adam, None, sent)
+    yield pair(name, "whole Adam", None, ours / adam, None, sent)
     remark = f"{place}; ours is exact"
-    yield Pair(name, "galore, rank 128", None, ours / galore, None, remark)
+    yield pair(name, "galore, rank 128", None, ours / galore, None, remark)
 
 
 PARTS = (scaling, windows, shaping, prefixes, combined)
@@ -210,9 +196,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     rows: list[Row] = []
     for part in PARTS:
-        rows += [pair.row() for pair in part(3 if options.short else options.rounds)]
+        rows += part(3 if options.short else options.rounds)
         print(json.dumps(rows[-1]), flush=True)
-    rows += [pair.row() for pair in states()]
+    rows += states()
     finish = peers_finish.finishing(seeds=1 if options.short else 3)
     if options.short:
         print(*harness.of_rows(rows), "", *harness.of_rows(finish), sep="\n")

@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import optax
 from harness import Form, arguments, by_apply, by_update, compiled_form, paired, ratio, report
 from problems import grads, nbytes, params
-from stored_accuracy import EACH
+from stored_accuracy import FORMS
 
 import boostax
 
 PyTree = Any
 ADAMW = optax.adamw(1e-3)
 BARE = "AdamW in f32"
-# Whether params are bf16, and the options of ``boostax.precision.store``.
-STORED: dict[str, tuple[bool, Any]] = {
-    "params stochastic": (True, {"params": "stochastic"}),
-    "params remainder": (True, {"params": "remainder"}),
-    "params stochastic, moments bf16": (True, {"params": "stochastic", "moments": "bfloat16"}),
-    "params stochastic, moments int8 and log8": (True, {"params": "stochastic", "moments": EACH}),
-    "params stochastic, moments log8": (True, {"params": "stochastic", "moments": "log8"}),
-    "params f32, moments log8": (False, {"moments": "log8"}),
-}
+# Of those whose losses are on record.
+STORED = (
+    "params stochastic",
+    "params remainder",
+    "params stochastic, moments bf16",
+    "params stochastic, moments int8 and log8",
+    "params stochastic, moments log8",
+    "params f32, moments log8",
+)
 
 
 def forms() -> tuple[dict[str, Form], dict[str, float]]:
@@ -34,9 +34,10 @@ def forms() -> tuple[dict[str, Form], dict[str, float]]:
     bare = "AdamW, all in bf16 to the nearest"
     made[bare] = compiled_form(by_update(ADAMW), low, ADAMW.init(low), grads(jnp.bfloat16))
     held[bare] = nbytes((low, ADAMW.init(low))) / count
-    for name, (is_low, options) in STORED.items():
-        tx, here = boostax.precision.store(ADAMW, **options), low if is_low else wide
-        given = grads(jnp.bfloat16 if is_low else jnp.float32)
+    for name in STORED:
+        how: Any = FORMS[name]
+        tx, here = boostax.precision.store(ADAMW, **how.options), low if how.low else wide
+        given = grads(jnp.bfloat16 if how.low else jnp.float32)
         made[name] = compiled_form(by_apply(tx), here, tx.init(here), given)
         held[name] = nbytes((here, tx.init(here))) / count
     return made, held

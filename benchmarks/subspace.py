@@ -108,7 +108,7 @@ def wrong_labels(workload: Workload, share: float) -> Workload:
 _MARK = np.random.default_rng(7).normal(size=64).astype(np.float32)
 DIGITS = DigitsConfig(model="mlp", width=64, batch_size=64)
 TEXT = TextConfig(width=32, depth=2, heads=2, sequence_length=32, batch_size=32)
-TASKS = (
+TASKS = [
     Task(
         "text",
         lambda seed: text(dataclasses.replace(TEXT, seed=seed)),
@@ -129,16 +129,13 @@ TASKS = (
         4,
         23,
     ),
-    Task(
-        "digits, 30% wrong labels",
-        lambda seed: wrong_labels(digits(dataclasses.replace(DIGITS, seed=seed)), 0.3),
-        lambda: optax.trace(0.9),
-        0.05,
-        660,
-        11,
-        4,
-        23,
-    ),
+]
+TASKS.append(
+    dataclasses.replace(
+        TASKS[1],
+        name="digits, 30% wrong labels",
+        workload=lambda seed: wrong_labels(TASKS[1].workload(seed), 0.3),
+    )
 )
 
 

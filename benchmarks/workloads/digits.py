@@ -28,8 +28,6 @@ class DigitsConfig:
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
     """Seed of the batches. The held-out split is the same for every seed."""
-    holdout: float = 0.2
-    """Share of each class held out."""
 
 
 def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
@@ -53,7 +51,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     Handwritten Digits", UCI Machine Learning Repository (1998).
     """
     images, labels = _load()
-    training, held_out = _split(labels, config.holdout)
+    training, held_out = _split(labels)
 
     def batch(index: int) -> dict[str, Any]:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
@@ -80,12 +78,12 @@ def _load() -> tuple[Array, Array]:
     return images, data.target.astype(np.int32)
 
 
-def _split(labels: Array, holdout: float) -> tuple[Array, Array]:
-    """Rows to train on and rows held out: the same share of every class, at least one of each."""
+def _split(labels: Array) -> tuple[Array, Array]:
+    """Rows to train on, and a fifth of every class held out."""
     random = generator(0, 0)
     held_out: list[Array] = []
     for label in np.unique(labels):
         rows = random.permutation(np.flatnonzero(labels == label))
-        held_out.append(rows[: min(max(1, round(holdout * len(rows))), len(rows) - 1)])
+        held_out.append(rows[: round(0.2 * len(rows))])
     chosen = np.sort(np.concatenate(held_out))
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen

@@ -34,10 +34,6 @@ class TextConfig:
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
     """Seed of the batches. The held-out split is the same for every seed."""
-    holdout: float = 0.05
-    """Share of the text held out, in contiguous blocks spread evenly over it."""
-    eval_batches: int = 32
-    """Batches of held-out windows read by one evaluation at most, spread evenly over the split."""
 
 
 def text(config: TextConfig = TextConfig()) -> Workload:
@@ -45,7 +41,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
 
     A decoder-only pre-norm transformer over the 127 most common characters of the training text
     and one token for all others. The text is cut into blocks of ``16 * (sequence_length + 1)``
-    characters; every ``1 / holdout``-th is held out, and no training window reaches into one.
+    characters; every twentieth is held out, and no training window reaches into one.
     Losses are nats per character. A batch is ``batch_size`` random training windows, int32
     ``[batch_size, sequence_length]``: ``inputs``, and ``targets``, the same shifted by one.
 
@@ -58,7 +54,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
     """
     length, batch_size = config.sequence_length, config.batch_size
     characters = corpus.read(config.max_chars)
-    training, held_out = corpus.split(characters, length, config.holdout)
+    training, held_out = corpus.split(characters, length, 0.05)
     training, held_out = corpus.encode(training, held_out, _VOCABULARY)
     sizes = config.width, config.depth, config.heads
     model = CharacterTransformer(_VOCABULARY, length, *sizes, jnp.dtype(config.dtype))
@@ -70,7 +66,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         return _shifted(training[blocks, starts + np.arange(length + 1)])
 
     windows = held_out.reshape(-1, length + 1)
-    judged = min(len(windows), config.eval_batches * batch_size)
+    judged = min(len(windows), 32 * batch_size)
     return supervised(
         "text",
         model,
