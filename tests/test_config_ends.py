@@ -98,3 +98,17 @@ def test_a_recorder_has_one_snapshot_more_than_directions():
         _, state = pair.update(params, state, params)
         _, other = expected.update(params, other, params)
     chex.assert_trees_all_equal(state, other, strict=True)
+
+
+EDGES = (
+    *({"dim_reduce": {name: value}} for name in ("shrink", "slope") for value in (0.0, 1.0)),
+    {"dim_reduce": {"residual_momentum": 1.0, "residual_rate": 0.1}},
+    {"dim_reduce": {"residual_rate": 0.0}},
+    {"singa": {"threshold": 2**29}},
+)
+
+
+@pytest.mark.parametrize("given", EDGES)
+def test_a_value_on_an_open_bound_is_refused(given):
+    with pytest.raises(ValueError, match=r"must be (in \(0, 1\)|positive|below)"):
+        auto(given).optimizer(optax.sgd(1.0), jnp.ones(3))

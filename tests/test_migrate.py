@@ -207,7 +207,11 @@ SCHEDULES = {
     "rate": (optax.adamw, 1e-2, decay),
     "weight decay": (decayed, 0.1, decay),
     "injected": (optax.inject_hyperparams(optax.adamw), 1e-2, decay),
-    "freeze": (lambda x: freeze(ADAM(), schedule=x) if x else ADAM(), 0, lambda step: step // 12),
+    "freeze": (
+        lambda x: freeze(ADAM(), schedule=x) if x else ADAM(),
+        0,
+        lambda step: step // 12 % 2,
+    ),
     "window": (lambda x: window(ADAM(), x) if x != 1 else ADAM(), 1, lambda step: 1 + step // 11),
     "MultiSteps": (
         lambda x: multi_stepped(x) if x != 1 else ADAM(),

@@ -128,7 +128,7 @@ def _basis(options: types.SimpleNamespace) -> Any:
     require(tree is not None, "files", tree)
     if matrix is not None:
         return saved_basis(matrix, tree, count)
-    return subspace.pca_basis(files.snapshots(folder, tree), count)
+    return subspace.pca_basis(files.snapshots(options.weight_load_dir, tree), count)
 
 
 # For each factory, the function that makes its arguments that are not data.

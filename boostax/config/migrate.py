@@ -299,9 +299,9 @@ def _require_closed(tree: PyTree) -> None:
     for node in trees.nodes(tree):
         field = holds(type(node)).opened
         steps = np.max(getattr(node, field, 0), initial=0)
-        what = "open" if isinstance(node, AccumulateState) else "open elsewhere"
         got = f"one of {steps} micro-steps in {type(node).__name__}"
-        require(not steps, what, got, field=field)
+        flushed = _DATA["flush"] if isinstance(node, AccumulateState) else _DATA["go on"]
+        require(not steps, "open", got, hint=flushed.format(field))
 
 
 def _translated(tree: PyTree, wanted: set[type]) -> PyTree:
