@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from boostax.inspect.explain import explain as explain
     from boostax.model.less_bn import less_bn as less_bn
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 # These load on first use, because they import many modules.
 _LATE = {
