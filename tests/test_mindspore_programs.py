@@ -5,6 +5,8 @@
 
 import json
 import pathlib
+import re
+import subprocess
 
 import pytest
 from conformance import ours
@@ -14,6 +16,7 @@ from peers.programs import active, draw, smaller
 
 # None of the record, whose seeds are the first.
 SEEDS = range(1000, 1030)
+PAGES = pathlib.Path(__file__).parents[1] / "docs" / "coming_from"
 
 
 @pytest.mark.mindspore
@@ -29,6 +32,17 @@ def test_the_items_are_what_the_installed_package_exports():
     (package,) = pathlib.Path(PYTHON).parents[1].glob("lib/python*/site-packages/mindspore")
     record = json.loads(signatures.RECORD.read_text())
     assert signatures.of_mindspore(package) == {x: record[x] for x in ("mindspore", "keys")}
+
+
+@pytest.mark.mindspore
+@pytest.mark.parametrize("page", ["mindspore_amp", "mindspore_boost", "mindspore_examples"])
+def test_the_blocks_of_a_page_run_in_mindspore(page, tmp_path):
+    blocks = r"(?ms)^```python mindspore\n(.*?)^```$"
+    # MindSpore reads the source of what it compiles, so the program is a file.
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(re.findall(blocks, (PAGES / f"{page}.md").read_text())))
+    run = subprocess.run([PYTHON, program], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.mindspore
