@@ -1,8 +1,9 @@
 """Change one line of a file of the library, drawn by a seed, and see that quick tests notice.
 
 ``python tests/mutate.py gate 3 7`` works in a copy of the checkout: it prints three changes, of the
-seeds from 7, and the test that fails of each, and ends with an error where one survives. With
-``--fast`` as the first argument ``make test-fast`` decides alone.
+seeds from 7, and the test that fails of each, and ends with an error where one survives. ``all``
+in the place of a file draws the file, too. With ``--fast`` as the first argument ``make test-fast``
+decides alone.
 """
 
 import ast
@@ -93,23 +94,45 @@ def killer(checkout, command):
     return failed[0] if failed else None if run.returncode == 0 else run.stdout[-300:]
 
 
+def nearest(path):
+    """Return the test files that name most of what a file of the library defines."""
+    if path in FILES:
+        return FILES[path].split()
+    tree = ast.parse((ROOT / f"boostax/{path}.py").read_text())
+    defined = [x.name for x in tree.body if isinstance(x, (ast.FunctionDef, ast.ClassDef))]
+    words = [*(x for x in defined if not x.startswith("_")), path.rpartition("/")[2]]
+    tests = {x.stem: x.read_text() for x in sorted((ROOT / "tests").glob("test_*.py"))}
+    score = {name: sum(text.count(word) for word in words) for name, text in tests.items()}
+    return sorted(tests, key=score.get, reverse=True)[:5]
+
+
 def commands(path, fast):
     """Return the commands that judge a change: the nearest tests first, then all of them."""
     if fast:
         return [["make", "-s", "-o", ".venv/.ready", "test-fast", "OPTIONS=-x -p no:cacheprovider"]]
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    return [[*pytest, *(f"tests/{x}.py" for x in FILES[path].split())], [*pytest, "tests"]]
+    near = [f"tests/{name}.py" for name in nearest(path)]
+    return [[*pytest, *near], [*pytest, "-n", "2", "--dist", "loadfile", "tests"]]
+
+
+def drawn(seed):
+    """Return a file of the library, drawn in proportion to what can be changed in it."""
+    files = sorted((ROOT / "boostax").rglob("*.py"))
+    sizes = [len(places(ast.parse(file.read_text()))) for file in files]
+    (file,) = random.Random(seed).choices(files, sizes)
+    return file.relative_to(ROOT / "boostax").with_suffix("").as_posix()
 
 
 def main(name, draws, first=0, fast=False):
-    path = next(path for path in FILES if path.endswith(name))
     with tempfile.TemporaryDirectory() as room:
         checkout = pathlib.Path(room) / "boostax"
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         (checkout / ".venv").symlink_to(sys.prefix)
-        target = checkout / "boostax" / f"{path}.py"
-        text, survivors = target.read_text(), 0
+        survivors = 0
         for seed in range(first, first + draws):
+            path = drawn(seed) if name == "all" else next(x for x in FILES if x.endswith(name))
+            target = checkout / "boostax" / f"{path}.py"
+            text = target.read_text()
             target.write_text(mutant(text, seed))
             diff = difflib.unified_diff(text.splitlines(), target.read_text().splitlines(), n=0)
             print(f"{path}, seed {seed}:", *list(diff)[3:], sep="\n  ", flush=True)
@@ -117,6 +140,7 @@ def main(name, draws, first=0, fast=False):
             found = next(filter(None, judges), None)
             survivors += found is None
             print(f"  {found or 'SURVIVES'}", flush=True)
+            target.write_text(text)
     sys.exit(f"{survivors} of {draws} survive" if survivors else 0)
 
 
