@@ -166,28 +166,22 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: 
     if options.get("dense") == "vectors":
         # A sparse message of norms and biases costs more than it saves.
         options["dense"] = lambda _, leaf: leaf.ndim < 2
-    within: Any = options.get("within")
-    names = axes.canonical(who, options["axis_name"])
-    if isinstance(within, str):  # The axis of the fast links.
+    if isinstance(within := options.get("within"), str):  # The axis of the fast links.
+        names = axes.canonical(who, place["axis_name"])
         options["axis_name"] = tuple(name for name in names if name != within)
         require(0 < len(options["axis_name"]) < len(names), "within", within, who=who, names=names)
-    by_servers = factory is boostax.reduce.adasum_delta and isinstance(within, int)
-    if by_servers:
-        checks.positive_int(who, "within", within, "It is the number of devices of a server.")
-        if len(names) == 1:  # All devices are one server.
-            return [_on_servers(boostax.all_reduce(names), names, within), *parts]
-        options |= {"axis_name": names[:-1], "within": names[-1]}
+    if factory is boostax.reduce.adasum_delta and isinstance(within, int):
+        return _by_servers(given, parts, place)
     if who in _MADE:
         options = dict.fromkeys(DATA["place"]) | takes(factory) | options
         with speaking_of(who, DATA["renamed"]):
             options |= _MADE[who](types.SimpleNamespace(**options))
     if factory is boostax.dim_reduce and "source" not in place:  # Without a source it only records.
         return [*filter(None, [options["basis"]]), *parts]
-    arguments = inspect.signature(factory).parameters
-    options = {name: x for name, x in options.items() if name in arguments}
-    if "inner" in arguments:
-        tx = factory(chained(parts), **options)
-        return [_on_servers(tx, names, within) if by_servers else tx]
+    names = inspect.signature(factory).parameters
+    options = {name: x for name, x in options.items() if name in names}
+    if "inner" in names:
+        return [factory(chained(parts), **options)]
     tx = factory(**options)
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
 
@@ -200,8 +194,18 @@ def mesh_of_servers(count: int, devices: int | None) -> tuple[tuple[int, ...], t
     return (count // devices, devices), ("server", "data")
 
 
-def _on_servers(tx: Tx, names: tuple[str, ...], devices: int) -> Tx:
-    """Refuse replica axes other than those of ``mesh_of_servers``, when ``tx`` is traced."""
+def _by_servers(given: Mapping[str, Any], parts: list[Tx], place: Any) -> list[Tx]:
+    """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
+
+    When it is traced, the chain refuses replica axes other than those of ``mesh_of_servers``.
+    """
+    delta = boostax.reduce.adasum_delta
+    names, devices = axes.canonical("adasum_delta", place["axis_name"]), given["within"]
+    checks.positive_int("adasum_delta", "within", devices, "It is the devices of a server.")
+    if len(names) == 1:
+        tx, *rest = boostax.all_reduce(names), *parts
+    else:
+        tx, *rest = layer(delta, {**given, "within": names[-1]}, parts, **place)
 
     @functools.wraps(tx.update)
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -212,7 +216,7 @@ def _on_servers(tx: Tx, names: tuple[str, ...], devices: int) -> Tx:
             require(fits, "servers", sizes, devices=devices, mesh=mesh)
         return tx.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return [optax.GradientTransformationExtraArgs(tx.init, update), *rest]
 
 
 def chained(parts: list[Tx]) -> Tx:
