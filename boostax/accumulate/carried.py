@@ -143,6 +143,8 @@ class _Carry(NamedTuple):
             axes.require_bound(self.names, _WHO)
             new = {name: _over_replicas(found[name], x, self.names) for name, x in new.items()}
         _require_agreed(new, values(params, found))
+        # The caller may have replaced the inner state by one without an open window.
+        opened = state.open & gate.held_open(state.inner_state)
         fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
         pending = gate.Pending(without(grads.raw, found))
         if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
@@ -156,7 +158,7 @@ class _Carry(NamedTuple):
 
         def merged(name: str, old: jax.Array) -> jax.Array:
             x = new[name].astype(old.dtype)
-            return jnp.where(state.open, combine(found[name], old, x), x)
+            return jnp.where(opened, combine(found[name], old, x), x)
 
         both = {name: merged(name, x) for name, x in _named(state.window).items()}
         inside = state.inner_state
@@ -164,7 +166,7 @@ class _Carry(NamedTuple):
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
         kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731
         window: dict[Rule, PyTree] = {rule: _map(kept, x) for rule, x in state.window.items()}
-        have = state.open | took
+        have = opened | took
         params = _settled(trained, params, window, gate.passed(inner) & have)
         return params, CarryState(have & gate.held_open(inner), window, inner)
 
