@@ -114,10 +114,7 @@ REFUSED = [
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
     (of(local_updates, axis_name="data", every=2), {"every": [0], "reduction": ["mean"]}),
-    (
-        of(local_updates, axis_name="data", every=2, outer=None),
-        {"reduction": [boostax.all_reduce("data")]},
-    ),
+    (of(local_updates, axis_name="data", every=2, outer=None), {"reduction": ["sum"]}),
     (
         of(local_updates, axis_name="data", every=2),
         {"outer": [3.0], "fragments": [0], "warmup": [-1]},
