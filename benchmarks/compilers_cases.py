@@ -235,19 +235,22 @@ NARROW = {
 SQUARES = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
 
 
-def reduction(tx: optax.GradientTransformation, target: str | None) -> tuple[Any, Any]:
-    """A reduction alone over eight devices, and the types of its gradients."""
+def reduction(
+    tx: optax.GradientTransformation, target: str | None, params: Any = SQUARES
+) -> tuple[Any, Any]:
+    """A chain alone over eight devices, and the types of its local gradients."""
     mesh = mesh_of(target)
 
     def update(grads):
         local = jax.tree.map(lambda x: x[0], grads)
-        return tx.update(local, tx.init(local), local)[0]
+        state = tx.init(local)
+        return tx.update(boostax.precision.assume_scaled(local, state), state, local)[0]
 
     mapped = jax.shard_map(update, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
     sharding = NamedSharding(mesh, P(AXIS))
     grads = {
         name: jax.ShapeDtypeStruct((8, *x.shape), x.dtype, sharding=sharding)
-        for name, x in SQUARES.items()
+        for name, x in params.items()
     }
     return jax.jit(mapped), grads
 
