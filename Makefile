@@ -33,7 +33,7 @@ demo: $(READY)
 test: $(READY) lint
 	$(QUICK_CODE) $(TESTS)
 
-# One case of each law that is not in tests/slow.txt, in two minutes of a processor.
+# One case of each law in tests/fast.txt, in two minutes of a processor.
 test-fast: $(READY)
 	$(QUICK_CODE) $(RUN) -m pytest --fast $(OPTIONS)
 
