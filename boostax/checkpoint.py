@@ -211,16 +211,9 @@ class Checkpointer:
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
         last: Any = max(steps, default=None) if step is None else step
-        allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
-        checks.require(
-            last in steps,
-            _WHO,
-            "step",
-            got=step,
-            allowed=allowed,
-            hint=hint,
-            error=FileNotFoundError,
-        )
+        if last not in steps:
+            allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
+            raise FileNotFoundError(checks.message(_WHO, "step", allowed, step, hint))
         return last
 
     def _record(self, step: int) -> dict[str, Any]:
@@ -322,9 +315,7 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
     versions = record.get("versions", {"boostax": "0.2 or before"})
     by = ", ".join(map(" ".join, versions.items()))
     if saved != parts and (saved or "parts" in record):
-        rows = {
-            name: checks.replacement(f"boostax.{name}") or "" for name in saved if name not in parts
-        }
+        rows = {x: checks.replacement(f"boostax.{x}") or "" for x in saved if x not in parts}
         gone = " ".join(f"{name}: {text}" for name, text in rows.items() if " gone" in text)
         hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
         both = [", ".join(x) or "no part" for x in (saved, parts)]

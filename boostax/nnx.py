@@ -107,11 +107,9 @@ class Optimizer(nnx.Optimizer[_M]):
         if axis_name is not None:
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
-        allowed, holds = "False without an axis_name", axis_name is not None or not shard_optimizer
+        allowed, fits = "False without an axis_name", axis_name is not None or not shard_optimizer
         hint = "It shards over the axes that axis_name names."
-        checks.require(
-            holds, _WHO, "shard_optimizer", got=shard_optimizer, allowed=allowed, hint=hint
-        )
+        checks.require(fits, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
             # Arrays are dealt over the replicas in a state without variables.

@@ -194,11 +194,11 @@ def updated(skip=None, **extra):
 
 
 REFUSED = [
-    (lambda: compat.MultiSteps(adam(), 0), ValueError, "MultiSteps: every_k_schedule must be"),
-    (lambda: compat.MultiSteps(adam(), 1.5), TypeError, "MultiSteps: every_k_schedule must be"),
+    (lambda: compat.MultiSteps(adam(), 0), ValueError, "accumulate: every must be"),
+    (lambda: compat.MultiSteps(adam(), 1.5), TypeError, "accumulate: every must be"),
     (lambda: compat.MultiSteps(3.0, 2), TypeError, "MultiSteps: opt must be"),
-    (lambda: updated(jnp.ones(2, bool)), ValueError, "must be a function that returns"),
-    (lambda: updated(jnp.int32(1)), ValueError, "must be a function that returns"),
+    (lambda: updated(jnp.ones(2, bool)), TypeError, "update_fn: run must be a bool scalar"),
+    (lambda: updated(jnp.int32(1)), TypeError, "update_fn: run must be a bool scalar"),
     (lambda: updated(weight=2.0), ValueError, "weight must be left out"),
 ]
 

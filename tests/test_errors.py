@@ -443,7 +443,7 @@ def test_a_state_on_other_devices_is_refused():
     tx = optax.chain(boostax.all_reduce(), ADAM)
     step = boostax.make_train_step(ORACLE.loss_fn, tx, mesh=ONE)
     state = jax.device_put(step.init(W), jax.devices()[1])
-    with pytest.raises(ValueError, match=r"on the mesh of the step.* jax\.device_put\(state, ste"):
+    with pytest.raises(ValueError, match=r"incompatible devices .* argument state\.step "):
         step(state, X)
     step(jax.device_put(state, step.shardings(state)), X)
 

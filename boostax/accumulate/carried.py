@@ -12,7 +12,7 @@ References:
 
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,6 @@ class _Carry(NamedTuple):
         if self.names:
             axes.require_bound(self.names, _WHO)
             new = {name: _over_replicas(found[name], x, self.names) for name, x in new.items()}
-        _require_agreed(new, values(params, found))
         # The caller may have replaced the inner state by one without an open window.
         opened = state.open & gate.held_open(state.inner_state)
         fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
@@ -257,16 +256,6 @@ def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
     return lax.psum(axes.to_varying(x, names), names)
 
 
-def _require_agreed(new: Carried, old: Carried) -> None:
-    """Refuse values that differ over replicas, if types show the difference."""
-    for name, x in new.items():
-        apart = sorted(axes.varying(x) - axes.varying(old[name]))
-        if apart:
-            hint = f"The values of {name!r} differ over it: carry(..., axis_name={apart[0]!r})."
-            allowed = f"of all replica axes, {', '.join(apart)} too"
-            raise ValueError(checks.message(_WHO, "axis_name", allowed, None, hint))
-
-
 def _named(window: dict[Rule, PyTree]) -> Carried:
     """Return the values of a window by path."""
     return {name: x for tree in window.values() for name, x in trees.named(tree)}
@@ -288,10 +277,9 @@ def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> Py
 
 def _checked(rules: Any) -> Rules:
     hint, allowed = "Try {'router/bias': 'last'}.", "a mapping of paths to rules"
-    mapping = isinstance(rules, Mapping) and bool(cast(Rules, rules))
-    checks.require_type(mapping, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
-    for words, rule in cast(dict[Any, Rule], rules).items():
-        named = isinstance(words, str) and bool(words.strip("/"))
-        checks.require_type(named, _WHO, "rules", got=words, allowed="paths by name", hint=hint)
+    given: dict[str, Rule] = dict(rules) if isinstance(rules, Mapping) else {}
+    fits = bool(given) and all(words.strip("/") for words in given)
+    checks.require_type(fits, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
+    for rule in given.values():
         checks.choice(_WHO, "rules", rule, Rule, hint)
-    return {words.strip("/"): rule for words, rule in rules.items()}
+    return {words.strip("/"): rule for words, rule in given.items()}

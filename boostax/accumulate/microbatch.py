@@ -22,8 +22,6 @@ _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
-# Keyword arguments that a micro-batch gets from the previous micro-batch.
-_PASSED_ON = ("model_state", "threaded")
 PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
 SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
 
@@ -104,7 +102,8 @@ def microbatch(
         slices, number, axis = split(batch, count, _WHO)
         micro_batch = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
         key = kwargs.pop("key", None)
-        popped = {k: kwargs.pop(k, None) for k in _PASSED_ON}
+        # A micro-batch gets these keyword arguments from the previous micro-batch.
+        popped = {k: kwargs.pop(k, None) for k in ("model_state", "threaded")}
         first = {k: x for k, x in popped.items() if x is not None}
         given_aux: PyTree = Aux()
 

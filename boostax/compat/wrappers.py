@@ -139,9 +139,6 @@ class MultiSteps:
         axis_name: axes.AxisName | None = None,
     ) -> None:
         who = type(self).__name__
-        if not callable(every_k_schedule):
-            hint = "It counts micro-steps per update."
-            checks.positive_int(who, "every_k_schedule", every_k_schedule, hint)
         self.inner_opt = checks.transformation(who, "opt", opt)
         how: dict[str, Any] = {"accumulator_dtype": accumulator_dtype, "axis_name": axis_name}
         normalize = "mean" if use_grad_mean else "sum"
@@ -177,26 +174,22 @@ def _skipping(
     tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
     """Put a gate around the window; the gate keeps ``(gradient_step, skip_state)``."""
-    who, argument = "MultiSteps", "should_skip_update_fn"
-    names = axes.canonical(who, axis_name)
+    names = axes.canonical("MultiSteps", axis_name)
 
     def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
         step, _ = own
         skip, kept = skips(grads.value(), step, params)
-        allowed = "a function that returns (skip, skip_state), skip a bool scalar"
-        plain = jnp.shape(skip) == () and jnp.result_type(skip) == jnp.bool_
-        hint = "optax.skip_not_finite is one."
-        checks.require(plain, who, argument, got=skip, allowed=allowed, hint=hint)
         if names:  # A bool has no maximum over replicas; adding 0 converts it to an integer.
             kept = jax.tree.map(lambda x: axes.largest(x + 0, names), kept)
-        return jnp.logical_not(skip), (step, kept)
+        # The gate refuses what is no bool scalar.
+        return jnp.invert(skip), (step, kept)
 
     def init(params: PyTree) -> PyTree:
         step = jnp.zeros((), jnp.int32)
         nothing = jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
         return step, skips(nothing, step, params)[1]
 
-    return gate(tx, rule, init=init, axis_name=axis_name, name=argument)
+    return gate(tx, rule, init=init, axis_name=axis_name, name="should_skip_update_fn")
 
 
 def _renamed(

@@ -13,17 +13,11 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from boostax._core import axes, checks, mismatch, trees, types
+from boostax._core import axes, checks, mismatch, replicas, trees, types
 from boostax._core.describe import PyTree, asked, variants_of
 from boostax._core.gate import applied, outermost_passed, passed
 from boostax._core.norms import all_finite
-from boostax._core.replicas import (
-    PerReplica,
-    Swept,
-    is_per_replica,
-    require_replicas,
-    stack_replicas,
-)
+from boostax._core.replicas import PerReplica, Swept, is_per_replica
 from boostax._core.transfer import own_rows
 from boostax._core.trees import Pruning
 from boostax.accumulate import carried
@@ -117,8 +111,9 @@ class TrainStep:
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
-        trees.require_arrays(params, "make_train_step")
-        mismatch.require_order("make_train_step", "step.init(params)", params=params)
+        who = "make_train_step"
+        trees.require_arrays(params, who)
+        mismatch.require_order(who, "step.init(params)", params=params)
         if self.policy is not None:
             params = self.policy.store_params(params)
         with axes.binding(self.names):
@@ -126,9 +121,7 @@ class TrainStep:
         fits = variants_of(self.tx) is not None or not trees.telling(opt_state, "coming")
         got = "inside another transformation, where the whole backward pass would be paid for"
         hint = "Put the scaler or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
-        checks.require(
-            fits, "make_train_step", "scheduled_freeze", got=got, allowed="outermost", hint=hint
-        )
+        checks.require(fits, who, "scheduled_freeze", got=got, allowed="outermost", hint=hint)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
@@ -237,7 +230,7 @@ class TrainStep:
         for name in given:
             is_valid = name not in _OWN
             checks.require(is_valid, "TrainStep", "a keyword", got=name, allowed=allowed, hint=hint)
-        given = jax.tree_util.tree_map_with_path(_strong, given)
+        given = jax.tree.map(_strong, given)
         given = self.placing.common(given, batch) if given and self.placing else given
         return self.place(batch), given
 
@@ -281,7 +274,7 @@ class TrainStep:
 
     def _stacked(self, params: PyTree) -> PyTree:
         """Return the first optimizer state for the params of one replica."""
-        return stack_replicas(self._unplaced(params, None, None).opt_state, self.replicas)
+        return replicas.stack_replicas(self._unplaced(params, None, None).opt_state, self.replicas)
 
     def _explain(self, state: Any, batch: PyTree = ()) -> None:
         """Refuse a state of another step, and swapped arguments."""
@@ -292,11 +285,6 @@ class TrainStep:
         checks.require_type(fits, who, "state", got=got, allowed="a TrainState", hint=hint)
         tx = optax.GradientTransformation(self._stacked, self.tx.update)
         mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))
-        devices = self.mesh and {*self.mesh.devices.flat}
-        away = [x.sharding for x in jax.tree.leaves(state) if x.sharding.device_set != devices][:1]
-        hint, allowed = "jax.device_put(state, step.shardings(state)).", "on the mesh of the step"
-        is_valid = not (devices and away)
-        checks.require(is_valid, who, "state", got=f"one at {away}", allowed=allowed, hint=hint)
 
 
 class Programs:
@@ -355,7 +343,7 @@ class Programs:
 
     def _checked(self, kind: Kind, depth: int | None, state: TrainState, *args: PyTree) -> Any:
         """Take a step, or flush, and check the state while the program is traced."""
-        require_replicas("make_train_step", state, self._step.replicas)
+        replicas.require_replicas("make_train_step", state, self._step.replicas)
         if depth is None:
             self._step._require_fit(state)
         extra: dict[str, Any] = {} if depth is None else {"depth": depth}
@@ -449,15 +437,13 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
     return jax.tree.map(mean, params.local)
 
 
-def _strong(path: Any, x: Any) -> Any:
+def _strong(x: Any) -> Any:
     """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-    if not isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct):
-        hint = "Bind it to loss_fn by functools.partial."
-        name = trees.path_name(path)
-        raise TypeError(checks.message("TrainStep", name, "an array or a number", x, hint))
-    return x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x, jnp.result_type(x))
+    # JAX refuses what is no array, and names it.
+    known = isinstance(x, jax.typing.ArrayLike)
+    return np.asarray(x, jnp.result_type(x)) if known else x
 
 
 def _own(x: Any) -> jax.Array:

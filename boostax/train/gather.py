@@ -75,28 +75,24 @@ def gathering(
     cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
-    is_valid = bool(cut)
-    checks.require(is_valid, who, "params", got={*place.specs.values()}, allowed=allowed, hint=hint)
+    checks.require(
+        bool(cut), who, "params", got={*place.specs.values()}, allowed=allowed, hint=hint
+    )
+
+    def leaf(path: Any, x: Any) -> Any:
+        spec = cut.get(trees.plain_path(path))
+        if (
+            spec is None
+            or trees.path_name(path) in exact
+            or not jnp.issubdtype(x.dtype, jnp.floating)
+        ):
+            return x
+        narrow = functools.partial(_gathered, spec=spec, place=place, dtype=dtype)
+        return place.pinned(narrow, without(spec, place.names))(x)
 
     def gather(params: PyTree) -> PyTree:
-        if is_per_replica(params):
-            return params
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-        found = [x for _, x in leaves]
-        chosen = {
-            i: cut[trees.plain_path(path)]
-            for i, (path, x) in enumerate(leaves)
-            if trees.plain_path(path) in cut
-            and jnp.issubdtype(x.dtype, jnp.floating)
-            and trees.path_name(path) not in exact
-        }
-        narrow = lambda xs: [  # noqa: E731
-            _gathered(x, spec, place, dtype) for x, spec in zip(xs, chosen.values(), strict=True)
-        ]
-        specs = [without(spec, place.names) for spec in chosen.values()]
-        new = place.pinned(narrow, specs)([found[i] for i in chosen])
-        after = dict(enumerate(found)) | dict(zip(chosen, new, strict=True))
-        return jax.tree.unflatten(treedef, list(after.values()))
+        own = is_per_replica(params)
+        return params if own else jax.tree_util.tree_map_with_path(leaf, params)
 
     return gather
 
@@ -107,13 +103,11 @@ def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather
     names = [each if isinstance(each, tuple) else (each,) if each else () for each in entries]
     shards = [math.prod(place.mesh.shape[name] for name in each) for each in names]
 
-    def at(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(place.auto_mesh, spec))
-
     def travel(coded: jax.Array) -> jax.Array:
         # The first constraint keeps the code sharded, so that XLA gathers the code.
-        here = PartitionSpec(*entries)
-        return at(at(coded, here), without(here, place.names))
+        for at in (PartitionSpec(*entries), without(spec, place.names)):
+            coded = lax.with_sharding_constraint(coded, NamedSharding(place.auto_mesh, at))
+        return coded
 
     return rounded(x, shards, dtype, travel)
 

@@ -21,15 +21,7 @@ from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import as_aux, drop_empty
 from boostax.precision.policy import Policy, autocast
-from boostax.train.layers import (
-    Run,
-    Sink,
-    Stack,
-    received,
-    require_scanned,
-    sent,
-    showing,
-)
+from boostax.train.layers import Run, Sink, Stack, received, require_scanned, sent, showing
 from boostax.train.oracle import Oracle
 from boostax.train.release import LayersState, Released
 from boostax.train.stacks import Arrays, Layers, Plan, masked, zeros
@@ -106,13 +98,12 @@ class LayeredOracle(Oracle):
         """Refuse a loss that uses the layers' params outside of ``scan_layers``."""
         if self.mesh is not None:
             super().judge(program, trained)
-        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(trained))
-        require_scanned(program, [self.plan.layers.stack_of(path) is not None for path in paths])
+        stack_of = self.plan.layers.stack_of
+        require_scanned(program, [stack_of(name) is not None for name in trees.names(trained)])
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
         """Return the names of the params that this function gathers itself."""
-        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
-        return tuple(trees.path_name(path) for path in paths if self.plan.layers.stack_of(path))
+        return tuple(filter(self.plan.layers.stack_of, trees.names(params)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,12 +143,6 @@ class _Sweep:
         once, sent_ = self.plan.layers.once, self.plan.sent
         return {k: sent_(k, x, True) if once else x for k, x in self.given.items()}
 
-    @functools.cached_property
-    def types(self) -> dict[str, PyTree]:
-        """The types of the state of a layer of each stack."""
-        cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
-        return jax.tree.map(cut, self.states)
-
     def run(
         self, head: PyTree, given: dict[str, Any], scale: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], Swept]:
@@ -185,7 +170,7 @@ class _Sweep:
             total = self.slices if weight is None else weight
             sums = {k: _mean(x, total) for k, x in sinks.items()}
             return (loss, aux), Swept(grads, layers.joined(masked(head), sums))
-        new = {k: received(x.bits, self.types[k]) for k, x in sinks.items()}
+        new = {k: received(x.bits, self.states[k]) for k, x in sinks.items()}
         params = {k: x.params for k, x in sinks.items()}
         skipped = jnp.stack([x.skipped.sum() for x in sinks.values()]).sum()
         done = Released(params, new, finite, skipped.astype(jnp.int32))
@@ -203,15 +188,7 @@ class _Sweep:
         return found
 
     def evaluate(
-        self,
-        params: PyTree,
-        rows: PyTree,
-        counts: Any,
-        scale: jax.Array,
-        /,
-        *,
-        threaded: tuple[dict[str, PyTree], jax.Array],
-        **given: Any,
+        self, params: Any, rows: Any, counts: Any, scale: Any, /, *, threaded: Any, **given: Any
     ) -> tuple[tuple[jax.Array, PyTree], PyTree, Any]:
         """Return loss, aux and other params' gradient of one micro-batch, and the new sinks."""
         oracle, layers, (sinks, finite) = self.oracle, self.plan.layers, threaded
@@ -290,7 +267,7 @@ class _Sweep:
         grads = self.plan.reduced(name, [_weighed(g, factor) for g in grads])
         finite = finite if factor is None else finite | (factor == 0)
         ok = axes.agree(finite & norms.all_finite(grads), self.plan.names)
-        old = sink.params, received(sink.bits, self.types[name])
+        old = sink.params, received(sink.bits, self.states[name])
         new = self.plan.updated(name, grads, old[1], old[0])
         params, state = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
         return Sink(params, sent(state), sink.skipped + ~ok)

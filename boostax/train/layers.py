@@ -130,9 +130,8 @@ class Stack:
 
         def layer(carry: PyTree, weights: list[jax.Array], others: list[Any]) -> Any:
             rest = iter(others)
-            return body(
-                carry, treedef.unflatten([next(rest) if i is None else weights[i] for i in order])
-            )
+            x = [next(rest) if i is None else weights[i] for i in order]
+            return body(carry, treedef.unflatten(x))
 
         others = [_unmapped(x) for x, i in zip(leaves, order, strict=True) if i is None]
         if self.update is None:
@@ -146,14 +145,6 @@ class Run:
     """The stacks of one trace of a loss."""
 
     stacks: list[Stack]
-
-    def show(self, params: PyTree) -> PyTree:
-        """Note the leaves that represent the stacks in the params that the loss gets."""
-        named = [(name, x) for name, x in trees.named(params)]
-        for stack in self.stacks:
-            stack.shown = [x for name, x in named if inside(name, stack.name)]
-            stack.scanned = False
-        return params
 
     def found(self, xs: PyTree) -> Stack | None:
         """Return the stack that has a leaf in ``xs``."""
@@ -195,12 +186,11 @@ def require_scanned(program: Any, shown: Sequence[bool]) -> None:
 def showing(params: PyTree) -> PyTree:
     """Return params unchanged, and note their leaves if a step runs the layers of the loss."""
     run = _RUN.get()
-    return params if run is None else run.show(params)
-
-
-def inside(name: str, stack: str) -> bool:
-    """Return whether a param of this path name belongs to a stack."""
-    return name == stack or name.startswith(f"{stack}/")
+    for stack in run.stacks if run else ():
+        inside = f"{stack.name}/"
+        stack.shown = [x for name, x in trees.named(params) if f"{name}/".startswith(inside)]
+        stack.scanned = False
+    return params
 
 
 @jax.custom_batching.custom_vmap
@@ -253,7 +243,9 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
             of_carry, of_consts, sink = state
             w = stack.read(_at(mine(weights, sink), i))
             _, pull = jax.vjp(hoisted, consts, _at(carries, i), w, _at(others, i))
-            here = jax.tree.map(lambda y: _at(y, i) if _moves(y) else _none(y[0]), of_ys)
+            here = jax.tree.map(
+                lambda y: _at(y, i) if trees.is_inexact(y.dtype) else _none(y[0]), of_ys
+            )
             more, of_carry, grads, of_others = pull((_filled(like, of_carry), here))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
             old = _at(sink, i)
@@ -301,19 +293,14 @@ def _at(tree: PyTree, i: Any) -> PyTree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
-def _moves(x: Any) -> bool:
-    """Return whether an array or a cotangent has an inexact dtype."""
-    return trees.is_inexact(x.dtype)
-
-
 def _floats(tree: PyTree) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree) if _moves(x)]
+    return [x for x in jax.tree.leaves(tree) if trees.is_inexact(x.dtype)]
 
 
 def _filled(like: PyTree, floats: Sequence[Any]) -> PyTree:
     """Return a cotangent of ``like`` from the cotangents of its floating leaves."""
     found = iter(floats)
-    return jax.tree.map(lambda x: next(found) if _moves(x) else _none(x), like)
+    return jax.tree.map(lambda x: next(found) if trees.is_inexact(x.dtype) else _none(x), like)
 
 
 def _none(x: Any) -> Any:
@@ -335,7 +322,7 @@ def sent(tree: PyTree) -> PyTree:
 
 
 def received(tree: PyTree, like: PyTree) -> PyTree:
-    """Invert ``sent``; ``like`` has the types of the result."""
+    """Invert ``sent``; ``like`` has the dtypes of the result."""
 
     def read(x: Any, y: Any) -> Any:
         if trees.is_inexact(y.dtype):
@@ -343,8 +330,7 @@ def received(tree: PyTree, like: PyTree) -> PyTree:
         if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
             data = lax.bitcast_convert_type(x, jnp.uint32)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(y))
-        if y.dtype == jnp.bool_:
-            return lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.bool_)
-        return lax.bitcast_convert_type(x, y.dtype)
+        bits = jnp.uint8 if y.dtype == jnp.bool_ else y.dtype
+        return lax.bitcast_convert_type(x, bits).astype(y.dtype)
 
     return jax.tree.map(read, tree, like)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 import jax
@@ -127,8 +126,7 @@ def placed_on(
         swept = grads.raw if isinstance(grads.raw, Swept) else Swept(grads.raw)
         raw = swept.local
         raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
-        if bcoo.MODULE in sys.modules:
-            bcoo.require_dense(raw.local, _WHO)
+        bcoo.require_dense(raw.local, _WHO)
         whole, params = params, trees.arrays_alone(params)
         lead = place.replicas, *[len(terms) for terms in [terms_of(state)] if terms]
         _require_stacked(raw, params, lead)
@@ -138,8 +136,7 @@ def placed_on(
         def change(params: PyTree, state: PyTree, grads: Pending, given: Any) -> Any:
             handshake.hand_on_state(outside, state)
             pending = grads._replace(raw=grads.raw.entered())
-            gate = gate_of(tx)
-            if gate is not None:
+            if (gate := gate_of(tx)) is not None:
                 return gate.step(pending, state, params, apply=apply, **given, **fixed)
             local = pending.value() if pending.factors else pending.raw
             value, state = inner.update(local, state, params, **given, **fixed)

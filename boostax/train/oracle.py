@@ -14,16 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import (
-    axes,
-    checks,
-    handshake,
-    interpret,
-    jaxprs,
-    mismatch,
-    placement,
-    trees,
-)
+from boostax._core import axes, checks, handshake, interpret, mismatch, placement, trees
 from boostax._core.replicas import PerReplica, Swept, as_row, is_per_replica
 from boostax._core.types import Grads, Params, Value
 from boostax.accumulate import aux as auxiliary
@@ -205,17 +196,14 @@ class Oracle(Generic[Value, Params, Grads]):
 
     def placed(self, types: PyTree, place: Any, wire: str | None) -> "Oracle":
         """Return the gradient function for params of these types and this placement."""
-        del types, place, wire
         return self
 
     def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Return the arguments that ``swept`` differentiates, and their specs, if it has layers."""
-        del opt_state
         return params, None
 
     def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
         """Return the specs of a ``Swept``'s fields besides local gradients."""
-        del specs
         return ()
 
     def swept(self, params: PyTree, *args: Any) -> tuple[Any, Swept]:
@@ -225,7 +213,6 @@ class Oracle(Generic[Value, Params, Grads]):
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
         """Return the names of the params that this function gathers itself."""
-        del params
         return ()
 
     @property
@@ -235,7 +222,6 @@ class Oracle(Generic[Value, Params, Grads]):
 
     def judge(self, program: Any, trained: PyTree) -> None:
         """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
-        del trained
         _require_own(program, self.names)
 
     @property
@@ -420,7 +406,8 @@ class Oracle(Generic[Value, Params, Grads]):
         watch: Any = None if scale is None else self.watch
         if not self.reads and watch is None:
             return of_trained(trained)
-        program, run = _read(of_trained, trained)
+        run, _ = trees.trace_once(of_trained, trained)
+        program = run.program
         self.judge(program, trained)
         if watch is not None and interpret.has(program, interpret.CUSTOM[1]):
             from boostax._core import degrees
@@ -464,12 +451,8 @@ class Oracle(Generic[Value, Params, Grads]):
                     given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
                 return fn(params, batch, given, *more)
 
-            specs = (
-                of_params or (PartitionSpec(names) if own else whole),
-                self.rows,
-                whole,
-                *(whole for _ in more),
-            )
+            spec = of_params or (PartitionSpec(names) if own else whole)
+            specs = spec, self.rows, whole, *[whole] * len(more)
             # The map is untyped, so that loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
@@ -490,17 +473,6 @@ class Oracle(Generic[Value, Params, Grads]):
             return (mapped if traced else jax.jit(mapped))(*args)
 
         return run
-
-
-def _read(fn: Callable[[PyTree], Any], trained: PyTree) -> tuple[Any, Callable[[PyTree], Any]]:
-    """Trace ``fn`` once; return its program, and a function that evaluates the program."""
-    program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
-
-    def run(trained: PyTree) -> Any:
-        leaves = jaxprs.jaxpr_as_fun(program)(*jax.tree.leaves(trained))
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-    return program, run
 
 
 def _require_own(program: Any, names: tuple[str, ...]) -> None:

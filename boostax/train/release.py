@@ -38,8 +38,7 @@ class LayersState(NamedTuple):
     applied: jax.Array
     skipped_layers: jax.Array
 
-    passed = gate.told_by("applied")
-    taken = gate.told_by("applied")
+    passed = taken = gate.told_by("applied")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -73,10 +72,8 @@ def released(
         layers.require_stacked(params)
         _require_apart(inner, params)
         rest = gate.init_inner(inner, layers.split(params)[0])
-        none = jnp.zeros((), jnp.int32)
-        return LayersState(
-            layers.first_states(tx, params, axes.bound()), rest, jnp.asarray(True), none
-        )
+        stacks = layers.first_states(tx, params, axes.bound())
+        return LayersState(stacks, rest, jnp.asarray(True), jnp.zeros((), jnp.int32))
 
     @describe("layers", "storage", inner={"rest": tx}, what="Update layers in the backward loop")
     def step_fn(
@@ -122,11 +119,10 @@ def _require_by_layer(tx: optax.GradientTransformation) -> None:
     allowed = "an optimizer without them with release=True"
     got = f"one that asks for {needed}"
     checks.require(not needed, _WHO, "tx", got=got, allowed=allowed, hint=hint)
-    for row in rows(read(tx)):
-        name, fits = row.part.name, row.role not in _REFUSED
-        hint = "A layer's gradient is gone when the next one exists."
-        allowed = "an optimizer without gates with release=True"
-        checks.require(fits, _WHO, "tx", got=name, allowed=allowed, hint=hint)
+    gates = [row.part.name for row in rows(read(tx)) if row.role in _REFUSED]
+    hint = "A layer's gradient is gone when the next one exists."
+    got, allowed = " around ".join(gates), "an optimizer without gates with release=True"
+    checks.require(not gates, _WHO, "tx", got=got, allowed=allowed, hint=hint)
 
 
 def _require_mean(tx: optax.GradientTransformation) -> None:

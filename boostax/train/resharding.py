@@ -60,10 +60,7 @@ def resharded(state: PyTree, target: PyTree) -> PyTree:
             return old
         how = shapes[1][0][0], any(old is part for part in summed), items.get(id(old))
         # The rule is compiled, so each device computes only its own part.
-        rule = jax.jit(
-            lambda x: spread_anew(x, *how),
-            out_shardings=jax.tree.map(lambda x: typed(x, x.shape).sharding, new),
-        )
-        return rule(old)
+        where = jax.tree.map(lambda x: typed(x, x.shape).sharding, new)
+        return jax.jit(lambda x: spread_anew(x, *how), out_shardings=where)(old)
 
     return jax.tree.map(node, state, target, is_leaf=is_per_replica)

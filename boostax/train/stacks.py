@@ -75,17 +75,16 @@ class Layers:
         """Whether weights are gathered once."""
         return self.weights == "once" and not self.release
 
-    def stack_of(self, path: Path) -> str | None:
-        """Return the path of the stack to which a param belongs, or ``None``."""
-        name = f"{trees.path_name(path)}/"
-        return next((x for x in self.paths if name.startswith(f"{x}/")), None)
+    def stack_of(self, name: str) -> str | None:
+        """Return the path of the stack to which the param of a name belongs, or ``None``."""
+        return next((x for x in self.paths if f"{name}/".startswith(f"{x}/")), None)
 
     def split(self, params: PyTree) -> tuple[PyTree, dict[str, list[Any]]]:
         """Return the params without the stacks, and the leaves of each stack."""
         stacks: dict[str, list[Any]] = {name: [] for name in self.paths}
 
         def head(path: Path, x: Any) -> Any:
-            name = self.stack_of(path)
+            name = self.stack_of(trees.path_name(path))
             if name is None:
                 return x
             stacks[name].append(x)
@@ -98,7 +97,7 @@ class Layers:
         left = {name: iter(leaves) for name, leaves in stacks.items()}
 
         def whole(path: Path, x: Any) -> Any:
-            name = self.stack_of(path)
+            name = self.stack_of(trees.path_name(path))
             return x if name is None else next(left.get(name, iter(())), x)
 
         return jax.tree_util.tree_map_with_path(whole, head, is_leaf=trees.is_masked)
@@ -172,7 +171,7 @@ class Plan:
         """The sharding over the replicas of a layer's params, for each stack."""
         found: dict[str, list[Cut]] = {name: [] for name in self.layers.paths}
         for path, _ in jax.tree_util.tree_leaves_with_path(self.types):
-            name = self.layers.stack_of(path)
+            name = self.layers.stack_of(trees.path_name(path))
             if name is not None:
                 spec = self.place.spec(path) if self.place else None
                 cut = cut_of(spec or PartitionSpec(), self.names)
@@ -253,21 +252,16 @@ class Plan:
         An optimizer that is not elementwise gets the gathered layer on each replica.
         """
         leaves, treedef = jax.tree.flatten(state)
-        cuts = self.cuts[name], self.state_cuts[name] if self.gathers_state[name] else ()
         if self.gathers_state[name]:
-            grads, params = (list(map(joined, x, cuts[0])) for x in (grads, params))
-            leaves = list(map(joined, leaves, cuts[1]))
+            grads, params = (list(map(joined, x, self.cuts[name])) for x in (grads, params))
+            state = treedef.unflatten(map(joined, leaves, self.state_cuts[name]))
         tree = functools.partial(self.layers.alone, self.types, name)
         with axes.binding(axes.ONE_LAYER + self.names):
-            new, state = gate.applied(
-                self.tx, tree(grads), treedef.unflatten(leaves), tree(params), {}
-            )
+            new, state = gate.applied(self.tx, tree(grads), state, tree(params), {})
         if not self.gathers_state[name]:
             return jax.tree.leaves(new), state
-        params, leaves = (
-            list(map(_own, jax.tree.leaves(x), y)) for x, y in zip((new, state), cuts, strict=True)
-        )
-        return params, treedef.unflatten(leaves)
+        params = list(map(_own, jax.tree.leaves(new), self.cuts[name]))
+        return params, treedef.unflatten(map(_own, jax.tree.leaves(state), self.state_cuts[name]))
 
 
 def zeros(x: Any) -> jax.Array:

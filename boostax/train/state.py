@@ -18,6 +18,8 @@ from boostax._core.transfer import on_host, own_rows, place, place_rows
 from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
 
+_WHO = "make_train_step"
+
 
 class TrainState(NamedTuple, Generic[types.Params]):
     """State of a training run, which a step takes and returns and a checkpoint saves.
@@ -79,9 +81,8 @@ class Placing:
         given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
-        checks.require(
-            given == count, "make_train_step", "param_specs", got=given, allowed=allowed, hint=hint
-        )
+        fits = given == count
+        checks.require(fits, _WHO, "param_specs", got=given, allowed=allowed, hint=hint)
         for (name, x), spec in zip(trees.named(state.params), jax.tree.leaves(specs), strict=True):
             self._require_fits(name, x, spec)
         here = dataclasses.replace(self, param_specs=specs)
@@ -131,7 +132,7 @@ class Placing:
             allowed += "each used once, that divide the dimensions they shard"
             got = f"{spec!r} for shape {tuple(x.shape)}"
             hint = "In param_specs name another dimension, or leave it whole by PartitionSpec()."
-            said = checks.message("make_train_step", f"param {name}", allowed, got, hint)
+            said = checks.message(_WHO, f"param {name}", allowed, got, hint)
             raise ValueError(said) from error
 
     def placement(self, params: PyTree) -> Placement:
@@ -144,7 +145,12 @@ class Placing:
         """Place a batch, or this process's rows of a batch; for types, add shardings."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
-            self._require_even(path, leaf)
+            whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
+            replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
+            of = "replicas" if whole else "this process's replicas"
+            by = f"{of} x microbatches = {replicas} x {self.microbatches}"
+            shape = getattr(leaf, "shape", ())
+            require_even(_WHO, path, shape, replicas * self.microbatches, by)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
             return _typed(batch, self.rows_sharding)
         if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
@@ -168,14 +174,6 @@ class Placing:
             return x if here else place(x, where)
 
         return jax.tree.map(put, given)
-
-    def _require_even(self, path: Any, leaf: Any) -> None:
-        whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
-        replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
-        of = "replicas" if whole else "this process's replicas"
-        by = f"{of} x microbatches = {replicas} x {self.microbatches}"
-        count, shape = replicas * self.microbatches, getattr(leaf, "shape", ())
-        require_even("make_train_step", path, shape, count, by)
 
 
 def _typed(tree: PyTree, sharding: NamedSharding) -> PyTree:
