@@ -306,9 +306,8 @@ def by_shape(
             dtype = jnp.result_type(*[leaves[i] for i in shape.indices])
             found |= zip(shape.indices, shape.gathered(rows, dtype), strict=True)
         others = iter(jax.tree.leaves(made.rest))
-        result = treedef.unflatten(
-            [found[i] if i in found else next(others) for i, _ in enumerate(leaves)]
-        )
-        return trees.cast_like(result, updates), ByShapeState(state.order, _packed(new, names))
+        result = [found[i] if i in found else next(others) for i, _ in enumerate(leaves)]
+        result = trees.cast_like(treedef.unflatten(result), updates)
+        return result, ByShapeState(state.order, _packed(new, names))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax.reduce.codec import Arrays, Names, PyTree
+from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
@@ -434,14 +434,6 @@ class Grid(NamedTuple):
         # Rows of padding after a single line are cut off with the line's own padding.
         kept = rows if self.lines == 1 else rows[:, : self.lines * self.parts]
         return kept.reshape(len(rows), self.lines, -1)[..., :length].reshape(shape)
-
-
-def spread(who: str, argument: str, allowed: str, value: PyTree, params: PyTree) -> list[Any]:
-    """Return for each leaf the part of ``value``, a tree like the params or a prefix of it."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(value, params))
-    except ValueError as error:
-        raise ValueError(checks.message(who, argument, allowed, value, f"{error}.")) from error
 
 
 def check_bytes(who: str, bucket_bytes: Any) -> int | None:

@@ -130,8 +130,7 @@ class _Rounds(NamedTuple):
         warm, due = self._turns(state, since)
         if self.warmup:
             leaves, old = [range(len(jax.tree.leaves(own)))], [state.anchor]
-            given = leaves, [warm], self._averaged, old, own, value, apply
-            value, (anchor,) = self._in_turn(*given)
+            value, (anchor,) = self._in_turn(leaves, [warm], self._averaged, old, own, value, apply)
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._met(state, due, own, value, apply)
         together = warm | jnp.stack(due).all()
@@ -426,15 +425,15 @@ def partitioning(
             checks.require(fits, who, argument, got=count, allowed=allowed, hint=hint)
             return _even_runs(sizes, count) if sizes else []
     else:
-        numbers = jax.tree.leaves(partitions)
-        integers = all(hasattr(x, "__index__") for x in numbers)
-        found = {int(x) for x in numbers} if integers else set[int]()
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
+        numbers = jax.tree.leaves(partitions)
+        found = {checks.integer(who, argument, x, allowed, hint) for x in numbers}
         fits = bool(found) and found == set(range(len(found)))
-        error = ValueError if integers else TypeError
-        checks.require(fits, who, argument, got=partitions, allowed=allowed, hint=hint, error=error)
+        checks.require(fits, who, argument, got=partitions, allowed=allowed, hint=hint)
         count = len(found)
-        label = functools.partial(exchange.spread, who, argument, allowed, partitions)
+
+        def label(params: PyTree) -> list[int]:
+            return jax.tree.leaves(jax.tree.broadcast(partitions, params))
 
     def members(params: PyTree) -> list[list[int]]:
         labels = label(params)
