@@ -97,10 +97,8 @@ class Packed(NamedTuple):
 
     def array(self, leaves: Arrays) -> jax.Array:
         """Return the packed leaves."""
-        parts = [
-            padded(leaves[i].ravel(), 0, self.slices * width).reshape(self.slices, width)
-            for i, width in zip(self.indices, self.widths, strict=True)
-        ]
+        pairs = zip(self.indices, self.widths, strict=True)
+        parts = [padded(leaves[i].ravel(), 0, self.slices * n).reshape(-1, n) for i, n in pairs]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
@@ -277,8 +275,7 @@ def exchange(
         # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
         whole = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
         received = _arrived(axes.exchange(cut(whole, count, chunk.dim), names), wire)
-        rows = [received[i].astype(x.dtype) for i in range(count)]
-        buckets.append(Bucket(rows, chunk.owners))
+        buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
     return Rows(buckets, gathered, near_one)
 
 

@@ -203,8 +203,7 @@ class _Feedback(NamedTuple):
             flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
         lasting = not isinstance(self.decay, jax.Array) and self.decay == 1
         faded = held if lasting or not self.error_feedback else [self.decay * e for e in held]
-        kept = zip(faded, flow, strict=True)
-        wanted = [e + v for e, v in kept] if self.error_feedback else flow
+        wanted = [e + v for e, v in zip(faded, flow, strict=True)] if self.error_feedback else flow
         total = _square_sums(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
         # selects the new or the old residual, writes it and sums its squares.

@@ -121,8 +121,7 @@ class _Rounds(NamedTuple):
         again = self.outer is None
         due = [(since > 0) & ~now | again for now in self._turns(state, since)[1]]
         value, new = self._met(state._replace(inner_state=None), due, own, own, True)
-        zero = jnp.zeros_like(since)
-        return value, new._replace(since_sync=zero, inner_state=state.inner_state)
+        return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
     def _stepped(self, state: Any, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         """Synchronize the fragments that are due after a step."""
@@ -143,8 +142,7 @@ class _Rounds(NamedTuple):
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
         # The comparison of one number shows an audit that a step takes only one of the branches.
-        due = [phase == -(-k * every // count) % every for k in range(1, count + 1)]
-        return phase == -1, due
+        return phase == -1, [phase == -(-k * every // count) % every for k in range(1, count + 1)]
 
     def _met(self, state: LocalUpdatesState, due: Due, *step: Any) -> Stepped:
         """Synchronize the fragments that are due; see ``_in_turn``."""
