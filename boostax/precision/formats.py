@@ -46,7 +46,7 @@ def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
 
 
 def int32(number: jax.Array | int) -> Any:
-    """Return a number modulo ``2**32`` with the bits of an unsigned integer."""
+    """Return a number as i32, modulo ``2**32``."""
     wraps = isinstance(number, int)
     return np.uint32(number % 2**32).view(np.int32) if wraps else number.astype(jnp.int32)
 

@@ -184,10 +184,11 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
         "O2": Policy(_F32, low, _F32, NORMS),
         "O3": Policy(low, low, low),
     }
-    if spec in levels:
-        return levels[spec]
+    words = str(spec)
+    if words in levels:
+        return levels[words]
     fields: dict[str, Any] = {}
-    for part in str(spec).split(","):
+    for part in words.split(","):
         name, separator, value = part.strip().partition("=")
         field = _FIELDS.get(name)
         if not separator or field is None or field in fields:
@@ -196,7 +197,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     return Policy(**fields)
 
 
-def as_policy(who: str, value: Policy | Level | None) -> Policy | None:
+def as_policy(value: Policy | Level | None) -> Policy | None:
     """Return a user's policy, given as an object or by name; ``None`` for ``None``."""
     return value if value is None or isinstance(value, Policy) else policy(value)
 
