@@ -86,7 +86,7 @@ REFUSED = [
     (make_train_step, {"shard_optimizer": [True], "gather": ["int8"], "param_specs": [P()]}),
     (of(precision.all_finite, {}), {"axis_name": AXES}),
     (precision.Policy, dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), DTYPES)),
-    (precision.Policy, {"keep_f32": ["LayerNorm", ("(",), (3,), 3]}),
+    (precision.Policy, {"keep_f32": ["LayerNorm", 3]}),
     (of(boostax.policy, "O1"), {"dtype": DTYPES}),
     (boostax.policy, {"spec": SPECS}),
     (of(apply_policy, policy="O1"), {"module": [None, jnp.sum]}),
@@ -110,7 +110,7 @@ REFUSED = [
     (of(threshold, "data"), {"threshold": [-0.1], "capacity": [0, (0.5, 1.0)], "block": [-1]}),
     (of(threshold, "data"), {"bucket_bytes": [0]}),
     (of(boostax.int8_reduce, "data"), {"block": [0], "rounding": ["up"]}),
-    (of(average, axis_name="data"), {"partitions": [None, 0, "two", {"a": 0, "b": 2}, {"a": 1.0}]}),
+    (of(average, axis_name="data"), {"partitions": [None, 0, "two", {"a": 0, "b": 2}]}),
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
     (of(local_updates, axis_name="data", every=2), {"every": [0], "reduction": ["mean"]}),
@@ -163,8 +163,7 @@ def test_arguments_out_of_range(factory, argument, value):
     message, who = str(raised.value), getattr(factory, "func", factory).__name__
     named = rf"{who}: {argument} must be .+, got (?P<got>.+?)\. .+[.)]$"
     assert re.match(named, message, re.DOTALL), message
-    parts = value if argument == "keep_f32" and isinstance(value, tuple) else (value,)
-    assert all(f"got {part!r}. " in message for part in parts)
+    assert f"got {value!r}. " in message
 
 
 def words(hint):
@@ -214,9 +213,9 @@ TWO = SCALERS.init({"w": jnp.ones(3), "v": jnp.ones(3)})
 WINDOW = optax.chain(accumulate(2))
 BACK = subspace.SubspaceRule(failure="back")
 MEANT = [
-    (of(value_and_grad, policy=3), "policy must be"),
-    (of(make_train_step, policy=jnp.float16), "policy must be"),
-    (of(make_train_step, policy=["O1"]), "policy must be"),
+    (of(value_and_grad, policy=3), "policy: spec must be"),
+    (of(make_train_step, policy=jnp.float16), "policy: spec must be"),
+    (of(make_train_step, policy=["O1"]), "policy: spec must be"),
     (of(boostax.dim_reduce, two_of, rule=BACK), r"dim_reduce: rule\.failure must be 'reset' or"),
     (of(dynamic, min_scale=2.0**17), r"init_scale must be between .* got 65536\.0"),
     (of(dynamic, max_scale=8.0), r"init_scale must be between .* got 65536\.0"),

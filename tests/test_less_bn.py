@@ -417,7 +417,7 @@ WRONG = {
     r"match BatchNorms, got 'bn\*'\. BatchNorms: stem_norm, norm_1, norm_2\.": (
         (Linen(basic), {"remove": ["norm_1", "bn*"]})
     ),
-    "remove must be .* got 'norm_1'": (Linen(basic), {"remove": "norm_1"}),
+    "match BatchNorms, got 'n'": (Linen(basic), {"remove": "norm_1"}),
     "BatchNorms: stem_norm: in no residual branch; norm_1: in no ": (Linen(plain), {}),
     "removes a BatchNorm, got None. Nothing would change. .*: none.": (nn.Dense(2), {}),
     "False for a model that no Dense ends, got T": (nn.Conv(2, (3, 3)), {"normalized_head": True}),

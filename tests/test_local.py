@@ -369,7 +369,7 @@ def local(inner):
 
 REFUSED = {
     "number of param leaves, 4": [lambda: partial(5).init(start())],
-    "a prefix of one": [lambda: partial({"a": 0, "x": 1}).init(start())],
+    "pytree structure error": [lambda: partial({"a": 0, "x": 1}).init(start())],
     "gate outside": [
         lambda: local(boostax.accumulate(SGD, 2)),
         lambda: local(optax.chain(boostax.accumulate(SGD, 2))).init(start()),

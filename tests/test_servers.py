@@ -213,14 +213,6 @@ def test_a_leaf_without_elements_divides_by_no_zero():
     assert_near(found, {"w": np.tile(expected, (2, 2, 1)), "empty": none}, 1e-6)
 
 
-def test_a_number_of_devices_is_answered_with_a_mesh_of_two_axes():
-    words = r": within must be a mesh axis name or a tuple of them, got 4\. Write axis_name="
-    mesh = r"\"server\", within=\"data\" on the mesh jax.make_mesh\(\(n // 4, 4\), \(\"server\", "
-    for tx in (boostax.adasum, functools.partial(boostax.reduce.adasum_delta, optax.sgd(1.0))):
-        with pytest.raises(ValueError, match=r"^adasum(_delta)?" + words + mesh):
-            tx("data", within=4)
-
-
 def test_what_each_device_sends_is_what_the_docstring_says():
     """Of N bytes: no more than N / w of the updates, there and back, leave a server of w."""
     big = {"w": jnp.zeros((64, 512))}

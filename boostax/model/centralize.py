@@ -132,8 +132,7 @@ def centralize_gradients(
     checks.require_type(fits, _WHO, "axes", got=axes, allowed=allowed, hint=hint)
     patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
     if layout is not None:
-        hint = "None reads kernels as Flax's."
-        checks.choice(_WHO, "layout", layout, layouts.LayoutName, hint)
+        checks.choice(_WHO, "layout", layout, layouts.LayoutName, "None reads kernels as Flax's.")
     least = 1 if multiple_of is None else multiple_of
     checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
 

@@ -323,10 +323,6 @@ def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
     if callable(remove):
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
         return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)
-    allowed = "None, a list of patterns or a function"
-    hint = "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'."
-    fits = isinstance(remove, Sequence) and not isinstance(remove, str)
-    checks.require_type(fits, _WHO, "remove", got=remove, allowed=allowed, hint=hint)
     hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
     reasons: dict[str, str] = {}
     for pattern in map(str, remove):

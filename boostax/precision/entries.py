@@ -97,8 +97,7 @@ def play(
 
 def shape_of(program: jaxprs.ClosedJaxpr) -> Shape:
     """Return the shape of a program's leaf, which is the shape of its largest result."""
-    shapes = list(map(_shape, program.jaxpr.outvars))
-    return max(shapes, key=math.prod)
+    return max(map(_shape, program.jaxpr.outvars), key=math.prod)
 
 
 def change(
@@ -162,8 +161,7 @@ def _cut(program: jaxprs.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 def _uncut(program: jaxprs.ClosedJaxpr, results: Sequence[Any]) -> list[Any]:
-    pairs = zip(results, program.jaxpr.outvars, strict=True)
-    return [x.reshape(_shape(var)) for x, var in pairs]
+    return [x.reshape(_shape(var)) for x, var in zip(results, program.jaxpr.outvars, strict=True)]
 
 
 def _staged(always: Any, *operands: Any, program: jaxprs.ClosedJaxpr, **_: Any) -> list[Any]:

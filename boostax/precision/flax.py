@@ -94,7 +94,7 @@ def apply_policy(module: Any, policy: Policy | Level) -> Any:
       >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((2, 4))).dtype
       (dtype('float32'), dtype('float16'))
     """
-    chosen = as_policy("apply_policy", policy) or Policy()
+    chosen = as_policy(policy) or Policy()
     if isinstance(module, nn.Module):
         return PolicyModule(module, chosen)
     if not isinstance(module, nnx.Module):

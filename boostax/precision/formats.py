@@ -37,21 +37,18 @@ _LARGEST = _INFINITE - _SIXTH - 2
 @jax.jit
 def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
     """Make an i32 seed from a seed and a number, such as a count of steps."""
-    return _hash(jnp.asarray(_int32(seed)) * _int32(0x9E3779B9) + _int32(number))
+    return _hash(jnp.asarray(int32(seed)) * int32(0x9E3779B9) + int32(number))
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
     """Return a leaf's seed in a step, from its path, which freezing does not change."""
-    return fold(_int32(zlib.crc32(trees.path_name(path).encode())), steps)
+    return fold(int32(zlib.crc32(trees.path_name(path).encode())), steps)
 
 
-def _int32(number: jax.Array | int) -> Any:
-    return np.uint32(number).view(np.int32) if isinstance(number, int) else number.astype(jnp.int32)
-
-
-def wrapped(number: int) -> np.int32:
-    """Return a number modulo 2**32 as i32."""
-    return np.uint32(number % 2**32).view(np.int32)
+def int32(number: jax.Array | int) -> Any:
+    """Return a number as i32, modulo ``2**32``."""
+    wraps = isinstance(number, int)
+    return np.uint32(number % 2**32).view(np.int32) if wraps else number.astype(jnp.int32)
 
 
 def strides_of(shape: tuple[int, ...]) -> list[int]:
@@ -63,7 +60,7 @@ def index_in(shape: tuple[int, ...], strides: Sequence[int] | None = None) -> ja
     """Return the i32 index of each element modulo 2**32, by default in row-major order."""
     index = jnp.zeros(shape, jnp.int32)
     for dim, stride in enumerate(strides_of(shape) if strides is None else strides):
-        index = index + lax.broadcasted_iota(jnp.int32, shape, dim) * wrapped(stride)
+        index = index + lax.broadcasted_iota(jnp.int32, shape, dim) * int32(stride)
     return index
 
 
@@ -74,8 +71,8 @@ def noise_of(index: jax.Array, seed: jax.Array) -> jax.Array:
 
 def _hash(x: jax.Array) -> jax.Array:
     """Mix the bits so that each bit depends on all bits of ``x`` (C. Wellons' lowbias32)."""
-    x = (x ^ _shifted(x, 16)) * _int32(0x7FEB352D)
-    x = (x ^ _shifted(x, 15)) * _int32(0x846CA68B)
+    x = (x ^ _shifted(x, 16)) * int32(0x7FEB352D)
+    x = (x ^ _shifted(x, 15)) * int32(0x846CA68B)
     return x ^ _shifted(x, 16)
 
 
@@ -198,10 +195,6 @@ def _from_int8(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return codes.astype(jnp.float32) * scales
 
 
-def _int8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
-    return most / 127
-
-
 def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
     """Return the smallest level of a block, negated if the block has no signs."""
     octave = _bits(most) & _INFINITE
@@ -283,7 +276,7 @@ class Format:
 
 
 _BITS = Format("bfloat16", jnp.dtype(jnp.bfloat16), _bfloat16, _from_bfloat16)
-_LINEAR = Format("int8", jnp.dtype(jnp.int8), _int8, _from_int8, _int8_scale)
+_LINEAR = Format("int8", jnp.dtype(jnp.int8), _int8, _from_int8, lambda most, _: most / 127)
 _LEVELS = Format("log8", jnp.dtype(jnp.uint8), _log8, _from_log8, _log8_scale)
 FORMATS = {made.name: made for made in (_BITS, _LINEAR, _LEVELS)}
 
@@ -319,7 +312,7 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
     """Return a step on whole arrays, a call whose name in programs is a key of ``CODECS``."""
-    made, factor = FORMATS[kind], _int32(zlib.crc32(salt.encode()) | 1)
+    made, factor = FORMATS[kind], int32(zlib.crc32(salt.encode()) | 1)
 
     def encode(x: jax.Array, *rest: jax.Array) -> jax.Array:
         *scales, noise = rest

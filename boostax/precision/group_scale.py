@@ -153,22 +153,12 @@ def _look(
     bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
     both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])
     both = axes.largest(both, axes.with_shards(both, names)) if names else both
-    present = jnp.asarray([group in numbers for group in range(inverse.size)])
-    return present, both[0] > 0, both[1]
-
-
-def _unscaled(grads: Pending, numbers: list[int], inverse: jax.Array) -> PyTree:
-    leaves, treedef = jax.tree.flatten(grads.value())
-    pairs = zip(leaves, numbers, strict=True)
-    return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
+    return jnp.asarray([group in numbers for group in range(inverse.size)]), both[0] > 0, both[1]
 
 
 def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
-    table = jnp.asarray(init_scale, jnp.float32)
-    allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
-    is_valid = table.shape in ((), (count,))
-    checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
-    first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
+    table = jnp.full(count, init_scale, jnp.float32)
+    first = table, jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
     skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
     return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
 
@@ -292,10 +282,14 @@ def group_loss_scale(
         present, bad, largest = _look(grads, numbers, inverse, names)
         ok = ~bad.any()
 
+        def unscaled(raw: PyTree) -> PyTree:
+            leaves, treedef = jax.tree.flatten(grads._replace(raw=raw).value())
+            pairs = zip(leaves, numbers, strict=True)
+            return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
+
         def heavy() -> Stepped:
-            wide = lambda raw: _unscaled(grads._replace(raw=raw), numbers, inverse)  # noqa: E731
-            more = extra | {"grad": wide(extra["grad"])} if "grad" in extra else extra
-            pending = Pending(wide(grads.raw))
+            more = extra | {"grad": unscaled(extra["grad"])} if "grad" in extra else extra
+            pending = Pending(unscaled(grads.raw))
             return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         moved = _adjusted(state, moves, present, bad, largest)

@@ -32,8 +32,7 @@ def ready(program: jaxprs.ClosedJaxpr, shape: Shape) -> bool:
     """Return whether a leaf, or a shard of this shape, can be computed by a kernel."""
     if len(shape) < 2 or shape[-1] % _LANES or shape[-2] % _ROWS:
         return False
-    names = {eqn.primitive.name for eqn, _ in equations(program.jaxpr)}
-    return names.isdisjoint(_LACKING)
+    return _LACKING.isdisjoint(eqn.primitive.name for eqn, _ in equations(program.jaxpr))
 
 
 def _width(program: jaxprs.ClosedJaxpr, size: int) -> int:
@@ -106,7 +105,7 @@ def _step(
     column = pl.program_id(1) * width
     index = start[0] + column + formats.index_in(_PART, strides[-2:])
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        index, row = index + lax.rem(row, size) * formats.wrapped(stride), lax.div(row, size)
+        index, row = index + lax.rem(row, size) * formats.int32(stride), lax.div(row, size)
 
     first = lax.div(column, _LANES)
 

@@ -185,9 +185,8 @@ def leaf_by_leaf(
       args: the other arguments of ``fn``.
       turns: a tree like ``(old, args)`` with a ``Turn`` for each array.
     """
-    program = trees.trace_once(fn, old, *args)[0].program
     leaves = jax.tree.leaves(old)
-    graph = _Graph(program, jax.tree.leaves((old, args)))
+    graph = _Graph(trees.trace_once(fn, old, *args)[0].program, jax.tree.leaves((old, args)))
     order: list[Turn] = jax.tree.leaves(turns)
     positions: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
     wanted: dict[int, list[Any]] = collections.defaultdict(list)

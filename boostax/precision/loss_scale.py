@@ -385,8 +385,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
-    product = wide * scale.astype(wide.dtype)
-    return handshake.scaled_once(loss, product, opt_state)
+    return handshake.scaled_once(loss, wide * scale.astype(wide.dtype), opt_state)
 
 
 def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -77,12 +77,7 @@ class Policy:
         got = self.keep_f32
         checks.require_type(fits, "Policy", "keep_f32", got=got, allowed=allowed, hint=hint)
         for pattern in self.keep_f32:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                allowed, hint = "regular expressions", f"It does not compile: {error}."
-                words = checks.message("Policy", "keep_f32", allowed, pattern, hint)
-                raise ValueError(words) from error
+            re.compile(pattern)
 
     @property
     def only_matmuls(self) -> bool:
@@ -183,18 +178,17 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
-    named = isinstance(spec, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-    checks.require_type(named, who, "spec", got=spec, allowed="a level or dtypes", hint=hint)
     levels: dict[Level, Policy] = {
         "O0": Policy(),
         "O1": Policy(_F32, low, _F32, "all but matmuls"),
         "O2": Policy(_F32, low, _F32, NORMS),
         "O3": Policy(low, low, low),
     }
-    if spec in levels:
-        return levels[spec]
+    words = str(spec)
+    if words in levels:
+        return levels[words]
     fields: dict[str, Any] = {}
-    for part in spec.split(","):
+    for part in words.split(","):
         name, separator, value = part.strip().partition("=")
         field = _FIELDS.get(name)
         if not separator or field is None or field in fields:
@@ -203,22 +197,16 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     return Policy(**fields)
 
 
-def as_policy(who: str, value: Policy | Level | None) -> Policy | None:
+def as_policy(value: Policy | Level | None) -> Policy | None:
     """Return a user's policy, given as an object or by name; ``None`` for ``None``."""
-    if value is None or isinstance(value, Policy):
-        return value
-    named = isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-    hint = "Try boostax.policy('O2')."
-    checks.require_type(named, who, "policy", got=value, allowed="a Policy or its name", hint=hint)
-    return policy(value)
+    return value if value is None or isinstance(value, Policy) else policy(value)
 
 
 def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
     """Cast real floating leaves; integers, keys and complex leaves stay unchanged."""
 
     def cast(x: Any) -> Any:
-        number = isinstance(x, (*_ARRAYS, float))
-        real = number and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        real = isinstance(x, (*_ARRAYS, float)) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
         return jnp.asarray(x, dtype) if real else x
 
     return jax.tree.map(cast, tree)
@@ -265,10 +253,6 @@ def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[jaxprs.JaxprEqn] | None:
 
 def _converted(eqn: jaxprs.JaxprEqn, source: Any, target: Any) -> jaxprs.JaxprEqn:
     """Make a cast with the source position of ``eqn``."""
-    return eqn.replace(
-        primitive=lax.convert_element_type_p,
-        invars=[source],
-        outvars=[target],
-        params={"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None},
-        effects=jaxprs.no_effects,
-    )
+    params = {"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None}
+    ends = {"invars": [source], "outvars": [target], "effects": jaxprs.no_effects}
+    return eqn.replace(primitive=lax.convert_element_type_p, params=params, **ends)

@@ -203,8 +203,7 @@ _SAID = "versions", "batch or loss", "update"
 def _said(update: str, loss: str) -> dict[str, int]:
     """Return checksums of this process's packages and programs, by name."""
     versions = str([importlib.metadata.version(name) for name in _PACKAGES])
-    texts = versions, loss, update
-    return {name: _checksum(text) for name, text in zip(_SAID, texts, strict=True)}
+    return dict(zip(_SAID, map(_checksum, (versions, loss, update)), strict=True))
 
 
 def _checksum(text: str) -> int:

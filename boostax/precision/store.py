@@ -410,8 +410,7 @@ def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
     made: dict[Path, jax.Array] = {}
 
     def noise(path: Path, shape: tuple[int, ...]) -> tuple[jax.Array, str]:
-        starts = (i for i in range(len(path) + 1) if owners.get(path[i:]) == shape)
-        start = next(starts, 0)
+        start = next((i for i in range(len(path) + 1) if owners.get(path[i:]) == shape), 0)
         owner = path[start:]
         if owner not in made:
             made[owner] = formats.draw(formats.seed_of(steps, owner), shape)

@@ -118,7 +118,7 @@ def adasum(
     """
     who = "adasum"
     across = axes.canonical(who, axis_name)
-    inside = axis_of_server(who, within)
+    inside = axes.canonical(who, within, "within")
     names = across + inside
     wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
@@ -129,15 +129,6 @@ def adasum(
 
     update = describe(who, "adasum", names)(placement.on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
-
-
-def axis_of_server(who: str, within: Any) -> Names:
-    """Return the axes of ``within``; answer a number of devices with the mesh to write instead."""
-    allowed, is_number = "a mesh axis name or a tuple of them", isinstance(within, int)
-    mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
-    hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
-    checks.require(not is_number, who, "within", got=within, allowed=allowed, hint=hint)
-    return axes.canonical(who, within, "within")
 
 
 class Options(NamedTuple):
@@ -163,20 +154,9 @@ class Options(NamedTuple):
           names: the axes of the replicas.
         """
         shards = axes.canonical(who, self.shards)
-        hint = "The paper combines leaf by leaf."
-        checks.choice(who, "scope", self.scope, Scope, hint)
+        checks.choice(who, "scope", self.scope, Scope, "The paper combines leaf by leaf.")
         wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
-        twice = sorted({name for name in names + shards if (names + shards).count(name) > 1})
-        hint = "within averages first, AdaSum combines axis_name, shard_axes shard single leaves."
-        allowed = "different axes, each named once"
-        checks.require(
-            not twice,
-            who,
-            "axis_name, within and shard_axes",
-            got=twice,
-            allowed=allowed,
-            hint=hint,
-        )
+        axes.canonical(who, names + shards, "axis_name, within and shard_axes")
         hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
         fits = self.scope == "leaf" or not shards
         allowed = "'leaf' with shard_axes"
@@ -203,11 +183,6 @@ class Levels(NamedTuple):
         """Return all axes."""
         return self.across + self.inside
 
-    @property
-    def gathered(self) -> tuple[Names, ...]:
-        """Return the axes over which to gather the result in turn, the fastest first."""
-        return tuple(filter(None, (self.across, self.inside)))
-
     def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
         """Return this device's slice of its server's array, cut along a dimension."""
         length = x.shape[dim] // axes.size(self.inside)
@@ -217,6 +192,7 @@ class Levels(NamedTuple):
 def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     """Return the AdaSum of a tree, and a state that measures how parallel the trees were."""
     names, shards = levels.names, wanted.shards
+    fastest_first = tuple(filter(None, (levels.across, levels.inside)))
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     # The type of a leaf shows its sharded axes if JAX tracks varying axes.
@@ -239,7 +215,7 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind, real, (chunks, _) in zip(kinds, reals, sent, strict=True):
         parts = [next(buckets) for _ in chunks]
-        whole = exchange.delivered(chunks, parts, levels.gathered, wanted.wire, real)
+        whole = exchange.delivered(chunks, parts, fastest_first, wanted.wire, real)
         for i, x in zip(kind, whole, strict=True):
             result[i] = exchange.like(x, leaves[i])
     overall, ratios = _orthogonality(groups, [norms for _, norms in done])
@@ -372,7 +348,7 @@ def adasum_delta(
     who = "adasum_delta"
     tx = checks.transformation(who, "inner", inner)
     replicas = axes.canonical(who, axis_name)
-    inside = axis_of_server(who, within)
+    inside = axes.canonical(who, within, "within")
     levels = Levels(replicas, inside, averaged=bool(inside))
     names = levels.names
     wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)

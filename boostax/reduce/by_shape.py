@@ -93,8 +93,7 @@ class _Shape(NamedTuple):
     def means(self, leaves: Arrays) -> Arrays:
         """Return the means of the matrices that this replica owns."""
         if self.few:
-            mine = {i: lax.pmean(leaves[i], self.names) for i in self.indices}
-            return self.chosen(mine)
+            return self.chosen({i: lax.pmean(leaves[i], self.names) for i in self.indices})
         mine = [leaves[i] for i in self.indices]
         spare = self.slots * self.replicas - len(mine)
 
@@ -113,8 +112,7 @@ class _Shape(NamedTuple):
             return [lax.psum(x, self.names) for x in mine]
         count = len(self.indices)
         call = lambda rows: list(axes.gather_along(rows, self.names, 0)[:count])  # noqa: E731
-        given = self.path, call, jnp.stack(rows)
-        return placement.on_rows(_WHO, self.names, *given, deal=False)
+        return placement.on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), deal=False)
 
 
 def _is_dealt(node: Any) -> bool:
@@ -306,9 +304,8 @@ def by_shape(
             dtype = jnp.result_type(*[leaves[i] for i in shape.indices])
             found |= zip(shape.indices, shape.gathered(rows, dtype), strict=True)
         others = iter(jax.tree.leaves(made.rest))
-        result = treedef.unflatten(
-            [found[i] if i in found else next(others) for i, _ in enumerate(leaves)]
-        )
-        return trees.cast_like(result, updates), ByShapeState(state.order, _packed(new, names))
+        result = [found[i] if i in found else next(others) for i, _ in enumerate(leaves)]
+        result = trees.cast_like(treedef.unflatten(result), updates)
+        return result, ByShapeState(state.order, _packed(new, names))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax.reduce.codec import Arrays, Names, PyTree
+from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
@@ -97,10 +97,8 @@ class Packed(NamedTuple):
 
     def array(self, leaves: Arrays) -> jax.Array:
         """Return the packed leaves."""
-        parts = [
-            padded(leaves[i].ravel(), 0, self.slices * width).reshape(self.slices, width)
-            for i, width in zip(self.indices, self.widths, strict=True)
-        ]
+        pairs = zip(self.indices, self.widths, strict=True)
+        parts = [padded(leaves[i].ravel(), 0, self.slices * n).reshape(-1, n) for i, n in pairs]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
@@ -277,8 +275,7 @@ def exchange(
         # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
         whole = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
         received = _arrived(axes.exchange(cut(whole, count, chunk.dim), names), wire)
-        rows = [received[i].astype(x.dtype) for i in range(count)]
-        buckets.append(Bucket(rows, chunk.owners))
+        buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
     return Rows(buckets, gathered, near_one)
 
 
@@ -434,14 +431,6 @@ class Grid(NamedTuple):
         # Rows of padding after a single line are cut off with the line's own padding.
         kept = rows if self.lines == 1 else rows[:, : self.lines * self.parts]
         return kept.reshape(len(rows), self.lines, -1)[..., :length].reshape(shape)
-
-
-def spread(who: str, argument: str, allowed: str, value: PyTree, params: PyTree) -> list[Any]:
-    """Return for each leaf the part of ``value``, a tree like the params or a prefix of it."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(value, params))
-    except ValueError as error:
-        raise ValueError(checks.message(who, argument, allowed, value, f"{error}.")) from error
 
 
 def check_bytes(who: str, bucket_bytes: Any) -> int | None:

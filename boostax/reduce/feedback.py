@@ -160,7 +160,7 @@ class _Feedback(NamedTuple):
 
     def coded(self, tree: PyTree) -> list[int]:
         """Return the indices of the leaves that the codec sends."""
-        leaves = zip(jax.tree.leaves(tree), _rules(self.who, self.dense, tree), strict=True)
+        leaves = zip(jax.tree.leaves(tree), _rules(self.dense, tree), strict=True)
         serves = self.codec.serves
         return [i for i, (x, rule) in enumerate(leaves) if x.size and not rule and serves(x)]
 
@@ -203,8 +203,7 @@ class _Feedback(NamedTuple):
             flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
         lasting = not isinstance(self.decay, jax.Array) and self.decay == 1
         faded = held if lasting or not self.error_feedback else [self.decay * e for e in held]
-        kept = zip(faded, flow, strict=True)
-        wanted = [e + v for e, v in kept] if self.error_feedback else flow
+        wanted = [e + v for e, v in zip(faded, flow, strict=True)] if self.error_feedback else flow
         total = _square_sums(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
         # selects the new or the old residual, writes it and sums its squares.
@@ -293,11 +292,10 @@ def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
     return treedef.unflatten([kept.get(i) for i in range(treedef.num_leaves)])
 
 
-def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
+def _rules(dense: Dense, tree: PyTree) -> list[bool]:
     """Return whether each leaf is sent dense, by the argument ``dense``."""
     if dense is None:
         return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
         return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
-    allowed = "a tree of bools that fits the gradients, or a function of path and leaf"
-    return exchange.spread(who, "dense", allowed, dense, tree)
+    return jax.tree.leaves(jax.tree.broadcast(dense, tree))

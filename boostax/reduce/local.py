@@ -121,8 +121,7 @@ class _Rounds(NamedTuple):
         again = self.outer is None
         due = [(since > 0) & ~now | again for now in self._turns(state, since)[1]]
         value, new = self._met(state._replace(inner_state=None), due, own, own, True)
-        zero = jnp.zeros_like(since)
-        return value, new._replace(since_sync=zero, inner_state=state.inner_state)
+        return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
     def _stepped(self, state: Any, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         """Synchronize the fragments that are due after a step."""
@@ -130,8 +129,7 @@ class _Rounds(NamedTuple):
         warm, due = self._turns(state, since)
         if self.warmup:
             leaves, old = [range(len(jax.tree.leaves(own)))], [state.anchor]
-            given = leaves, [warm], self._averaged, old, own, value, apply
-            value, (anchor,) = self._in_turn(*given)
+            value, (anchor,) = self._in_turn(leaves, [warm], self._averaged, old, own, value, apply)
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._met(state, due, own, value, apply)
         together = warm | jnp.stack(due).all()
@@ -144,8 +142,7 @@ class _Rounds(NamedTuple):
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
         # The comparison of one number shows an audit that a step takes only one of the branches.
-        due = [phase == -(-k * every // count) % every for k in range(1, count + 1)]
-        return phase == -1, due
+        return phase == -1, [phase == -(-k * every // count) % every for k in range(1, count + 1)]
 
     def _met(self, state: LocalUpdatesState, due: Due, *step: Any) -> Stepped:
         """Synchronize the fragments that are due; see ``_in_turn``."""
@@ -426,15 +423,15 @@ def partitioning(
             checks.require(fits, who, argument, got=count, allowed=allowed, hint=hint)
             return _even_runs(sizes, count) if sizes else []
     else:
-        numbers = jax.tree.leaves(partitions)
-        integers = all(hasattr(x, "__index__") for x in numbers)
-        found = {int(x) for x in numbers} if integers else set[int]()
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
+        numbers = jax.tree.leaves(partitions)
+        found = {checks.integer(who, argument, x, allowed, hint) for x in numbers}
         fits = bool(found) and found == set(range(len(found)))
-        error = ValueError if integers else TypeError
-        checks.require(fits, who, argument, got=partitions, allowed=allowed, hint=hint, error=error)
+        checks.require(fits, who, argument, got=partitions, allowed=allowed, hint=hint)
         count = len(found)
-        label = functools.partial(exchange.spread, who, argument, allowed, partitions)
+
+        def label(params: PyTree) -> list[int]:
+            return jax.tree.leaves(jax.tree.broadcast(partitions, params))
 
     def members(params: PyTree) -> list[list[int]]:
         labels = label(params)

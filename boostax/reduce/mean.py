@@ -110,9 +110,6 @@ def all_reduce(
         named, treedef = jax.tree_util.tree_flatten_with_path(updates)
         leaves = [x for _, x in named]
         if clip is not None:
-            hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."
-            real, allowed = not any(map(jnp.iscomplexobj, leaves)), "None with complex gradients"
-            checks.require_type(real, who, "clip", got=clip, allowed=allowed, hint=hint)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
             send = functools.partial(_narrow, names, dividing, wire, bucket_bytes)
@@ -157,11 +154,9 @@ def _in_messages(
     whole = [i for i, dim in enumerate(owned) if dim == -1]
     send = functools.partial(_packed, names, divide, exchange.MESSAGE)
     found |= zip(whole, exchange.by_kind([leaves[i] for i in whole], send), strict=True)
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        dims = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
-        dims = {i: dim for i, dim in dims.items() if leaves[i].dtype == dtype}
-        if not dims:
-            continue
+    cut = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
+    for dtype in dict.fromkeys(leaves[i].dtype for i in cut):
+        dims = {i: dim for i, dim in cut.items() if leaves[i].dtype == dtype}
         send = functools.partial(_to_owners, names[0], divide)
         at, sent = {paths[i]: dim for i, dim in dims.items()}, [leaves[i] for i in dims]
         found |= zip(dims, placement.to_owners(who, at, sent, send), strict=True)

@@ -208,8 +208,7 @@ def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
     for part, held in zip(parts, copies, strict=True):
         buckets += [Bucket(x.rows, x.owners + leaves, held) for x in part.buckets]
         leaves += part.exponents.shape[1]
-    exponents = jnp.concatenate([part.exponents for part in parts], 1)
-    return Rows(buckets, exponents, parts[0].near_one)
+    return Rows(buckets, jnp.concatenate([part.exponents for part in parts], 1), parts[0].near_one)
 
 
 def _blocks(x: jax.Array, owners: Owners) -> jax.Array:
@@ -229,10 +228,8 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     above, below = (x[:, _distinct(bucket.owners)] for x in factors)
     weights = above / below
     shape = () if len(bucket.owners) == 1 else (weights.shape[1], 1)
-    nodes = [
-        _blocks(x, bucket.owners) * weight.astype(x.dtype).reshape(shape)
-        for x, weight in zip(bucket.rows, weights, strict=True)
-    ]
+    pairs = zip(bucket.rows, weights, strict=True)
+    nodes = [_blocks(x, bucket.owners) * w.astype(x.dtype).reshape(shape) for x, w in pairs]
     for _ in range(level):
         odd = nodes[len(nodes) // 2 * 2 :]
         nodes = [a + b for a, b in zip(nodes[0::2], nodes[1::2], strict=False)] + odd
@@ -328,19 +325,15 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     cross_a, cross_b = own_a + lead, own_b - lead
     units = jnp.maximum(jnp.maximum(own_a, own_b), jnp.maximum(cross_a, cross_b))
     same = products.apart == 0
-    weights = (
-        _weight(ab, aa, own_a - units, cross_a - units, same),
-        _weight(ab, bb, own_b - units, cross_b - units, same),
-    )
+    of_a = _weight(ab, aa, own_a - units, cross_a - units, same)
+    of_b = _weight(ab, bb, own_b - units, cross_b - units, same)
     odd = nodes.exponents[2 * len(units) :]
     one = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
     # The node of every row.
     node = np.arange(len(nodes.factors.above)) >> nodes.level
-    above, below = (
-        jnp.concatenate([jnp.broadcast_to(jnp.stack(x, 1), shape).reshape(-1, shape[2]), one])
-        for x in zip(*weights, strict=True)
-    )
+    pairs = (jnp.broadcast_to(jnp.stack(x, 1), shape) for x in zip(of_a, of_b, strict=True))
+    above, below = (jnp.concatenate([x.reshape(-1, shape[2]), one]) for x in pairs)
     factors = Factors(nodes.factors.above / nodes.factors.below * above[node], below[node])
     return Nodes(nodes.level + 1, jnp.concatenate([units, odd]), factors)
 

@@ -265,14 +265,12 @@ class Largest(Codec):
         values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
         wires = [self.cut.wire(x) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
-        received = structure.unflatten(_gathered(arrays, names))
-        summed = self._summed(buckets, *received)
+        summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
         # With the barrier the sums are written once. A TPU's compiler would otherwise move their
         # readers before the transposition, and also write the result of each reader.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
-        coded = self.cut.coded
-        sent = [jnp.where(mask, coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
+        sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
         if self.cut.bits:
             one = jax.tree.map(lambda x: x[None], (wires, positions))
             own = _apart(leaves, buckets, self._summed(buckets, *one))
@@ -307,8 +305,7 @@ class Largest(Codec):
             if len(group) > 1:
                 reaching = [jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0) for i in group]
                 array, bound = packed(reaching), 0.0
-            view = Runs.of(array.shape, self.block, self.count)
-            found.append(_Bucket(group, array, bound, view))
+            found.append(_Bucket(group, array, bound, Runs.of(array.shape, self.block, self.count)))
         return found
 
 
@@ -459,9 +456,8 @@ def top_k_reduce(
     hint = "Or leave it out, for value_dtype."
     checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
     if bits:
-        checks.absent(
-            who, "value_dtype", value_dtype, "left out beside bits", "Both are of a value."
-        )
+        allowed = "left out beside bits"
+        checks.absent(who, "value_dtype", value_dtype, allowed, "Both are of a value.")
     how = block, Cut(value_dtype=wire, bits=bits), bucket_bytes
     if count is None:
         largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731
@@ -555,9 +551,8 @@ def _checked(
     """Check the arguments of elements with positions."""
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
-    return block, bucket_bytes, wire
+    return block, exchange.check_bytes(who, bucket_bytes), wire
 
 
 def _check_share(who: str, argument: str, value: Any) -> None:

@@ -151,7 +151,7 @@ def value_and_grad(
       >>> f(jnp.float32(1.0), (), jnp.arange(4.0))
       (Array(2.1, dtype=float32), Array(2.2, dtype=float32))
     """
-    count, precision = require_count(_WHO, microbatches), as_policy(_WHO, policy)
+    count, precision = require_count(_WHO, microbatches), as_policy(policy)
     names = axes.of_mesh(_WHO, axis_name, mesh)
 
     @functools.wraps(loss_fn)

@@ -123,7 +123,7 @@ def make_train_step(
     checks.choice(who, "freeze_driver", freeze_driver, FreezeDriver, hint)
     hint = "The step cuts the batch: a stacked one is x.reshape(-1, *x.shape[2:])."
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
-    rules = as_policy(who, policy)
+    rules = as_policy(policy)
     how: Any = {"policy": rules, "microbatches": slices, "accumulator_dtype": accumulator_dtype}
     how |= {"mesh": mesh, "axis_name": names or None, "has_aux": has_aux}
     oracle = value_and_grad(_reporting(loss_fn) if has_aux else loss_fn, **how)
