@@ -138,13 +138,13 @@ def advice(sections: Mapping[str, list[Row]]) -> str:
     )
     said = "# The reduction that reached a loss first, by the rate of each link in bits per second."
     said += "\n# From benchmarks/results/network_losses.md.\n"
-    said += f'workload = "a transformer of 254,720 params, {HOSTS} hosts"\n'
+    said += f'workload = "a transformer of 254,720 params, {HOSTS} hosts"\nfirst = [\n'
     for link in LINKS:
         rate = Network.of(link).rate
         name = fastest(rows, link)
-        said += f"\n[[first]]\nrate = {rate:.0f}\nform = '{CALLS.get(name, name)}'\n"
-        said += f"tie = {str(as_fast(rows, name, link)).lower()}\n"
-    return said
+        tie = str(as_fast(rows, name, link)).lower()
+        said += f"  {{ rate = {rate:.0f}, form = '{CALLS.get(name, name)}', tie = {tie} }},\n"
+    return f"{said}]\n"
 
 
 def draw(seconds: list[Row], losses: list[Row]) -> None:

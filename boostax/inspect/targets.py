@@ -31,7 +31,7 @@ _AUDIT = "audit"
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)+)(?:\*(?P<slices>\d+))?")
 _FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
-_MACHINES = checks.table("boostax.inspect", "machines")
+_KNOWN = checks.table("boostax.inspect", "machines")
 # Without these variables the compiler for TPU looks for a host with TPUs, and locks it.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -68,10 +68,10 @@ def target_devices(target: str) -> tuple[Any, ...]:
       or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. ...
     """
     found = _FORM.fullmatch(target)
-    machine = _MACHINES.get(found["name"], {}) if found else {}
-    config = machine.get("config")
-    if found is None or not machine or (config and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
-        listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _MACHINES.values())
+    name = found["name"] if found else ""
+    known, gpu = name in _KNOWN["machines"], _KNOWN["gpus"].get(name)
+    if found is None or not known or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
+        listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _KNOWN["machines"].values())
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
@@ -79,7 +79,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
             os.environ.setdefault(name, value)
     given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
     given["num_slices"] = int(found["slices"] or 1)
-    if config:
+    if gpu:
+        config = _KNOWN["description"] % gpu
         given = {"platform": "cuda", "topology": found["shape"], "target_config": config}
     try:
         devices = _described(given)
@@ -162,14 +163,8 @@ def compile_program(
         got = f"{len(args) + len(given)} arguments, target={target!r}"
         alone = not (args or given) and target is None
         hint = "Pass the jax.jit function with its arguments to compile it for another target."
-        checks.require(
-            alone,
-            _AUDIT,
-            "a lowered or compiled program",
-            got=got,
-            allowed="given alone",
-            hint=hint,
-        )
+        what, allowed = "a lowered or compiled program", "given alone"
+        checks.require(alone, _AUDIT, what, got=got, allowed=allowed, hint=hint)
         return _finished(program)
     if isinstance(program, TrainStep):
         program, args = program.jitted(*args, depth=depth, **given)
