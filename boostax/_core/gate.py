@@ -221,20 +221,16 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
         given = Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
         return run(tx, *given, apply=True, extra={"value": jnp.zeros(())})
 
-    def first() -> PyTree:
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        return init_inner(tx, treedef.unflatten(zeros))
-
-    program, types = jax.make_jaxpr(update, return_shape=True)(
-        leaves, jax.eval_shape(first), leaves
-    )
+    state = jax.eval_shape(functools.partial(init_inner, tx), treedef.unflatten(leaves))
+    traced, _ = trees.trace_once(update, leaves, state, leaves)
     none = frozenset[int]()
     unite = lambda facts: none.union(*facts)  # noqa: E731
     known = [frozenset([i]) for i in range(len(leaves))]
-    known = [*known, *[none] * (len(program.in_avals) - 2 * len(known)), *known]
+    known = [*known, *[none] * (len(traced.program.in_avals) - 2 * len(known)), *known]
     each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
-    found = interpret.flow(program, known, each, unite, none)
-    return jax.tree.unflatten(jax.tree.structure(types), found)
+    return jax.tree.unflatten(
+        traced.structure, interpret.flow(traced.program, known, each, unite, none)
+    )
 
 
 def applied(
