@@ -405,9 +405,6 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
-    wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    if wanted.intersection(*map(varying, jax.tree.leaves(grads))) == wanted:
-        return
     wanted = tracked(names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = ", ".join(sorted(wanted - varying(leaf)))

@@ -28,7 +28,7 @@ The state of a gate describes its last call by methods and fields:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,18 +96,12 @@ class Pending(NamedTuple):
         return norms.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
 
 
-class Step(Protocol):
-    """A function like ``update`` that returns new params instead of updates if ``apply=True``."""
-
-    def __call__(
-        self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: PyTree
-    ) -> Stepped: ...
-
-
-class Flush(Protocol):
-    """A function that closes open windows without a new gradient; it returns params and state."""
-
-    def __call__(self, state: Any, params: PyTree, **extra: PyTree) -> Stepped: ...
+# ``step(grads, state, params, *, apply, **extra)`` is like ``update`` and gets a ``Pending``; it
+# returns new params instead of updates if ``apply=True``.
+Step = Callable[..., Stepped]
+# ``flush(state, params, **extra)`` closes open windows without a new gradient; it returns params
+# and state.
+Flush = Callable[..., Stepped]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
