@@ -43,9 +43,12 @@ def test_types_tell_varying_from_equal_values():
 def test_each_collective_is_recognised(check_vma):
     """Also a gather that is typed as equal."""
 
-    def send(local):
-        gathered = lax.all_gather(local, "data", to="invarying")
-        return [*(send(local, "data") for send in axes.COLLECTIVES.values()), gathered, local][-1]
+    def send(x):
+        over = "data"
+        sent = [lax.psum(x, over), lax.pmax(x, over), lax.pmin(x, over), lax.all_gather(x, over)]
+        sent += [lax.psum_scatter(x, over, tiled=True), lax.all_to_all(x, over, 0, 0)]
+        sent += [lax.ppermute(x, over, [(0, 1), (1, 0)]), lax.all_gather(x, over, to="invarying")]
+        return x
 
     how = {"mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "check_vma": check_vma}
     x = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -26,18 +26,9 @@ from boostax._core.types import Params
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
-# One collective of each kind, by the name of its primitive.
-COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
-    "psum": lax.psum,
-    "pmax": lax.pmax,
-    "pmin": lax.pmin,
-    "all_gather": lax.all_gather,
-    "reduce_scatter": functools.partial(lax.psum_scatter, tiled=True),
-    "all_to_all": lambda x, name: lax.all_to_all(x, name, 0, 0),
-    "ppermute": lambda x, name: lax.ppermute(x, name, [(0, 1), (1, 0)]),
-}
-# The ending "_invariant" marks collectives whose result is typed as equal on all replicas.
-_SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
+# The primitives of collectives. One whose name ends with "_invariant" has a result that is typed as
+# equal on all replicas.
+COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"
 # A placeholder for the axis that the step around a part binds later.
 UNNAMED = ("the axis of the step",)
 # Marks bound axes over which a window averages the gradients of each call, for the parts inside.
@@ -140,7 +131,7 @@ def varying(x: object) -> frozenset[str]:
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
     """Return the axes of a collective, also those of ``vmap``; empty for other equations."""
-    if eqn.primitive.name not in _SENDING:
+    if eqn.primitive.name.removesuffix("_invariant") not in COLLECTIVES:
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return names if isinstance(names, tuple) else (names,)
@@ -153,8 +144,7 @@ def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
 def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
     """Return the named axes over which equations communicate."""
-    found = [sent_over(eqn) for eqn in eqns if eqn.primitive.name in _SENDING]
-    return frozenset(name for names in found for name in names if isinstance(name, str))
+    return frozenset(name for eqn in eqns for name in sent_over(eqn) if isinstance(name, str))
 
 
 def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
@@ -308,10 +298,9 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Sum over the replicas, and return this replica's slice of the sum."""
     how: Any = {"scatter_dimension": dim, "tiled": True}
-    if not vmapped(names):
-        return lax.psum_scatter(x, names, **how)
     # vmap has no rule for several axes at once.
-    return functools.reduce(lambda x, name: lax.psum_scatter(x, name, **how), names, x)
+    steps = names if vmapped(names) else (names,)
+    return functools.reduce(lambda x, over: lax.psum_scatter(x, over, **how), steps, x)
 
 
 def sent_apart() -> bool:
@@ -416,9 +405,6 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
-    wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    if wanted.intersection(*map(varying, jax.tree.leaves(grads))) == wanted:
-        return
     wanted = tracked(names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = ", ".join(sorted(wanted - varying(leaf)))

@@ -23,9 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, placement, trees
 from boostax._core.norms import add_both
-from boostax._core.replicas import is_per_replica, specs_like
-
-PyTree = Any
+from boostax._core.replicas import PyTree, is_per_replica, specs_like
 
 
 class Copies(NamedTuple):

@@ -36,6 +36,7 @@ Stepped = tuple[Any, Any]
 Update = TypeVar("Update", bound=Callable[..., Any])
 # The prefix of a part's name in the name stack of a trace, and so in profiles.
 SCOPE = "boostax."
+_NUMBERS = float, complex
 
 # The roles: the effect of a part on a gradient, which decides its position in a chain.
 Gate = Literal["scaler", "window", "check"]
@@ -146,9 +147,7 @@ def describe(
         @functools.wraps(update)
         def scoped(*args: Any, **kwargs: Any) -> Any:
             # The caller may have Python numbers among the leaves.
-            if {float, complex} & set(map(type, jax.tree.leaves(args))):
-                number = lambda x: isinstance(x, (float, complex))  # noqa: E731
-                args = jax.tree.map(lambda x: jnp.asarray(x) if number(x) else x, args)
+            args = jax.tree.map(lambda x: jnp.asarray(x) if type(x) in _NUMBERS else x, args)
             if bcoo.MODULE in sys.modules and args:
                 args = bcoo.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):

@@ -28,7 +28,7 @@ The state of a gate describes its last call by methods and fields:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,18 +96,12 @@ class Pending(NamedTuple):
         return norms.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
 
 
-class Step(Protocol):
-    """A function like ``update`` that returns new params instead of updates if ``apply=True``."""
-
-    def __call__(
-        self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: PyTree
-    ) -> Stepped: ...
-
-
-class Flush(Protocol):
-    """A function that closes open windows without a new gradient; it returns params and state."""
-
-    def __call__(self, state: Any, params: PyTree, **extra: PyTree) -> Stepped: ...
+# ``step(grads, state, params, *, apply, **extra)`` is like ``update`` and gets a ``Pending``; it
+# returns new params instead of updates if ``apply=True``.
+Step = Callable[..., Stepped]
+# ``flush(state, params, **extra)`` closes open windows without a new gradient; it returns params
+# and state.
+Flush = Callable[..., Stepped]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,20 +215,16 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
         given = Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
         return run(tx, *given, apply=True, extra={"value": jnp.zeros(())})
 
-    def first() -> PyTree:
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        return init_inner(tx, treedef.unflatten(zeros))
-
-    program, types = jax.make_jaxpr(update, return_shape=True)(
-        leaves, jax.eval_shape(first), leaves
-    )
+    state = jax.eval_shape(functools.partial(init_inner, tx), treedef.unflatten(leaves))
+    traced, _ = trees.trace_once(update, leaves, state, leaves)
     none = frozenset[int]()
     unite = lambda facts: none.union(*facts)  # noqa: E731
     known = [frozenset([i]) for i in range(len(leaves))]
-    known = [*known, *[none] * (len(program.in_avals) - 2 * len(known)), *known]
+    known = [*known, *[none] * (len(traced.program.in_avals) - 2 * len(known)), *known]
     each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
-    found = interpret.flow(program, known, each, unite, none)
-    return jax.tree.unflatten(jax.tree.structure(types), found)
+    return jax.tree.unflatten(
+        traced.structure, interpret.flow(traced.program, known, each, unite, none)
+    )
 
 
 def applied(

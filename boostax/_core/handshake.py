@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Generator
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from boostax._core import checks, mismatch, trees
+from boostax._core.context import during
 
 PyTree = Any
 Grads = TypeVar("Grads")
@@ -133,17 +133,12 @@ def hand_on_state(old: PyTree, new: PyTree) -> None:
         hand_on(one, other)
 
 
-@contextlib.contextmanager
-def scaling(opt_state: PyTree) -> Generator[None]:
+def scaling(opt_state: PyTree) -> contextlib.AbstractContextManager[None]:
     """Mark the scales in a state, for a loss that is traced in this context and scaled outside."""
     scales = _scales(opt_state)
     for scale in scales:
         _mark(scale).loss = True
-    token = _INSIDE.set((*_INSIDE.get(), scales))
-    try:
-        yield
-    finally:
-        _INSIDE.reset(token)
+    return during(_INSIDE, (*_INSIDE.get(), scales))
 
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:

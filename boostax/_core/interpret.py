@@ -81,8 +81,7 @@ def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
     """Return the programs inside an equation: a called program, branches, or parts of a loop."""
     kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
     held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
-    found = [[x for x in leaves if isinstance(x, kinds)] for leaves in held]
-    return [[x.jaxpr if isinstance(x, kinds[1]) else x for x in programs] for programs in found]
+    return [[getattr(x, "jaxpr", x) for x in leaves if isinstance(x, kinds)] for leaves in held]
 
 
 def has(program: jaxprs.ClosedJaxpr, primitive: str) -> bool:

@@ -54,14 +54,12 @@ class Kernels:
     """The kernels among the leaves of a tree, and the dimensions of their inputs.
 
     Attributes:
-      who: the name of the transformation, for errors.
       name: the name of the layout. ``None`` takes the layout of ``equinox.nn`` modules from their
         classes and Flax's and Haiku's layout for all others; it refuses a ``weight``, whose outputs
         may come first.
       tree: the params, or a tree of their structure.
     """
 
-    who: str
     name: LayoutName | None
     tree: PyTree
 
@@ -100,7 +98,7 @@ class Kernels:
         allowed = f"given where a kernel may be of several, as {trees.path_name(path)!r}"
         hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
         fits = bool(self.name or classes or not either)
-        checks.require(fits, self.who, "layout", got=None, allowed=allowed, hint=hint)
+        checks.require(fits, "centralize_gradients", "layout", got=None, allowed=allowed, hint=hint)
         if row is _FLAX and ndim - lead == 3 and _PROJECTION.fullmatch("/".join([*modules, leaf])):
             return (lead,)
         outputs = row.transposed if transposed else row.outputs

@@ -6,7 +6,6 @@ nothing, and a state that works in another structure passes, such as ``None`` fo
 """
 
 import contextlib
-import inspect
 import re
 import sys
 from collections.abc import Callable, Generator
@@ -22,14 +21,6 @@ PyTree = Any
 # NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
-_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
-# Hints for a loss that does not take an argument, by argument.
-_TAKEN = {
-    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
-    "edge between groups.",
-    "key": "Add key=None to its arguments, or start the state without a key.",
-    "model_state": "Add model_state=None to its arguments, or start the state without one.",
-}
 
 
 @contextlib.contextmanager
@@ -62,11 +53,11 @@ def _is_donated(x: Any) -> bool:
 
 def require_order(who: str, call: str, **given: PyTree) -> None:
     """Refuse donated arrays, and an optimizer state in another argument's position."""
-    if any(map(_is_donated, jax.tree.leaves(given))):
-        names = [name for name, x in trees.named(given) if _is_donated(x)]
-        hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
-        got = f"{names[:4]} donated"
-        raise ValueError(checks.message(who, "arguments", "not yet donated", got, hint))
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    gone = [trees.path_name(path) for path, x in leaves if _is_donated(x)]
+    got, allowed = f"{gone[:4]} donated", "not yet donated"
+    hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
+    checks.require(not gone, who, "arguments", got=got, allowed=allowed, hint=hint)
     for what, tree in given.items():
         names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
         found = (x for x in names if re.match(r"(optax|boostax)\..*State$", x))
@@ -107,26 +98,6 @@ def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTre
     return state
 
 
-def require_taken(who: str, loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that does not take the arguments that it is called with."""
-    try:
-        # A wrapper may take arguments that the wrapped function does not.
-        takes = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):
-        # Some callables have no signature that Python can read.
-        return
-    try:
-        takes.bind(None, None, **kwargs)
-    except TypeError as error:
-        name = next((name for name in kwargs if repr(name) in str(error)), "")
-        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
-        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
-        if "missing" in str(error):
-            allowed = f"given all that it takes ({error})"
-            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
-        raise TypeError(checks.message(who, "loss_fn", allowed, loss_fn, hint)) from error
-
-
 def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
     """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
     given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
@@ -139,12 +110,8 @@ def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
         trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
-    try:
-        active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
-        return jax.tree.broadcast(active, params)
-    except ValueError as error:
-        allowed += ", or a prefix of one"
-        raise ValueError(checks.message(who, "active", allowed, active, str(error))) from error
+    active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
+    return jax.tree.broadcast(active, params)
 
 
 def require_trainable(who: str, trained: PyTree) -> None:

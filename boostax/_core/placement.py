@@ -13,12 +13,11 @@ The placement inside ``Placement.each`` is a context variable, ``_HERE``, becaus
 passes only arrays, and the mapped code calls transformations of other libraries.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
+from boostax._core.context import during
 from boostax._core.describe import PyTree, Stepped
 from boostax._core.replicas import PerReplica, is_per_replica, shared_by, specs_like, without
 
@@ -94,7 +94,7 @@ class Placement:
         found: list[Any] = []
 
         def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-            with _at(self), axes.binding(self.names):
+            with during(_HERE, self), axes.binding(self.names):
                 local, common, result = _apart(fn(*_joined(stacked, shared, tree)))
             _require_common(common)
             found.append(result)
@@ -281,7 +281,6 @@ def outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @called.def_vmap
     def rule(size: int, batched: Any, *args: PyTree) -> Any:
-        del size, batched, args
         allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
         raise ValueError(
             checks.message("value_and_grad", "loss_at", allowed, "some that differ", hint)
@@ -425,7 +424,7 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
     """
 
     def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        with _at(None):
+        with during(_HERE, None):
             return call(local[0], local[1], shared)
 
     def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -510,15 +509,6 @@ def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
         return (means, own, shared), (same(means, False), same(own, True), same(shared, False))
 
     return call
-
-
-@contextlib.contextmanager
-def _at(placement: Placement | None) -> Generator[None]:
-    token = _HERE.set(placement)
-    try:
-        yield
-    finally:
-        _HERE.reset(token)
 
 
 def _apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:

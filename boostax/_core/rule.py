@@ -95,13 +95,6 @@ def gate(
     names = axes.canonical(who, axis_name)
     tx = checks.transformation(who, "inner", inner)
 
-    def agreed(grads: gates.Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
-        ok, own = rule(grads, own, params)
-        if jnp.shape(ok) or not jnp.issubdtype(jnp.result_type(ok), jnp.bool_):
-            allowed, hint = "a bool scalar", "Such as optax.tree.norm(grads.value()) < 10."
-            raise TypeError(checks.message(who, "run", allowed, ok, hint))
-        return axes.agree(ok, names), own
-
     def init_fn(params: PyTree) -> GateState:
         # The leaves are copied, because donation refuses a buffer that two fields share.
         own = jax.tree.map(jnp.array, init(params))
@@ -113,7 +106,11 @@ def gate(
         grads: gates.Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GateState]:
         axes.require_local(grads.raw, names, who)
-        ok, own = agreed(grads, state.own, params)
+        ok, own = rule(grads, state.own, params)
+        fits = jnp.issubdtype(jnp.result_type(ok), jnp.bool_) and not jnp.shape(ok)
+        hint = "Such as optax.tree.norm(grads.value()) < 10."
+        checks.require_type(fits, who, "run", got=ok, allowed="a bool scalar", hint=hint)
+        ok = axes.agree(ok, names)
         trees.require_shapes(who, "own", state.own, own, "A rule keeps the shapes of its state.")
 
         def heavy() -> Stepped:

@@ -157,8 +157,7 @@ def masked(tree: PyTree, active: PyTree) -> PyTree:
 
 def unmasked(part: PyTree, whole: PyTree) -> PyTree:
     """Replace each ``optax.MaskedNode`` in ``part`` by the leaf at its position in ``whole``."""
-    kept = lambda x, y: x if is_masked(y) else y  # noqa: E731
-    return jax.tree.map(kept, whole, part)
+    return jax.tree.map(lambda x, y: x if is_masked(y) else y, whole, part)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -190,11 +189,10 @@ def require_params(params: PyTree, who: str, hint: str) -> None:
 
 def require_arrays(params: PyTree, who: str) -> None:
     """Refuse leaves that a compiled step cannot take, such as functions in a module."""
-    if all(map(_is_number, jax.tree.leaves(params))):
-        return
-    got = [(name, type(leaf).__name__) for name, leaf in named(params) if not _is_number(leaf)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    got = [(path_name(path), type(x).__name__) for path, x in leaves if not _is_number(x)]
     hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
-    raise TypeError(checks.message(who, "params", "arrays", got[:6], hint))
+    checks.require_type(not got, who, "params", got=got[:6], allowed="arrays", hint=hint)
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:

@@ -137,7 +137,7 @@ def centralize_gradients(
     checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
 
     def dims_of(tree: PyTree) -> PyTree:
-        dims = functools.partial(_dims, rules, layouts.Kernels(_WHO, layout, tree))
+        dims = functools.partial(_dims, rules, layouts.Kernels(layout, tree))
         return jax.tree_util.tree_map_with_path(dims, tree)
 
     @describe(_WHO, "centralize")

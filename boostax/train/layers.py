@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import checks, interpret, norms, trees
+from boostax._core.context import during
 
 PyTree = Any
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -154,11 +155,8 @@ class Run:
 
     def traced(self, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
         """Call a loss in which ``scan_layers`` runs these stacks."""
-        token = _RUN.set(self)
-        try:
+        with during(_RUN, self):
             return fn(*args, **how)
-        finally:
-            _RUN.reset(token)
 
 
 def require_scanned(program: Any, shown: Sequence[bool]) -> None:
