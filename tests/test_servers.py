@@ -1,7 +1,6 @@
 """AdaSum over servers: the mean of gradients in each, its optimizer, AdaSum of the updates."""
 
 import collections
-import functools
 import json
 
 import chex

@@ -178,7 +178,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
-    levels: dict[Level, Policy] = {
+    levels: dict[str, Policy] = {
         "O0": Policy(),
         "O1": Policy(_F32, low, _F32, "all but matmuls"),
         "O2": Policy(_F32, low, _F32, NORMS),
