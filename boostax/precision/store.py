@@ -334,11 +334,10 @@ def _first(
         if _is_placeholder(params, x):
             rule_of(trees.path_name(path))
             return x
-        starts = (i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x))
-        start = next(starts, None)
-        if start is None or jnp.result_type(x) != jnp.float32:
+        starts = [i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x)]
+        if not starts or jnp.result_type(x) != jnp.float32:
             return x
-        field = trees.path_name(path[:start])
+        field, owner = trees.path_name(path[: starts[0]]), path[starts[0] :]
         rule = rule_of(field)
         if rule is None or x.size < least:
             return x
@@ -346,7 +345,7 @@ def _first(
             warnings.warn(_SECOND.format(field), stacklevel=2)
         codes, found = FORMATS[rules[rule]].encode(x, None)
         if found is not None:
-            scales[field, path[start:]] = found
+            scales[field, owner] = found
         return codes
 
     is_leaf = functools.partial(_is_placeholder, params)

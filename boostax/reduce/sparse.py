@@ -54,10 +54,6 @@ class Cut:
             return self.threshold or 0.0
         return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
-    def reach(self, values: jax.Array, least: Bound) -> jax.Array:
-        """Return which elements are to be sent, without zeros."""
-        return (jnp.abs(values) >= least) & (values != 0)
-
     def coded(self, values: jax.Array, least: Bound) -> jax.Array:
         """Return the values as sent, zero below the threshold."""
         if self.threshold is not None:
@@ -289,8 +285,8 @@ class Largest(Codec):
         """Return whether all selected elements have slots, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
-            reached = bucket.view.rows(self.cut.reach(bucket.array, bucket.least))
-            lacking = jnp.maximum(lacking, bucket.view.lacking(reached))
+            reached = (jnp.abs(bucket.array) >= bucket.least) & (bucket.array != 0)
+            lacking = jnp.maximum(lacking, bucket.view.lacking(bucket.view.rows(reached)))
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Bound]) -> list[_Bucket]:
@@ -333,8 +329,7 @@ class Threshold(Codec):
         sends = [functools.partial(send, leaves, state, names) for send in forms]
         if self.capacity == 1:
             return sends[1]()._replace(capacity=jnp.ones((), jnp.float32))
-        fits = axes.agree(self.sparse.fits(leaves), names)
-        form = jnp.where(fits, 0, 1).astype(jnp.int32)
+        form = jnp.where(axes.agree(self.sparse.fits(leaves), names), 0, 1).astype(jnp.int32)
         message = switched(form, sends, names)
         return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[form])
 
