@@ -247,9 +247,8 @@ def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
             return p
         if jnp.ndim(kept) > jnp.ndim(p):
             # Slots that are not yet written are zero.
-            count = jnp.clip(averaged, 1, len(kept))
             total = kept.astype(trees.wide_dtype(kept)).sum(0)
-            kept = total / count.astype(total.real.dtype)
+            kept = total / jnp.clip(averaged, 1, len(kept)).astype(total.real.dtype)
         trees.require_shapes(who, "params", {name: p}, {name: kept}, hint)
         return jnp.where(averaged > 0, kept.astype(p.dtype), p)
 

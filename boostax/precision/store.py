@@ -177,7 +177,6 @@ def store(
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
-        inner_state = gate.init_optimizer(_WHO, tx, params)
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
@@ -185,7 +184,7 @@ def store(
         )
         allowed = "None where no param is bf16"
         checks.require(fits, _WHO, "params", got=kind, allowed=allowed, hint=hint)
-        codes, scales = _first(inner_state, params, rules, least)
+        codes, scales = _first(gate.init_optimizer(_WHO, tx, params), params, rules, least)
         no_rest = lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()  # noqa: E731
         low = jax.tree.map(no_rest, params) if kind == "remainder" else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)

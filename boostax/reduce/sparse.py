@@ -125,39 +125,25 @@ class Runs(NamedTuple):
         if grid.shape[-1] < exchange.LANES or grid.one[0] * count(grid.width) > most:
             grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
         columns = math.ceil(grid.width / selection.BITS)
-        sent = min(count(grid.width), grid.width)
-        return cls(grid, (grid.one[0], selection.BITS, columns), sent)
+        return cls(grid, (grid.one[0], selection.BITS, columns), min(count(grid.width), grid.width))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the arrays that ``put`` adds to."""
+        """Return the shape of the arrays that ``plus`` adds to."""
         return self.cells[0], *selection.shape(self.cells[1:])
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return positions ``(runs, count)``, ascending in each run, and bools like the leaf."""
         positions, mask = _largest(self.sent)(self.rows(leaf))
         narrow = math.prod(self.cells[1:]) <= 2**16
-        return positions.astype(jnp.uint16 if narrow else jnp.uint32), self._leaf(mask)
-
-    def taken(self, leaf: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the elements at positions."""
-        return _taken(self.rows(leaf), positions)
-
-    def put(self, into: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-        """Add values to an array of ``shape`` at positions."""
-        return _plus(into, positions, values.astype(into.dtype))
+        return positions.astype(jnp.uint16 if narrow else jnp.uint32), self.leaf(mask)
 
     def rows(self, leaf: jax.Array) -> jax.Array:
         """Return an array in the leaf's shape in the shape ``cells``."""
         rows = self.grid.rows(leaf[None])[0]
-        size = math.prod(self.cells) // len(rows)
-        return exchange.padded(rows, 1, size).reshape(self.cells)
+        return exchange.padded(rows, 1, math.prod(self.cells) // len(rows)).reshape(self.cells)
 
-    def leaf(self, array: jax.Array) -> jax.Array:
-        """Return an array of ``shape`` in the leaf's shape."""
-        return self._leaf(_cells(array))
-
-    def _leaf(self, cells: jax.Array) -> jax.Array:
+    def leaf(self, cells: jax.Array) -> jax.Array:
         """Invert ``rows``."""
         return self.grid.slices(cells.reshape(1, self.grid.one[0], -1)[..., : self.grid.width])[0]
 
@@ -185,17 +171,19 @@ def _largest(count: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return _of_runs(functools.partial(selection.largest, count=count))
 
 
-_cells = _of_runs(selection.rows)
+cells = _of_runs(selection.rows)
 
 
 @_of_runs
-def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+def taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the elements at positions."""
     word, column, bit = selection.at(positions, rows.shape[1])
     return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
 
 
 @_of_runs
-def _plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+def plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+    """Add values to an array in the shape ``Runs.shape`` at positions."""
     chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless it is told that they are sorted.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
@@ -209,7 +197,8 @@ def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return view.put(total, *theirs), None
+        values, positions = theirs
+        return plus(total, positions, values.astype(total.dtype)), None
 
     zeros = jnp.zeros(view.shape, trees.wide_dtype(values))
     return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
@@ -258,7 +247,7 @@ class Largest(Codec):
         found = (bucket.view.largest(bucket.array) for bucket in buckets)
         positions, masks = zip(*found, strict=True)
         chosen = zip(buckets, positions, strict=True)
-        values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
+        values = [self.cut.coded(taken(x.view.rows(x.array), i), x.least) for x, i in chosen]
         wires = [self.cut.wire(x) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
@@ -279,12 +268,13 @@ class Largest(Codec):
         """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
         trios = zip(buckets, wires, positions, strict=True)
         read = ((x.view, self.cut.arrived(wire, x.view.sent), i) for x, wire, i in trios)
-        return [view.leaf(added(view, values, i)) for view, values, i in read]
+        return [view.leaf(cells(added(view, values, i))) for view, values, i in read]
 
     def fits(self, leaves: Arrays) -> jax.Array:
         """Return whether all selected elements have slots, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
+            # Zeros are never sent.
             reached = (jnp.abs(bucket.array) >= bucket.least) & (bucket.array != 0)
             lacking = jnp.maximum(lacking, bucket.view.lacking(bucket.view.rows(reached)))
         return lacking == 0
