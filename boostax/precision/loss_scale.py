@@ -220,8 +220,8 @@ def static_loss_scale(
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
         return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
 
-    asks, skip = isinstance(scale, Tracer) or bool(scale != 1), skip_nonfinite
-    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
+    asks = isinstance(scale, Tracer) or bool(scale != 1)
+    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip_nonfinite, asks=asks, who=who)
 
 
 @checks.arguments

@@ -293,8 +293,6 @@ def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
 
 def _rules(dense: Dense, tree: PyTree) -> list[bool]:
     """Return whether each leaf is sent dense, by the argument ``dense``."""
-    if dense is None:
-        return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
         return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
-    return jax.tree.leaves(jax.tree.broadcast(dense, tree))
+    return jax.tree.leaves(jax.tree.broadcast(False if dense is None else dense, tree))

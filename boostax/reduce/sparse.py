@@ -60,10 +60,6 @@ class Cut:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
 
-    def wire(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the arrays that are sent for coded values."""
-        return two_bits(values) if self.bits else (values,)
-
     def arrived(self, wire: tuple[jax.Array, ...], count: int) -> jax.Array:
         """Return the ``count`` values of each row that were sent as ``wire``."""
         return of_two_bits(*wire)[..., :count] if self.bits else wire[0]
@@ -80,9 +76,8 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
     # Each element is divided before the sum, because the sum could overflow.
-    parts = [
-        jnp.where(x, sizes / jnp.maximum(x.sum(-1, keepdims=True), 1), 0) for x in (~large, large)
-    ]
+    pairs = ((x, jnp.maximum(x.sum(-1, keepdims=True), 1)) for x in (~large, large))
+    parts = [jnp.where(x, sizes / count, 0) for x, count in pairs]
     means = trees.saturate(jnp.stack([x.sum(-1) for x in parts], -1), np.dtype(np.float32))
     magnitudes = (lax.bitcast_convert_type(means, jnp.uint32) >> 16).astype(jnp.uint16)
     codes = (values < 0).astype(jnp.uint8) + 2 * large.astype(jnp.uint8)
@@ -197,8 +192,8 @@ def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        values, positions = theirs
-        return plus(total, positions, values.astype(total.dtype)), None
+        chosen, at = theirs
+        return plus(total, at, chosen.astype(total.dtype)), None
 
     zeros = jnp.zeros(view.shape, trees.wide_dtype(values))
     return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
@@ -244,11 +239,10 @@ class Largest(Codec):
         """Gather the chosen elements of all replicas, and add them up."""
         least = [self.cut.least(x) for x in leaves]
         buckets = self._buckets(leaves, least)
-        found = (bucket.view.largest(bucket.array) for bucket in buckets)
-        positions, masks = zip(*found, strict=True)
+        positions, masks = zip(*(x.view.largest(x.array) for x in buckets), strict=True)
         chosen = zip(buckets, positions, strict=True)
         values = [self.cut.coded(taken(x.view.rows(x.array), i), x.least) for x, i in chosen]
-        wires = [self.cut.wire(x) for x in values]
+        wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
         # With the barrier the sums are written once. A TPU's compiler would otherwise move their
