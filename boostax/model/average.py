@@ -78,15 +78,6 @@ def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
     return stored[0].whole(params) if stored else params
 
 
-def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Array:
-    """Return whether the params are sampled; ``moved`` itself if every step is sampled.
-
-    XLA fuses a branch on ``moved`` with the optimizer's branch.
-    """
-    due = moved & (steps >= start) if start else moved
-    return due & ((steps - start) % every == 0) if every > 1 else due
-
-
 @checks.arguments
 def average_params(
     inner: optax.GradientTransformation,
@@ -189,8 +180,10 @@ def average_params(
     ) -> AverageParamsState:
         one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
         heavy = lambda: ((), jax.tree.map(one, state.averages, new()))  # noqa: E731
-        due, old = _due(moved, state.steps, start, every), state.averages
-        _, averages = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
+        # If every step is sampled, XLA fuses a branch on ``moved`` with the optimizer's branch.
+        due = moved & (state.steps >= start) if start else moved
+        due = due & ((state.steps - start) % every == 0) if every > 1 else due
+        _, averages = gate.run_or_hold(due, heavy, (), state.averages, apply=True, who=_WHO)
         steps, averaged = gate.counted(state.steps, moved), gate.counted(state.averaged, due)
         return AverageParamsState(steps, averaged, averages, inner_state)
 
@@ -254,9 +247,8 @@ def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
             return p
         if jnp.ndim(kept) > jnp.ndim(p):
             # Slots that are not yet written are zero.
-            count = jnp.clip(averaged, 1, len(kept))
             total = kept.astype(trees.wide_dtype(kept)).sum(0)
-            kept = total / count.astype(total.real.dtype)
+            kept = total / jnp.clip(averaged, 1, len(kept)).astype(total.real.dtype)
         trees.require_shapes(who, "params", {name: p}, {name: kept}, hint)
         return jnp.where(averaged > 0, kept.astype(p.dtype), p)
 

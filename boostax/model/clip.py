@@ -139,12 +139,11 @@ def adagc(
         length = lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
         sizes, early = jax.tree.map(length, updates), state.steps < warmup
         whole = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
-        # In a loop over layers there is no global norm, because other layers' gradients do not
-        # exist.
-        alone = axes.of_one_layer()
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
-            total = size if alone else whole
+            # In a loop over layers there is no global norm, because other layers' gradients do not
+            # exist.
+            total = size if axes.of_one_layer() else whole
             finite = jnp.isfinite(total)
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)
             by_leaf = jnp.where(past > 0, jnp.minimum(size, factor * past), size)

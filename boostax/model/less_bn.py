@@ -201,8 +201,7 @@ def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
             return Norm(node.path, True, f"{ends} is the last of its branch")
         return Norm(node.path, True, f"on the shortcut; {ends} stays")
 
-    shortcut = name == "add" and branch.norms
-    judged = _union(beyond).nodes if shortcut else branch.nodes
+    judged = _union(beyond).nodes if name == "add" and branch.norms else branch.nodes
     return {node: verdict(node) for node in judged if node.kind == "norm"}
 
 

@@ -209,8 +209,7 @@ def _on_tpu(ctx: Any, *values: Any, program: jaxprs.ClosedJaxpr, cut: Cut) -> An
         if alone or mesh is None:
             return on_shard(jnp.zeros((), jnp.int32), *operands)
         steps = [n * stride for n, stride in zip(part, formats.strides_of(shape), strict=True)]
-        counts = tuple(n // k for n, k in zip(shape, part, strict=True))
-        first = formats.index_in(counts, steps)
+        first = formats.index_in(tuple(n // k for n, k in zip(shape, part, strict=True)), steps)
         specs = [spec if x.ndim else PartitionSpec() for x in operands]
         how: Any = {"in_specs": (spec, *specs), "out_specs": [spec] * len(program.jaxpr.outvars)}
         return jax.shard_map(on_shard, mesh=mesh, check_vma=False, **how)(first, *operands)

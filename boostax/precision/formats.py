@@ -108,8 +108,7 @@ def nearest(x: jax.Array) -> jax.Array:
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
     """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if they are too far apart."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
-    near = (distance >= -_HALF) & (distance < _HALF)
-    return jnp.where(near, distance, 0).astype(jnp.int16)
+    return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 
 
 def joined(high: jax.Array, low: jax.Array) -> jax.Array:

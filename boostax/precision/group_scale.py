@@ -156,13 +156,6 @@ def _look(
     return jnp.asarray([group in numbers for group in range(inverse.size)]), both[0] > 0, both[1]
 
 
-def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
-    table = jnp.full(count, init_scale, jnp.float32)
-    first = table, jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
-    skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
-    return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
-
-
 @bound_axis.gate
 def group_loss_scale(
     inner: optax.GradientTransformation,
@@ -268,7 +261,10 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        return _first(count, init_scale, gate.init_inner(tx, params))
+        table = jnp.full(count, init_scale, jnp.float32)
+        first = table, jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32), jnp.asarray(False)
+        skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+        return GroupLossScaleState(*first, *skipped, inner_state=gate.init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(

@@ -158,8 +158,7 @@ def _seen(values: list[jax.Array]) -> jax.Array:
     if x is None:
         return jnp.asarray(False)
     # On an Explicit mesh JAX refuses to take one element of a sharded array.
-    sharded = any(jax.typeof(x).sharding.spec)
-    return (x != 0).any() if sharded else x[(0,) * x.ndim] != 0
+    return (x != 0).any() if any(jax.typeof(x).sharding.spec) else x[(0,) * x.ndim] != 0
 
 
 def _sends(eqn: jaxprs.JaxprEqn) -> bool:

@@ -220,8 +220,8 @@ def static_loss_scale(
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
         return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
 
-    asks, skip = isinstance(scale, Tracer) or bool(scale != 1), skip_nonfinite
-    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
+    asks = isinstance(scale, Tracer) or bool(scale != 1)
+    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip_nonfinite, asks=asks, who=who)
 
 
 @checks.arguments
@@ -285,7 +285,9 @@ def _scaled(
         checks.require_scalar(who, "scale", state.scale)
         if asks:
             handshake.require(who, state.scale)
-        unscaled = grads.times(*_reciprocal(state.scale))
+        # The reciprocal has two factors, because below 2**-126 one factor is flushed to zero.
+        coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
+        unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
 
         def heavy() -> tuple[PyTree, Any]:
             return gate.run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
@@ -386,12 +388,6 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     return handshake.scaled_once(loss, wide * scale.astype(wide.dtype), opt_state)
-
-
-def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ``1 / scale`` as two factors, because below 2**-126 one factor is flushed to zero."""
-    coarse = jnp.where(scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
-    return coarse, 1.0 / (scale * coarse)
 
 
 def _positive(who: str, argument: str, value: float, hint: str) -> None:

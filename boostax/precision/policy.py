@@ -69,14 +69,12 @@ class Policy:
         for name in _FIELDS.values():
             value = checks.floating_dtype("Policy", name, getattr(self, name))
             object.__setattr__(self, name, value)
-        if self.keep_f32 == "all but matmuls":
-            return
         hint = "Write patterns as ('LayerNorm',)."
         allowed = "a tuple of patterns or 'all but matmuls'"
-        fits = isinstance(self.keep_f32, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+        fits = self.only_matmuls or isinstance(self.keep_f32, tuple)
         got = self.keep_f32
         checks.require_type(fits, "Policy", "keep_f32", got=got, allowed=allowed, hint=hint)
-        for pattern in self.keep_f32:
+        for pattern in () if self.only_matmuls else self.keep_f32:
             re.compile(pattern)
 
     @property
@@ -178,7 +176,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
-    levels: dict[Level, Policy] = {
+    levels: dict[str, Policy] = {
         "O0": Policy(),
         "O1": Policy(_F32, low, _F32, "all but matmuls"),
         "O2": Policy(_F32, low, _F32, NORMS),

@@ -69,10 +69,7 @@ class CheckReplicasState(NamedTuple):
 
 @bound_axis.gate
 def check_replicas(
-    inner: optax.GradientTransformation,
-    *,
-    every: int = 1,
-    axis_name: axes.AxisName | None = None,
+    inner: optax.GradientTransformation, *, every: int = 1, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` only while all replicas have the same bits.
 

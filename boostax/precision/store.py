@@ -177,7 +177,6 @@ def store(
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
-        inner_state = gate.init_optimizer(_WHO, tx, params)
         fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
         hint = (
             "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
@@ -185,7 +184,7 @@ def store(
         )
         allowed = "None where no param is bf16"
         checks.require(fits, _WHO, "params", got=kind, allowed=allowed, hint=hint)
-        codes, scales = _first(inner_state, params, rules, least)
+        codes, scales = _first(gate.init_optimizer(_WHO, tx, params), params, rules, least)
         no_rest = lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()  # noqa: E731
         low = jax.tree.map(no_rest, params) if kind == "remainder" else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
@@ -334,11 +333,10 @@ def _first(
         if _is_placeholder(params, x):
             rule_of(trees.path_name(path))
             return x
-        starts = (i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x))
-        start = next(starts, None)
-        if start is None or jnp.result_type(x) != jnp.float32:
+        starts = [i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x)]
+        if not starts or jnp.result_type(x) != jnp.float32:
             return x
-        field = trees.path_name(path[:start])
+        field, owner = trees.path_name(path[: starts[0]]), path[starts[0] :]
         rule = rule_of(field)
         if rule is None or x.size < least:
             return x
@@ -346,7 +344,7 @@ def _first(
             warnings.warn(_SECOND.format(field), stacklevel=2)
         codes, found = FORMATS[rules[rule]].encode(x, None)
         if found is not None:
-            scales[field, path[start:]] = found
+            scales[field, owner] = found
         return codes
 
     is_leaf = functools.partial(_is_placeholder, params)

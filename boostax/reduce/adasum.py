@@ -378,8 +378,7 @@ def adasum_delta(
         own = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
         wide = trees.at_least_float32(updates)
         if inside:
-            mean_of_server = jax.tree.map(lambda x: reduced(x, inside, "after"), wide)
-            wide = axes.to_varying(mean_of_server, over)
+            wide = axes.to_varying(jax.tree.map(lambda x: reduced(x, inside, "after"), wide), over)
         deltas, inner_state = tx.update(wide, kept, own, **extra)
         require_like(who, "the moment", (kept, deltas), (inner_state, updates))
         inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)

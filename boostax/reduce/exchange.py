@@ -288,8 +288,7 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
         x = jnp.stack(bucket.rows)
         if rows.near_one:
             x = _shrunk(x, units - rows.exponents, bucket.owners)
-        x = x / count if divide == "before" else x
-        x = x.sum(0)
+        x = (x / count if divide == "before" else x).sum(0)
         x = x / count if divide == "after" else x
         result.append(grown(x, units, bucket.owners) if rows.near_one else x)
     return result

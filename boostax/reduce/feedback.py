@@ -217,7 +217,6 @@ class _Feedback(NamedTuple):
         norm = _square_sums(residual, names, growth)
         shares = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
         unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
-        held = waiting if self.error_feedback else held
         if self.momentum is not None:
             # An element whose residual equals ``wanted`` was not sent, so its velocity stays. The
             # comparison comes before ``late`` is added.
@@ -228,7 +227,7 @@ class _Feedback(NamedTuple):
             # A codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         return treedef.unflatten([result[i] for i in range(len(leaves))]), CompressedState(
-            residual=replicas.PerReplica(spread(held)),
+            residual=replicas.PerReplica(spread(waiting if self.error_feedback else held)),
             velocity=replicas.PerReplica(spread(moving)),
             codec=map_per_leaf(spread, jax.tree.map(keep, message.state, codec_state)),
             unsent=keep(unsent, state.unsent),
@@ -294,8 +293,6 @@ def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
 
 def _rules(dense: Dense, tree: PyTree) -> list[bool]:
     """Return whether each leaf is sent dense, by the argument ``dense``."""
-    if dense is None:
-        return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
         return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
-    return jax.tree.leaves(jax.tree.broadcast(dense, tree))
+    return jax.tree.leaves(jax.tree.broadcast(False if dense is None else dense, tree))

@@ -132,8 +132,7 @@ class _Rounds(NamedTuple):
             value, (anchor,) = self._in_turn(leaves, [warm], self._averaged, old, own, value, apply)
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._met(state, due, own, value, apply)
-        together = warm | jnp.stack(due).all()
-        return value, state._replace(since_sync=jnp.where(together, 0, since))
+        return value, state._replace(since_sync=jnp.where(warm | jnp.stack(due).all(), 0, since))
 
     def _turns(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
         """Return whether all params, and each fragment, are due ``since`` steps after the last."""
@@ -332,8 +331,7 @@ def _joined(tree: PyTree, groups: Sequence[Sequence[int]], parts: Sequence[PyTre
 
 
 def _copy(p: Any) -> Any:
-    is_type = isinstance(p, jax.ShapeDtypeStruct)
-    return p if is_type else jnp.array(p, dtype=jnp.result_type(p), copy=True)
+    return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.array(p, jnp.result_type(p), copy=True)
 
 
 @bound_axis.reduction

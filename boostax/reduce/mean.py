@@ -139,8 +139,7 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
     wide = x.astype(trees.wide_dtype(x))
-    wide = wide / replicas if divide == "before" else wide
-    total = lax.psum(wide, names)
+    total = lax.psum(wide / replicas if divide == "before" else wide, names)
     total = total / replicas if divide == "after" else total
     return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
 

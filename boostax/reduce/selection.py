@@ -34,8 +34,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     # Elements of the same magnitude as the last chosen element are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
-    part = (np.uint32(1) << cut % BITS) - np.uint32(1)
-    part = jnp.where(word == cut // BITS, part, 0)
+    part = jnp.where(word == cut // BITS, (np.uint32(1) << cut % BITS) - np.uint32(1), 0)
     chosen = above | equal & jnp.where(word < cut // BITS, ~np.uint32(0), part)
     ends = _running(chosen).ravel()
     slots = lax.iota(jnp.int32, count)

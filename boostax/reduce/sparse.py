@@ -54,19 +54,11 @@ class Cut:
             return self.threshold or 0.0
         return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
-    def reach(self, values: jax.Array, least: Bound) -> jax.Array:
-        """Return which elements are to be sent, without zeros."""
-        return (jnp.abs(values) >= least) & (values != 0)
-
     def coded(self, values: jax.Array, least: Bound) -> jax.Array:
         """Return the values as sent, zero below the threshold."""
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
-
-    def wire(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the arrays that are sent for coded values."""
-        return two_bits(values) if self.bits else (values,)
 
     def arrived(self, wire: tuple[jax.Array, ...], count: int) -> jax.Array:
         """Return the ``count`` values of each row that were sent as ``wire``."""
@@ -84,9 +76,8 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
     # Each element is divided before the sum, because the sum could overflow.
-    parts = [
-        jnp.where(x, sizes / jnp.maximum(x.sum(-1, keepdims=True), 1), 0) for x in (~large, large)
-    ]
+    pairs = ((x, jnp.maximum(x.sum(-1, keepdims=True), 1)) for x in (~large, large))
+    parts = [jnp.where(x, sizes / count, 0) for x, count in pairs]
     means = trees.saturate(jnp.stack([x.sum(-1) for x in parts], -1), np.dtype(np.float32))
     magnitudes = (lax.bitcast_convert_type(means, jnp.uint32) >> 16).astype(jnp.uint16)
     codes = (values < 0).astype(jnp.uint8) + 2 * large.astype(jnp.uint8)
@@ -129,39 +120,25 @@ class Runs(NamedTuple):
         if grid.shape[-1] < exchange.LANES or grid.one[0] * count(grid.width) > most:
             grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
         columns = math.ceil(grid.width / selection.BITS)
-        sent = min(count(grid.width), grid.width)
-        return cls(grid, (grid.one[0], selection.BITS, columns), sent)
+        return cls(grid, (grid.one[0], selection.BITS, columns), min(count(grid.width), grid.width))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the arrays that ``put`` adds to."""
+        """Return the shape of the arrays that ``plus`` adds to."""
         return self.cells[0], *selection.shape(self.cells[1:])
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return positions ``(runs, count)``, ascending in each run, and bools like the leaf."""
         positions, mask = _largest(self.sent)(self.rows(leaf))
         narrow = math.prod(self.cells[1:]) <= 2**16
-        return positions.astype(jnp.uint16 if narrow else jnp.uint32), self._leaf(mask)
-
-    def taken(self, leaf: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the elements at positions."""
-        return _taken(self.rows(leaf), positions)
-
-    def put(self, into: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-        """Add values to an array of ``shape`` at positions."""
-        return _plus(into, positions, values.astype(into.dtype))
+        return positions.astype(jnp.uint16 if narrow else jnp.uint32), self.leaf(mask)
 
     def rows(self, leaf: jax.Array) -> jax.Array:
         """Return an array in the leaf's shape in the shape ``cells``."""
         rows = self.grid.rows(leaf[None])[0]
-        size = math.prod(self.cells) // len(rows)
-        return exchange.padded(rows, 1, size).reshape(self.cells)
+        return exchange.padded(rows, 1, math.prod(self.cells) // len(rows)).reshape(self.cells)
 
-    def leaf(self, array: jax.Array) -> jax.Array:
-        """Return an array of ``shape`` in the leaf's shape."""
-        return self._leaf(_cells(array))
-
-    def _leaf(self, cells: jax.Array) -> jax.Array:
+    def leaf(self, cells: jax.Array) -> jax.Array:
         """Invert ``rows``."""
         return self.grid.slices(cells.reshape(1, self.grid.one[0], -1)[..., : self.grid.width])[0]
 
@@ -189,17 +166,19 @@ def _largest(count: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return _of_runs(functools.partial(selection.largest, count=count))
 
 
-_cells = _of_runs(selection.rows)
+cells = _of_runs(selection.rows)
 
 
 @_of_runs
-def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+def taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the elements at positions."""
     word, column, bit = selection.at(positions, rows.shape[1])
     return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
 
 
 @_of_runs
-def _plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+def plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+    """Add values to an array in the shape ``Runs.shape`` at positions."""
     chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless it is told that they are sorted.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
@@ -213,7 +192,8 @@ def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return view.put(total, *theirs), None
+        chosen, at = theirs
+        return plus(total, at, chosen.astype(total.dtype)), None
 
     zeros = jnp.zeros(view.shape, trees.wide_dtype(values))
     return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
@@ -259,11 +239,10 @@ class Largest(Codec):
         """Gather the chosen elements of all replicas, and add them up."""
         least = [self.cut.least(x) for x in leaves]
         buckets = self._buckets(leaves, least)
-        found = (bucket.view.largest(bucket.array) for bucket in buckets)
-        positions, masks = zip(*found, strict=True)
+        positions, masks = zip(*(x.view.largest(x.array) for x in buckets), strict=True)
         chosen = zip(buckets, positions, strict=True)
-        values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
-        wires = [self.cut.wire(x) for x in values]
+        values = [self.cut.coded(taken(x.view.rows(x.array), i), x.least) for x, i in chosen]
+        wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
         # With the barrier the sums are written once. A TPU's compiler would otherwise move their
@@ -283,14 +262,15 @@ class Largest(Codec):
         """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
         trios = zip(buckets, wires, positions, strict=True)
         read = ((x.view, self.cut.arrived(wire, x.view.sent), i) for x, wire, i in trios)
-        return [view.leaf(added(view, values, i)) for view, values, i in read]
+        return [view.leaf(cells(added(view, values, i))) for view, values, i in read]
 
     def fits(self, leaves: Arrays) -> jax.Array:
         """Return whether all selected elements have slots, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
-            reached = bucket.view.rows(self.cut.reach(bucket.array, bucket.least))
-            lacking = jnp.maximum(lacking, bucket.view.lacking(reached))
+            # Zeros are never sent.
+            reached = (jnp.abs(bucket.array) >= bucket.least) & (bucket.array != 0)
+            lacking = jnp.maximum(lacking, bucket.view.lacking(bucket.view.rows(reached)))
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Bound]) -> list[_Bucket]:
@@ -333,8 +313,7 @@ class Threshold(Codec):
         sends = [functools.partial(send, leaves, state, names) for send in forms]
         if self.capacity == 1:
             return sends[1]()._replace(capacity=jnp.ones((), jnp.float32))
-        fits = axes.agree(self.sparse.fits(leaves), names)
-        form = jnp.where(fits, 0, 1).astype(jnp.int32)
+        form = jnp.where(axes.agree(self.sparse.fits(leaves), names), 0, 1).astype(jnp.int32)
         message = switched(form, sends, names)
         return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[form])
 
