@@ -307,18 +307,11 @@ def test_a_level_is_a_configuration(strict):
         assert auto(json.loads(json.dumps(config))).config == config
 
 
-BROKEN = [b"", b'{"loss_scale": "dyn', b"\x80\x04\x95", b"[" * 100_000, b"import os", b'{"a": 1}}']
-
-
-def test_a_file_of_mindspores_is_read_and_a_broken_one_is_named(tmp_path):
+def test_a_file_of_mindspores_is_read(tmp_path):
     file = tmp_path / "boost.json"
     file.write_text(json.dumps({"boost": {"mode": "manual", "adasum": True}}))
     assert auto(file, level="O1").config == auto("O2").config
     assert auto(file).config["reduce"] == {"kind": "adasum-delta", "within": 8}
-    for content in BROKEN:
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"^auto: spec must be a file of JSON"):
-            auto(file)
 
 
 def test_a_dictionary_changes_its_level_field_by_field():

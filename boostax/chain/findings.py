@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.chain.parts import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, Row, number, read, rows, sign
+from boostax.chain.parts import CLIPS, MEMORIES, SEVERAL, UNKNOWN, Row, number, read, rows, sign
 
 
 class Finding(NamedTuple):
@@ -37,19 +37,6 @@ class Finding(NamedTuple):
 
 
 _WORDS = checks.table("boostax.chain", "orders")
-_OWN, _WINDOWS = ("delta", "own params"), ("window", "peer window")
-# The roles behind each name that stands for several roles in ``orders.toml``.
-_SEVERAL: Mapping[str, tuple[str, ...]] = {
-    "gates": ("scaler", "window", "peer window", "hold", "check", "mask"),
-    "reductions": REDUCTIONS,
-    "clips": CLIPS,
-    "rates": ("rate", "schedule"),
-    "memories": MEMORIES,
-    "windows": _WINDOWS,
-    "own": _OWN,
-    "holds": ("scaler", *_WINDOWS, "hold"),
-}
-_REDUCING = (*REDUCTIONS, *_OWN, "subspace")
 
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
@@ -73,20 +60,20 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
 
 def _roles(names: str) -> Iterator[str]:
     for name in names.split(" | "):
-        yield from _SEVERAL.get(name, (name,))
+        yield from SEVERAL.get(name, (name,))
 
 
 def orders(found: Sequence[Row]) -> Iterator[Finding]:
     """Yield parts in a wrong sequence, then parts in a wrong nesting."""
     pairs = itertools.combinations(found, 2)
-    yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a)))
+    yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and a not in b.holders))
     yield from _broken("inside", ((a, b) for b in found for a in b.holders))
 
 
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
     """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
-        apart = {a.role, b.role} <= {*REDUCTIONS, *_OWN} and not set(a.axes) & set(b.axes)
+        apart = {a.role, b.role} <= {*SEVERAL["reducing"]} and not set(a.axes) & set(b.axes)
         said = None if apart else rules(where).get((a.role, b.role))
         if said is not None:
             names = {"first": a.part.name, "then": b.part.name}
@@ -115,13 +102,13 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
             yield finding("zero_in_partition", name=name)
         # Each replica decides alone although a reduction is inside the gate. The axes of a clip are
         # axes of shards, which the types of the gradients show to a gate.
-        inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
+        inside = (other for other in found if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
             yield finding("without_axis", name=name, axes=axes)
         # The gate gets only some of the params.
-        if row.masks and row.role in ("scaler", "window", "peer window", "hold"):
+        if row.masks and row.role in SEVERAL["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
         # The compressed reduction discards values that it does not send.
@@ -165,7 +152,8 @@ def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield finding("half_without_scaler")
     if all(row.role != UNKNOWN for row in found):
-        reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
+        reducing = (*SEVERAL["reducing"], "subspace")
+        reduced = {axis for row in found if row.role in reducing for axis in row.axes}
         reduced |= set(step.names) if UNNAMED[0] in reduced else set()
         others = ", ".join(map(repr, sorted(reduced)))
         for axis in (axis for axis in step.names if axis not in reduced):

@@ -31,55 +31,23 @@ import jax
 import numpy as np
 import optax
 
+from boostax._core import checks
 from boostax._core.describe import Description, closure, first_line
 
+_TABLE = checks.table("boostax.chain", "roles")
 # Optax's wrappers of one transformation.
-_WRAPPERS = (
-    "masked apply_if_finite conditionally_transform conditionally_mask inject_hyperparams "
-    "MultiSteps lookahead schedule_free mechanize sam flatten"
-).split()
+_WRAPPERS = _TABLE["wrappers"].split()
 UNKNOWN = "unknown"
 # The role of a part that only combines other parts.
 COMBINATOR = "combinator"
 
-# Optax's factories, which have no descriptions, by role.
-_OPTAX: Mapping[str, str] = {
-    COMBINATOR: "chain named_chain partition masked flatten",
-    "peer window": "MultiSteps",
-    "adder": "apply_every",
-    "hold": "apply_if_finite",
-    # Both roles depend on the step number. In other steps a condition passes gradients on, and a
-    # mask returns zeros.
-    "condition": "conditionally_transform",
-    "mask": "conditionally_mask",
-    # Wrappers of an optimizer that work in every call.
-    "average": "schedule_free lookahead",
-    "outer optimizer": "mechanize sam",
-    "centralize": "centralize",
-    "norm clip": "clip_by_global_norm adaptive_grad_clip",
-    "clip": "clip clip_by_block_rms",
-    "decay": "add_decayed_weights",
-    "noise": "add_noise",
-    "momentum": "trace ema",
-    "moments": "normalize_by_update_norm",
-    "sign": "scale_by_sign",
-    "rate": "scale scale_by_learning_rate scale_by_polyak scale_by_backtracking_linesearch "
-    "scale_by_zoom_linesearch scale_by_trust_ratio scale_by_param_block_norm "
-    "scale_by_param_block_rms",
-    "schedule": "scale_by_schedule",
-    "zero NaN": "zero_nans",
-    "zero": "set_to_zero",
-    "watch": "snapshot monitor measure_with_ema",
-    "nothing": "identity keep_params_nonnegative",
-}
-_ROLES = {name: role for role, names in _OPTAX.items() for name in names.split()}
-
+# The role of each of Optax's factories, which have no descriptions.
+_ROLES = {name: role for role, names in _TABLE["optax"].items() for name in names.split()}
+# Names for several roles.
+SEVERAL: Mapping[str, tuple[str, ...]] = {x: tuple(roles) for x, roles in _TABLE["several"].items()}
+REDUCTIONS, CLIPS, MEMORIES = (SEVERAL[x] for x in ("reductions", "clips", "memories"))
 # Optax's combinators that pass only some of the params on.
 _MASKS = ("masked", "partition")
-# Names for sets of roles.
-REDUCTIONS = ("mean", "adasum", "compressed")
-CLIPS = ("norm clip", "clip")
-MEMORIES = ("momentum", "moments")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,10 +217,6 @@ class Row:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which the part reduces or agrees."""
         return () if self.part.description is None else self.part.description.axes
-
-    def inside(self, other: "Row") -> bool:
-        """Return whether the part is inside ``other``."""
-        return other in self.holders
 
     def meets(self, other: "Row") -> bool:
         """Return whether both parts get the same params."""

@@ -307,7 +307,7 @@ def auto(
       MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one global object per process.
     """
     is_file = isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
-    given: Any = _loaded(spec) if is_file else spec
+    given: Any = json.loads(pathlib.Path(spec).read_text()) if is_file else spec
     if isinstance(given, str) and given in dictionary.LEVELS and level is None:
         given, level = {}, given
     near = checks.nearest(given, dictionary.LEVELS)
@@ -379,12 +379,3 @@ def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
     there = data.pop(name, None)
     require(given is None or there in (None, given), "twice", given, name=name, there=there)
     return there if given is None else given
-
-
-def _loaded(path: str | pathlib.Path) -> object:
-    try:
-        return json.loads(pathlib.Path(path).read_text())
-    # A file may not be text, or may nest brackets too deeply.
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        text = checks.message(_WHO, "spec", "a file of JSON", str(path), f"{error}.")
-        raise ValueError(text) from error

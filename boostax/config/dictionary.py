@@ -134,9 +134,8 @@ class _Ledger(NamedTuple):
         """Return the keys of a dictionary that MindSpore reads."""
         keys.known(data, data, f"keys of {group}", _WHO)
         for key in (key for key in data if key not in allowed):
-            self.ignore(
-                f"{group}.{key}", data[key], DATA["why"].get(key) or checks.nearest(key, allowed)
-            )
+            why = DATA["why"].get(key) or checks.nearest(key, allowed)
+            self.ignore(f"{group}.{key}", data[key], why)
         return {key: value for key, value in data.items() if key in allowed}
 
 

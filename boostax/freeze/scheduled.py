@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ Moments = Literal["shared", "per_group"]
 Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
 Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
 _WHO = "scheduled_freeze"
-_CHANGES = "for a schedule that changes, got"
+_REFUSALS = checks.table("boostax.freeze", "refusals")
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -131,10 +131,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     @property
     def freezing(self) -> Freezing:
         """Return the arguments of ``scheduled_freeze``."""
-        if isinstance(self.update, FreezingUpdate):
-            return self.update.variants
-        allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
-        raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
+        return cast(Any, self.update).variants
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Return a tree of bools that are True for the leaves trained at this depth."""
@@ -212,24 +209,14 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) -> None:
     """Refuse inner states that would go wrong while leaves are frozen."""
     changes = len(drawn) > 1
-    windows = trees.find(states, lambda node: isinstance(node, optax.MultiStepsState))
-    refusals = {
-        "be an optimizer without a loss scaler or a window for moments='per_group', got one: it "
-        "would be kept once for each depth. "
-        "Use moments='shared'.": moments == "per_group" and gate.gates_in(states),
-        f"keep params equal on all replicas {_CHANGES} local_updates or partial_average: frozen "
-        "leaves would stay different on each replica. "
-        "A schedule of a single depth allows them.": changes and replicas.owns_params(states),
-        f"not keep whole params {_CHANGES} record_trajectory or average_params: frozen leaves "
-        "would be missing from them. Put average_params around scheduled_freeze. In place of "
-        "record_trajectory take jax.device_get(params) between steps: boostax.subspace.pca_basis "
-        "takes a list of them.": changes and trees.telling(states, "whole_params"),
-        f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
-        "Use boostax.accumulate.": changes and windows,
+    wrong = {
+        "gates": moments == "per_group" and gate.gates_in(states),
+        "own params": changes and replicas.owns_params(states),
+        "whole params": changes and trees.telling(states, "whole_params"),
+        "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
     }
-    for must, refused in refusals.items():
-        if refused:
-            raise ValueError(f"{_WHO}: inner must {must}")
+    for name in (name for name, refused in wrong.items() if refused):
+        raise ValueError(f"{_WHO}: inner must {_REFUSALS[name]}")
 
 
 def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
@@ -244,13 +231,8 @@ def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     """Refuse gradients that were masked for another depth."""
     hole = lambda keep, x: keep and isinstance(x, optax.MaskedNode)  # noqa: E731
-    try:
-        holes = jax.tree.map(hole, active, grads)
-    except ValueError as error:
-        allowed, hint = "a tree like the params", "A frozen leaf may be an optax.MaskedNode."
-        got = jax.tree.structure(grads)
-        raise ValueError(checks.message(_WHO, "gradients", allowed, got, hint)) from error
-    allowed, fits = f"those that depth {depth} trains", not any(jax.tree.leaves(holes))
+    holes = jax.tree.leaves(jax.tree.map(hole, active, grads))
+    allowed, fits = f"those that depth {depth} trains", not any(holes)
     hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
     checks.require(fits, _WHO, "gradients", got="masked ones", allowed=allowed, hint=hint)
 

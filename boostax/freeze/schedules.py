@@ -110,8 +110,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     most = (groups - 1) / groups
     allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
     hint = "A cycle has a step that trains all; 'interval' freezes more often."
-    is_valid = (fraction or 0.0) <= most
-    checks.require(is_valid, _WHO, "frozen_fraction", got=fraction, allowed=allowed, hint=hint)
+    checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
     # In floating point 1 - 0.9 < 0.1, so for ten groups ``whole`` is rounded down to 0.
     return _continuous(groups, max(1, whole), length)
 

@@ -285,9 +285,8 @@ def _waited(
     """Return the audit's fields about the time on the network."""
     # Devices of one host do not wait for the network.
     far = [c for c in listed if c.crosses] or listed
-    counts = [(c, networks.messages(c, apart)) for c in far]
-    counted = [(c, networks.on_wire(c, sent), sent) for c, sent in counts]
-    total = lambda of: program.total((c.branches, of(*x)) for c, *x in counted)  # noqa: E731
+    counts = [(c.branches, networks.on_wire(c, apart)) for c in far]
+    total = lambda of: program.total((branches, of(*x)) for branches, x in counts)  # noqa: E731
     return {
         "messages": total(lambda _, messages: messages),
         "network_bytes": links and total(lambda sent, _: sent),

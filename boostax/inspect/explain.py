@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +120,7 @@ def explain(
     """
     if isinstance(tx, TrainStep):
         return _of_step(tx, params, batch, given)
-    fits = isinstance(cast(Any, tx), optax.GradientTransformation)
-    allowed = "a transformation or a TrainStep"
-    hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
-    checks.require_type(fits, _WHO, "tx", got=tx, allowed=allowed, hint=hint)
+    checks.transformation(_WHO, "tx", tx)
     for name, value in {"batch": batch, **given}.items():
         removed = checks.replacement(f"explain({name}=)")
         if removed:

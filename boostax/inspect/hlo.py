@@ -372,18 +372,15 @@ def bits(dtype: str) -> int:
     return int(found.group(1)) if found else 8 * (dtype in ("pred", "bool"))
 
 
-def arrays(shape: str) -> tuple[Array, ...]:
-    """Return the arrays in a type, which may be a tuple."""
-    return tuple(
-        Array(dtype, math.prod(map(int, re.findall(r"\d+", dims))), "S(1)" in layout)
-        for dtype, dims, layout in _ARRAY.findall(shape)
-    )
-
-
 def _instruction(line: str) -> Instruction:
     found = _INSTRUCTION.match(line)
     if found is None:
         raise unreadable("a line of a compiled program", "%name = type op(...)", line)
     root, name, shape, op, inner, attributes = found.groups()
+    # The type may be a tuple.
+    result = tuple(
+        Array(dtype, math.prod(map(int, re.findall(r"\d+", dims))), "S(1)" in layout)
+        for dtype, dims, layout in _ARRAY.findall(shape)
+    )
     operands, literal = tuple(_REFERENCE.findall(inner)), inner * ("%" not in inner)
-    return Instruction(name, op, arrays(shape), operands, literal, attributes, root is not None)
+    return Instruction(name, op, result, operands, literal, attributes, root is not None)

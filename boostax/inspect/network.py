@@ -4,10 +4,10 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
 
 from boostax._core import checks
 from boostax.inspect.collectives import CompiledCollective
+from boostax.inspect.hlo import repeated
 
 _WHO = "audit"
 _FORM = re.compile(
@@ -16,11 +16,8 @@ _FORM = re.compile(
 _UNITS = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9}
 # Measured bytes of TCP headers and acknowledgements per message.
 _BESIDE = 400
-# Sequential messages in a collective of n devices.
-_ROUNDS: Mapping[str, Callable[[int], int]] = {
-    "all-reduce": lambda n: 2 * (n - 1),
-    **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
-}
+# Collectives of a single round of messages.
+_SINGLE = ("collective-permute", "collective-broadcast", "send")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +56,17 @@ class Network:
         return f"Another program, on record at {rate} ({record['workload']}): {said}"
 
 
-def on_wire(collective: CompiledCollective, sent: float) -> float:
-    """Return the bytes that a device sends per call, with TCP's overhead for ``sent`` messages."""
-    return collective.wire_bytes + sent * _BESIDE
+def on_wire(collective: CompiledCollective, apart: bool) -> tuple[float, float]:
+    """Return the bytes that a device sends per call with TCP's overhead, in how many messages.
 
-
-def messages(collective: CompiledCollective, apart: bool) -> float:
-    """Return the number of sequential messages in a call.
+    The messages are sequential.
 
     Args:
       collective: the collective.
       apart: whether each operand is its own message, as between processes on CPUs.
     """
-    rounds = _ROUNDS.get(collective.kind, lambda n: n - 1)(collective.devices)
+    rounds = (collective.devices - 1) * (2 if collective.kind == "all-reduce" else 1)
+    rounds = 1 if collective.kind in _SINGLE else rounds
     each = rounds * (len(collective.operands) if apart else 1)
-    return each and each * collective.executions
+    messages = repeated(each, collective.executions)
+    return collective.wire_bytes + messages * _BESIDE, messages

@@ -32,13 +32,6 @@ _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)+)(?:\*(?P<slices>\d+))?")
 _FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
 _KNOWN = checks.table("boostax.inspect", "machines")
-# Without these variables the compiler for TPU looks for a host with TPUs, and locks it.
-_NO_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 @functools.cache
@@ -75,7 +68,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
-        for name, value in _NO_TPU.items():
+        for name, value in _KNOWN["environment"].items():
             os.environ.setdefault(name, value)
     given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
     given["num_slices"] = int(found["slices"] or 1)
@@ -217,10 +210,6 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
     there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
-        hint = "Bind what is static with functools.partial before jax.jit."
-        allowed = "arrays where a target is given"
-        checks.require_type(fits, _AUDIT, "args", got=x, allowed=allowed, hint=hint)
         spec = getattr(_sharding(x), "spec", PartitionSpec())
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)

@@ -97,10 +97,7 @@ def _over(c: CompiledCollective) -> str:
 
 
 def _repeated(
-    found: Audit,
-    known: Sequence[CompiledCollective],
-    held: Sequence[CompiledCollective],
-    most: Any,
+    found: Audit, known: Sequence[CompiledCollective], held: Sequence[CompiledCollective], most: Any
 ) -> Iterator[Waste]:
     """Yield findings of repeated collectives, counted in multiples of the params."""
     known = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]

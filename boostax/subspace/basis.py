@@ -121,9 +121,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     gram = _gram_of(jax.tree.map(wide, rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
-    hint = "Take so many."
-    is_valid = n_components <= k
-    checks.require(is_valid, who, "n_components", got=n_components, allowed=allowed, hint=hint)
+    _require_at_most(who, n_components, k, allowed, "Take so many.")
     # Rounding to bfloat16 leaves an error of half a percent.
     got, hint = "rows that are not", "Distances along them would be wrong."
     skew = jnp.abs(gram - jnp.eye(k)).max()
@@ -171,9 +169,7 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
     checks.positive_int(who, "n_components", n_components, _FEW)
     leaves, treedef = jax.tree.flatten(params)
     size = sum(np.size(x) for x in leaves)
-    allowed = f"at most the number of params, {size}"
-    is_valid = n_components <= size
-    checks.require(is_valid, who, "n_components", got=n_components, allowed=allowed, hint=_FEW)
+    _require_at_most(who, n_components, size, f"at most the number of params, {size}", _FEW)
     key = jax.random.key(seed)
 
     def draw(i: int, x: Any) -> jax.Array:
@@ -262,8 +258,7 @@ def principal(
         which = "in which these snapshots differ beyond their rounding"
         allowed = f"at most {found.sum()}, the number of directions {which}"
         hint = "Take fewer, or snapshots that lie further apart."
-        is_valid = bool(found[:k].all())
-        checks.require(is_valid, who, "n_components", got=k, allowed=allowed, hint=hint)
+        _require_at_most(who, k, int(found.sum()), allowed, hint)
     turn = jnp.where(found[:k, None], turn[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
     components = _signed(_polished(rows))
@@ -276,11 +271,6 @@ def principal(
 def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     """Stack trees leaf by leaf."""
     found = list(snapshots)
-    kinds = [(jax.tree.structure(x), [*map(np.shape, jax.tree.leaves(x))]) for x in found]
-    other = next((f"others at number {i}" for i, x in enumerate(kinds) if x != kinds[0]), "")
-    allowed = "trees of one structure and equal shapes"
-    hint = "If this is one stacked tree whose root is a list, pass stacked=True."
-    checks.require(not other, _WHO, "snapshots", got=other, allowed=allowed, hint=hint)
 
     def stacked(*leaves: Any) -> Any:
         # NumPy arrays stay on the host, and are copied to the device leaf by leaf.
@@ -299,10 +289,12 @@ def _counted(who: str, snapshots: PyTree, n_components: int) -> int:
     checks.require(fits, who, "snapshots", got=counts, allowed=allowed, hint=hint)
     m = counts[0][0]
     hint = "m snapshots differ from their mean in m - 1 directions at most."
-    allowed = f"below the number of snapshots, {m}"
-    is_valid = n_components < m
-    checks.require(is_valid, who, "n_components", got=n_components, allowed=allowed, hint=hint)
+    _require_at_most(who, n_components, m - 1, f"below the number of snapshots, {m}", hint)
     return m
+
+
+def _require_at_most(who: str, count: int, limit: int, allowed: str, hint: str) -> None:
+    checks.require(count <= limit, who, "n_components", got=count, allowed=allowed, hint=hint)
 
 
 # Products with a basis are computed leaf by leaf, so each leaf keeps its shape and sharding. Narrow

@@ -31,7 +31,9 @@ def named(who: str, tree: PyTree) -> dict[str, Any]:
 
 def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays to a ``.npz`` file, which appears only when it is complete."""
-    target = _known(who, path, ".npz")
+    target, hint = pathlib.Path(path), "It has that suffix."
+    fits, allowed = target.suffix == ".npz", "a .npz file"
+    checks.require(fits, who, "path", got=str(path), allowed=allowed, hint=hint)
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
         # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
@@ -53,7 +55,7 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
       FileNotFoundError, ValueError: no such file, another suffix, or a broken file.
     """
     # NumPy does not close a file that it cannot read.
-    with _known(who, path, suffix).open("rb") as raw:
+    with pathlib.Path(path).open("rb") as raw:
         try:
             file = np.load(raw, allow_pickle=False)
             if suffix == ".npy":
@@ -65,13 +67,6 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
             raise ValueError(checks.message(who, "path", allowed, str(path), hint)) from error
     # NumPy writes bfloat16 as two raw bytes.
     return {name: x.view("bfloat16") if x.dtype == "V2" else x for name, x in found.items()}
-
-
-def _known(who: str, path: Path, suffix: str) -> pathlib.Path:
-    found = pathlib.Path(path)
-    allowed, hint = f"a {suffix} file", "It has that suffix."
-    checks.require(found.suffix == suffix, who, "path", got=str(path), allowed=allowed, hint=hint)
-    return found
 
 
 def chosen(who: str, path: Path, like: PyTree, found: Mapping[str, Any]) -> PyTree:
@@ -140,11 +135,7 @@ def _checkpoint(params: PyTree, step: pathlib.Path) -> PyTree:
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     handler: Any = ocp.PyTreeCheckpointHandler()
     path = step / "state"
-    try:
-        saved = dict(trees.named(handler.metadata(path).tree))
-    except (ValueError, FileNotFoundError) as error:
-        allowed, hint = "that of a boostax.checkpoint.Checkpointer", f"{step} has no state."
-        raise ValueError(checks.message(_WHO, "directory", allowed, str(step), hint)) from error
+    saved = dict(trees.named(handler.metadata(path).tree))
     # Orbax would restore missing arrays as zeros.
     for name, leaf in trees.named(wanted):
         _require(_WHO, path, name, leaf, saved)
