@@ -61,7 +61,7 @@ class Holds(NamedTuple):
       bound: fields that have a meaning only together, so ``migrate_state`` keeps all or none of
         them; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
-      count: the field with the number of steps that a schedule reads.
+      steps: the field with the number of steps that a schedule reads.
       scale: the field of the loss scale, or of the table of loss scales.
       basis: the field of directions, which are an argument of the factory.
       params: whether the arrays belong to params, and do not depend on the scale of gradients.
@@ -69,7 +69,7 @@ class Holds(NamedTuple):
 
     bound: tuple[str, ...] | None = None
     opened: str = ""
-    count: str = ""
+    steps: str = ""
     scale: str = ""
     basis: str = ""
     params: bool = False

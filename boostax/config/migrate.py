@@ -471,8 +471,8 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
 
 def _starts(news: list[Leaf], found: Leaves, count: int, notes: Notes) -> Leaves:
     """Return the counts that new schedules read, by their paths, each at ``count``."""
-    anew = [y for y in news if y.path not in found and y.holds.count]
-    counts = [y for y in anew if trees.path_name(y.rel[-1:]) == y.holds.count]
+    anew = [y for y in news if y.path not in found and y.holds.steps]
+    counts = [y for y in anew if trees.path_name(y.rel[-1:]) == y.holds.steps]
     words = _DATA["notes"]["start" if counts else "no start"]
     notes += [words.format(trees.path_name(y.path), count) for y in counts] or [words.format(count)]
     return {y.path: y._replace(value=jnp.full_like(y.value, count)) for y in counts}

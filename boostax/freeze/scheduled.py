@@ -41,7 +41,7 @@ class ScheduledFreezeState(NamedTuple):
     next_depth: jax.Array
     trained_steps: jax.Array
     inner_state: optax.OptState
-    holds = Holds(("depth", "next_depth"), count="steps")
+    holds = Holds(("depth", "next_depth"), steps="steps")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""

@@ -33,7 +33,7 @@ class TrajectoryState(NamedTuple):
     steps: jax.Array
     recorded: jax.Array
     snapshots: PyTree
-    holds = Holds(("recorded", "snapshots"), count="steps", params=True)
+    holds = Holds(("recorded", "snapshots"), steps="steps", params=True)
 
     def whole_params(self) -> None:
         """Mark that snapshots have all params, so outer transformations must not mask params."""
