@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.chain.parts import CLIPS, MEMORIES, SEVERAL, UNKNOWN, Row, number, read, rows, sign
+from boostax.chain.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign
 
 
 class Finding(NamedTuple):
@@ -37,6 +37,8 @@ class Finding(NamedTuple):
 
 
 _WORDS = checks.table("boostax.chain", "orders")
+# The roles behind each name that stands for several roles in ``orders.toml``.
+_SEVERAL = checks.table("boostax.chain", "roles")["several"]
 
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
@@ -60,7 +62,7 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
 
 def _roles(names: str) -> Iterator[str]:
     for name in names.split(" | "):
-        yield from SEVERAL.get(name, (name,))
+        yield from _SEVERAL.get(name, (name,))
 
 
 def orders(found: Sequence[Row]) -> Iterator[Finding]:
@@ -73,7 +75,7 @@ def orders(found: Sequence[Row]) -> Iterator[Finding]:
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
     """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
-        apart = {a.role, b.role} <= {*SEVERAL["reducing"]} and not set(a.axes) & set(b.axes)
+        apart = {a.role, b.role} <= {*_SEVERAL["reducing"]} and not set(a.axes) & set(b.axes)
         said = None if apart else rules(where).get((a.role, b.role))
         if said is not None:
             names = {"first": a.part.name, "then": b.part.name}
@@ -108,7 +110,7 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
             axes = ", ".join(repr(x) for x in sorted(missing))
             yield finding("without_axis", name=name, axes=axes)
         # The gate gets only some of the params.
-        if row.masks and row.role in SEVERAL["holds"]:
+        if row.masks and row.role in _SEVERAL["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
         # The compressed reduction discards values that it does not send.
@@ -152,7 +154,7 @@ def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield finding("half_without_scaler")
     if all(row.role != UNKNOWN for row in found):
-        reducing = (*SEVERAL["reducing"], "subspace")
+        reducing = (*_SEVERAL["reducing"], "subspace")
         reduced = {axis for row in found if row.role in reducing for axis in row.axes}
         reduced |= set(step.names) if UNNAMED[0] in reduced else set()
         others = ", ".join(map(repr, sorted(reduced)))

@@ -34,18 +34,15 @@ import optax
 from boostax._core import checks
 from boostax._core.describe import Description, closure, first_line
 
-_TABLE = checks.table("boostax.chain", "roles")
-# Optax's wrappers of one transformation.
-_WRAPPERS = _TABLE["wrappers"].split()
 UNKNOWN = "unknown"
 # The role of a part that only combines other parts.
 COMBINATOR = "combinator"
 
-# The role of each of Optax's factories, which have no descriptions.
-_ROLES = {name: role for role, names in _TABLE["optax"].items() for name in names.split()}
 # Names for several roles.
-SEVERAL: Mapping[str, tuple[str, ...]] = {x: tuple(roles) for x, roles in _TABLE["several"].items()}
-REDUCTIONS, CLIPS, MEMORIES = (SEVERAL[x] for x in ("reductions", "clips", "memories"))
+REDUCTIONS = ("mean", "adasum", "compressed")
+CLIPS = ("norm clip", "clip")
+MEMORIES = ("momentum", "moments")
+
 # Optax's combinators that pass only some of the params on.
 _MASKS = ("masked", "partition")
 
@@ -132,7 +129,7 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     if name == "inject_hyperparams":
         values = {"made": _injected(values)}
     held = [tx for tx in values.values() if isinstance(tx, optax.GradientTransformation)]
-    return tuple(map(read, held)) or (_HIDDEN,) * (name in _WRAPPERS)
+    return tuple(map(read, held)) or (_HIDDEN,) * (name in _table()["wrappers"].split())
 
 
 def _injected(values: Mapping[str, Any]) -> Any:
@@ -157,6 +154,12 @@ def _factory(update: Callable[..., Any]) -> str:
     return (type(update).__name__ if code is None else code.co_qualname).partition(".")[0]
 
 
+@functools.cache
+def _table() -> Mapping[str, Any]:
+    """Return the table of Optax's factories."""
+    return checks.table("boostax.chain", "roles")
+
+
 def role(part: Part) -> str:
     """Return a part's role, from its description or from the table of Optax's factories."""
     if part.description is not None:
@@ -165,7 +168,9 @@ def role(part: Part) -> str:
         return UNKNOWN
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
-    return _ROLES.get(part.name, "moments" if part.name.startswith("scale_by_") else UNKNOWN)
+    default = "moments" if part.name.startswith("scale_by_") else UNKNOWN
+    roles = (role for role, names in _table()["optax"].items() if part.name in names.split())
+    return next(roles, default)
 
 
 def sign(part: Part) -> float:

@@ -201,10 +201,9 @@ class Boost:
           A transformation. Cost: as ``boostax.dim_reduce``.
 
         Raises:
-          ValueError, TypeError: no ``dim_reduce`` in the configuration; a state with too few
-            snapshots; errors of ``boostax.dim_reduce``.
+          KeyError: no ``dim_reduce`` in the configuration.
+          ValueError, TypeError: a state with too few snapshots; errors of ``boostax.dim_reduce``.
         """
-        require("dim_reduce" in self.config, "finish", None)
         place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
         (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
         return self._stacked(["loss_scale"], tx, place)

@@ -21,7 +21,6 @@ Moments = Literal["shared", "per_group"]
 Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
 Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
 _WHO = "scheduled_freeze"
-_REFUSALS = checks.table("boostax.freeze", "refusals")
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -216,7 +215,7 @@ def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) 
         "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
     }
     for name in (name for name, refused in wrong.items() if refused):
-        raise ValueError(f"{_WHO}: inner must {_REFUSALS[name]}")
+        raise ValueError(f"{_WHO}: inner must {checks.table('boostax.freeze', 'refusals')[name]}")
 
 
 def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:

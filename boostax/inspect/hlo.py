@@ -289,10 +289,9 @@ class Program:
         """Return the value of a constant, a copy, or a sum of constants and copies."""
         body = self.computations[computation]
         i = body[name]
-        if i.op == "constant" and i.literal == "false":
-            return _Value(None, 0)
-        if i.op == "constant" and i.literal.lstrip("-").isdigit():
-            return _Value(None, int(i.literal))
+        literal = "0" if i.literal == "false" else i.literal
+        if i.op == "constant" and literal.lstrip("-").isdigit():
+            return _Value(None, int(literal))
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
             return _Value(int(i.attribute(r"index=(\d+)")), 0)
         if i.op in ("add", "copy", "bitcast", "convert"):

@@ -61,9 +61,9 @@ def target_devices(target: str) -> tuple[Any, ...]:
       or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. ...
     """
     found = _FORM.fullmatch(target)
-    name = found["name"] if found else ""
-    known, gpu = name in _KNOWN["machines"], _KNOWN["gpus"].get(name)
-    if found is None or not known or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
+    machine = found and _KNOWN["machines"].get(found["name"])
+    gpu = found and _KNOWN["gpus"].get(found["name"])
+    if found is None or not machine or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _KNOWN["machines"].values())
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))

@@ -31,9 +31,9 @@ def named(who: str, tree: PyTree) -> dict[str, Any]:
 
 def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays to a ``.npz`` file, which appears only when it is complete."""
-    target, hint = pathlib.Path(path), "It has that suffix."
-    fits, allowed = target.suffix == ".npz", "a .npz file"
-    checks.require(fits, who, "path", got=str(path), allowed=allowed, hint=hint)
+    target = pathlib.Path(path)
+    fits, hint = target.suffix == ".npz", "It has that suffix."
+    checks.require(fits, who, "path", got=str(path), allowed="a .npz file", hint=hint)
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
         # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.

@@ -135,8 +135,7 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
     expected = setting.run(tx, grads)
     if _scalers(expected[1]):
         params, state = setting.start(tx)
-        start = params, arrays.with_scale(state, scale)
-        found = follow(setting.step(tx), start, grads)
+        found = follow(setting.step(tx), (params, arrays.with_scale(state, scale)), grads)
     else:
         found = setting.run(static_loss_scale(tx, scale, axis_name=setting.axis), grads)
     arrays.assert_close(found[0], expected[0], "params")
