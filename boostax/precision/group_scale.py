@@ -261,7 +261,7 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        table = jnp.full(count, init_scale, jnp.float32)
+        table = jnp.full(count, jnp.asarray(init_scale, jnp.float32))
         first = table, jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32), jnp.asarray(False)
         skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
         return GroupLossScaleState(*first, *skipped, inner_state=gate.init_inner(tx, params))
