@@ -389,10 +389,12 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 
 INNER = "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward "
 PATTERN = "labels must be patterns that match params, got 'x*'. It matches none; "
+SCALE = "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is "
 REFUSED = {
     INNER: lambda: scale_boundary(1.0, SCALES, 0, 3),
     "outer must be a group from 0 to 2, got 'a'": lambda: scale_boundary(1.0, SCALES, "a", 1),
     PATTERN: lambda: group_loss_scale(SGD, ["x*"]).init(PARAMS),
+    SCALE: lambda: start(init_scale=(1.0, 2.0)),
 }
 
 

@@ -1,6 +1,7 @@
 """AdaSum over servers: the mean of gradients in each, its optimizer, AdaSum of the updates."""
 
 import collections
+import functools
 import json
 
 import chex
@@ -210,6 +211,14 @@ def test_a_leaf_without_elements_divides_by_no_zero():
     found = jax.jit(jax.vmap(step, axis_name="nodes"))(grads)
     expected = -reference.adasum(grads["w"].mean(1))
     assert_near(found, {"w": np.tile(expected, (2, 2, 1)), "empty": none}, 1e-6)
+
+
+def test_a_number_of_devices_is_answered_with_a_mesh_of_two_axes():
+    words = r": within must be a mesh axis name or a tuple of them, got 4\. Write axis_name="
+    mesh = r"\"server\", within=\"data\" on the mesh jax.make_mesh\(\(n // 4, 4\), \(\"server\", "
+    for tx in (boostax.adasum, functools.partial(boostax.reduce.adasum_delta, optax.sgd(1.0))):
+        with pytest.raises(ValueError, match=r"^adasum(_delta)?" + words + mesh):
+            tx("data", within=4)
 
 
 def test_what_each_device_sends_is_what_the_docstring_says():

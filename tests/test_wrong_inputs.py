@@ -112,12 +112,14 @@ def test_a_gate_names_the_leaf_that_does_not_fit():
 
 
 def test_a_loss_without_scales_is_refused_by_name():
+    """Defect guarded against: Python's own TypeError, which says nothing of boundaries."""
     params = {"w": jnp.ones((4, 2)), "v": jnp.ones(2)}
     plain = lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2)  # noqa: E731
     labels = {"w": 0, "v": 1}
     tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels)
     step = boostax.make_train_step(plain, tx)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):
+    told = r"loss_fn must be a function that takes scales=, .*scale_b"
+    with pytest.raises(TypeError, match=told):
         step(step.init(params), X)
 
     def crossing(p, x, *, scales):
@@ -131,7 +133,7 @@ def test_a_loss_without_scales_is_refused_by_name():
 def test_a_loss_refuses_what_it_does_not_take(given):
     step = boostax.make_train_step(loss, optax.sgd(0.1), policy="compute=bfloat16")
     state = step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)})
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{given}'"):
+    with pytest.raises(TypeError, match=f"loss_fn must be a function that takes {given}="):
         step(state, X)
     takes_any = lambda p, x, **given: loss(p, x)  # noqa: E731
     step = boostax.make_train_step(takes_any, optax.sgd(0.1))

@@ -80,8 +80,9 @@ def scan_operands(
 def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
     """Return the programs inside an equation: a called program, branches, or parts of a loop."""
     kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
-    held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
-    return [[getattr(x, "jaxpr", x) for x in leaves if isinstance(x, kinds)] for leaves in held]
+    values = (jax.tree.leaves([*eqn.params.values()]) for eqn in eqns)
+    found: Any = [[getattr(x, "jaxpr", x) for x in y if isinstance(x, kinds)] for y in values]
+    return found
 
 
 def has(program: jaxprs.ClosedJaxpr, primitive: str) -> bool:

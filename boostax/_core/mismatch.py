@@ -6,6 +6,7 @@ nothing, and a state that works in another structure passes, such as ``None`` fo
 """
 
 import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Generator
@@ -21,6 +22,16 @@ PyTree = Any
 # NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
+
+
+_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
+# Hints for a loss that does not take an argument, by argument.
+_TAKEN = {
+    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
+    "edge between groups.",
+    "key": "Add key=None to its arguments, or start the state without a key.",
+    "model_state": "Add model_state=None to its arguments, or start the state without one.",
+}
 
 
 @contextlib.contextmanager
@@ -96,6 +107,26 @@ def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTre
     hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
     trees.require_shapes(who, what, state, wanted, hint)
     return state
+
+
+def require_taken(who: str, loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a loss that does not take the arguments that it is called with."""
+    try:
+        # A wrapper may take arguments that the wrapped function does not.
+        takes = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # Some callables have no signature that Python can read.
+        return
+    try:
+        takes.bind(None, None, **kwargs)
+    except TypeError as error:
+        name = next((name for name in kwargs if repr(name) in str(error)), "")
+        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
+        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
+        if "missing" in str(error):
+            allowed = f"given all that it takes ({error})"
+            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
+        raise TypeError(checks.message(who, "loss_fn", allowed, loss_fn, hint)) from error
 
 
 def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:

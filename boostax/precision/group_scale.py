@@ -261,10 +261,14 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        table = jnp.full(count, jnp.asarray(init_scale, jnp.float32))
-        first = table, jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32), jnp.asarray(False)
+        table = jnp.asarray(init_scale, jnp.float32)
+        allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
+        is_valid = table.shape in ((), (count,))
+        checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
+        first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
         skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
-        return GroupLossScaleState(*first, *skipped, inner_state=gate.init_inner(tx, params))
+        inner_state = gate.init_inner(tx, params)
+        return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(

@@ -252,5 +252,5 @@ def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[jaxprs.JaxprEqn] | None:
 def _converted(eqn: jaxprs.JaxprEqn, source: Any, target: Any) -> jaxprs.JaxprEqn:
     """Make a cast with the source position of ``eqn``."""
     params = {"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None}
-    ends = {"invars": [source], "outvars": [target], "effects": jaxprs.no_effects}
+    ends: dict[str, Any] = {"invars": [source], "outvars": [target], "effects": jaxprs.no_effects}
     return eqn.replace(primitive=lax.convert_element_type_p, params=params, **ends)

@@ -118,7 +118,7 @@ def adasum(
     """
     who = "adasum"
     across = axes.canonical(who, axis_name)
-    inside = axes.canonical(who, within, "within")
+    inside = axis_of_server(who, within)
     names = across + inside
     wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
@@ -129,6 +129,16 @@ def adasum(
 
     update = describe(who, "adasum", names)(placement.on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
+
+
+def axis_of_server(who: str, within: Any) -> Names:
+    """Return the axes of ``within``; answer a number of devices with the mesh to write instead."""
+    mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
+    hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
+    allowed = "a mesh axis name or a tuple of them"
+    is_valid = not isinstance(within, int)
+    checks.require(is_valid, who, "within", got=within, allowed=allowed, hint=hint)
+    return axes.canonical(who, within, "within")
 
 
 class Options(NamedTuple):
@@ -348,7 +358,7 @@ def adasum_delta(
     who = "adasum_delta"
     tx = checks.transformation(who, "inner", inner)
     replicas = axes.canonical(who, axis_name)
-    inside = axes.canonical(who, within, "within")
+    inside = axis_of_server(who, within)
     levels = Levels(replicas, inside, averaged=bool(inside))
     names = levels.names
     wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)

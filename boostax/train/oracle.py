@@ -399,6 +399,7 @@ class Oracle(Generic[Value, Params, Grads]):
         """Return the result of the loss from the trained params and all params."""
 
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            mismatch.require_taken(_WHO, self.loss_fn, kwargs)
             whole = trees.unmasked(trained, params)
             return auxiliary.loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
 
