@@ -156,6 +156,16 @@ def _look(
     return jnp.asarray([group in numbers for group in range(inverse.size)]), both[0] > 0, both[1]
 
 
+def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
+    table = jnp.asarray(init_scale, jnp.float32)
+    allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
+    is_valid = table.shape in ((), (count,))
+    checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
+    first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
+    skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+    return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
+
+
 @bound_axis.gate
 def group_loss_scale(
     inner: optax.GradientTransformation,
@@ -261,14 +271,7 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        table = jnp.asarray(init_scale, jnp.float32)
-        allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
-        is_valid = table.shape in ((), (count,))
-        checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
-        first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
-        skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
-        inner_state = gate.init_inner(tx, params)
-        return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
+        return _first(count, init_scale, gate.init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
