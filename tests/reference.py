@@ -3,6 +3,8 @@
 import numpy as np
 
 EPS = float(np.finfo(np.float32).eps)
+# Of a pair: two products and a sum, and coefficients of three dot products, a ratio and a sum.
+ROUNDINGS = 8
 
 
 def pair(a, b):
@@ -17,10 +19,11 @@ def adasum(rows):
     return carry(pair, list(wide(rows)))
 
 
-def assert_adasum(result, leaves, tolerance=1e-6):
-    """Each leaf within a tolerance relative to the largest input."""
+def assert_adasum(result, leaves, tolerance=None):
+    """Each leaf within a tolerance relative to the largest input: the roundings of each level."""
     for actual, rows in zip(result, leaves, strict=True):
-        bound = tolerance * abs(rows).max()
+        levels = max(1, (len(rows) - 1).bit_length())
+        bound = (tolerance or ROUNDINGS * levels * EPS) * abs(rows).max()
         np.testing.assert_allclose(actual, adasum(rows), rtol=0, atol=bound)
 
 
@@ -44,7 +47,7 @@ def adasum_error(rows):
         norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
         with np.errstate(divide="ignore", invalid="ignore"):
             error = error_a * (1.5 + norm_b / norm_a) + error_b * (1.5 + norm_a / norm_b)
-        error += 8 * EPS * max(norm_a, norm_b)
+        error += ROUNDINGS * EPS * max(norm_a, norm_b)
         return pair(a, b), error if np.isfinite(error) else np.inf
 
     return carry(merged, [(x, 0.0) for x in wide(rows)])[1]

@@ -11,7 +11,6 @@ from training import walk
 
 import boostax
 
-# f32 rounding over 12 steps; with the true tanh it would be 1e-4: see golden/README.md.
 CLOSE = {"rtol": 0, "atol": 1e-6}
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 BAD = {"train": {4: np.inf, 5: np.inf, 9: np.nan}, "x_accum": {1: np.inf, 5: np.inf}}
@@ -22,6 +21,13 @@ def prepared(run, bad=()):
     for step in bad:
         run["X"][step, 0, 0] = bad[step]
     return run, [run[f"ws{i}"] for i in (1, 2, 3)], list(zip(run["X"], run["Y"], strict=True))
+
+
+def assert_near(params, expected, step):
+    """With the true tanh it would be 1e-4: see golden/README.md."""
+    # Each step rounds an update and the params, here and in MindSpore.
+    atol = 2 * (step + 1) * np.finfo(np.float32).eps * np.abs(expected).max()
+    np.testing.assert_allclose(params, expected, rtol=0, atol=atol)
 
 
 @jax.custom_jvp
@@ -83,7 +89,7 @@ def test_training_with_loss_scale_equals_mindspore(arrays, train, cell):
     for t, (state, told) in enumerate(states):
         assert told["applied"] == (not run["overflow"][t])
         assert told["loss_scale"] == run["scale_after"][t] == run["scale_returned"][t]
-        np.testing.assert_allclose(flat(state.params), run["w"][t], **CLOSE)
+        assert_near(flat(state.params), run["w"][t], t)
     assert told["skipped_steps"] == 3
 
 
@@ -100,7 +106,7 @@ def test_loss_scale_around_accumulation_equals_mindspore(arrays, train):
         assert told["loss_scale"] == run["scale"][t]
         assert told["micro_step"] == run["accumulation_step"][t]
         applied += [t] if told["applied"] else []
-        np.testing.assert_allclose(flat(state.params), run["w"][t], **CLOSE)
+        assert_near(flat(state.params), run["w"][t], t)
         if told["micro_step"]:
             # MindSpore adds g/3, we divide the sum at the end; replicas hold their own sums.
             window = state.opt_state.inner_state.window
@@ -121,7 +127,7 @@ def test_accumulation_in_the_train_cell_equals_mindspore(arrays, train, scales):
 
     for t, (state, told) in enumerate(train(make_tx, params, batches)):
         assert told["micro_step"] == run["accumulation_step"][t]
-        np.testing.assert_allclose(flat(state.params), run["w"][t], **CLOSE)
+        assert_near(flat(state.params), run["w"][t], t)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
@@ -136,7 +142,7 @@ def test_gradient_accumulation_equals_mindspore(arrays, optimizer, every):
         assert int(state.micro_step) == run[f"{name}_step"][t]
         assert bool(boostax.train.has_updated(state)) == (run[f"{name}_step"][t] == 0)
         for leaf in "wb":
-            np.testing.assert_allclose(params[leaf], run[f"{name}_{leaf}"][t], **CLOSE)
+            assert_near(params[leaf], run[f"{name}_{leaf}"][t], t)
         if state.micro_step:
             mean = state.window.grads["w"] / every
             np.testing.assert_allclose(mean, run[f"{name}_acc_w"][t], **CLOSE)
@@ -175,9 +181,7 @@ def test_freezing_equals_mindspore(arrays, train, name):
     states = list(train(make_tx, params, batches[: len(expected)]))
     for t, (state, told) in enumerate(states):
         assert told["frozen_groups"] == depths[t % len(depths)]
-        # Rates of up to 1.2 make more of a rounding.
-        atol = 4e-6 if name == "freeze_dynlr_sgd" else CLOSE["atol"]
-        np.testing.assert_allclose(flat(state.params), expected[t], rtol=0, atol=atol)
+        assert_near(flat(state.params), expected[t], t)
         if f"{name}_loss" in run:
             np.testing.assert_allclose(told["loss"], run[f"{name}_loss"][t], rtol=1e-5)
     if f"{name}_opt_global_step" in run:

@@ -483,7 +483,10 @@ def test_mindspores_head(arrays, bias):
     params = {"kernel": run["W"].T, "multiplier": f32(run["multiplier"][0])}
     params |= {"bias": run["b"]} if bias else {}
     y = NormalizedDense(4, use_bias=bias).apply({"params": params}, run["x"])
-    np.testing.assert_allclose(y, run[f"y_bias{bias}"], rtol=0, atol=1e-6)
+    expected = run[f"y_bias{bias}"]
+    # MindSpore and Flax each round every sum of a product.
+    atol = len(params["kernel"]) * np.finfo(np.float32).eps * np.abs(expected).max()
+    np.testing.assert_allclose(y, expected, rtol=0, atol=atol)
 
 
 # The head.
