@@ -20,8 +20,7 @@ def adasum(rows):
 def assert_adasum(result, leaves, tolerance=1e-6):
     """Each leaf within a tolerance relative to the largest input."""
     for actual, rows in zip(result, leaves, strict=True):
-        bound = tolerance * abs(rows).max()
-        np.testing.assert_allclose(actual, adasum(rows), rtol=0, atol=bound)
+        np.testing.assert_allclose(actual, adasum(rows), rtol=0, atol=tolerance * abs(rows).max())
 
 
 def adasum_tree(leaves):

@@ -385,8 +385,7 @@ def on_explicit_axes(mesh, x):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
     w = jax.device_put(np.ones((WIDTH, WIDTH), np.float32), NamedSharding(mesh, P()))
-    step = jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w))
-    return step, (w, x), None
+    return jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w)), (w, x), None
 
 
 @pytest.mark.parametrize("leaves", [1, 3])

@@ -93,8 +93,7 @@ def test_params_keep_their_sharding_beside_a_state_that_users_shard(kind, wrappe
         _, params, state, *_ = follow(step, carry, [batch] * 2)[0]
     else:
         with jax.set_mesh(mesh):
-            own = own_step(tx, boostax.value_and_grad(loss))
-            params, state, _ = own(params, state, batch)
+            params, state, _ = own_step(tx, boostax.value_and_grad(loss))(params, state, batch)
     assert params["w"].is_fully_replicated
     moments = [x for x in jax.tree.leaves(state) if x.shape == (8, 8)]
     assert moments and all(x.sharding.shard_shape(x.shape) == (2, 8) for x in moments)

@@ -57,8 +57,7 @@ def reference_step(make):
 
     @jax.jit
     def step(params, state, grads):
-        means = jax.tree.map(lambda g: g.mean(0), grads)
-        updates, state = tx.update(means, state, params)
+        updates, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, params)
         return optax.apply_updates(params, updates), state
 
     return tx.init, step
@@ -105,10 +104,7 @@ def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
     assert sorted({x[:2] for x in dealt}) == sorted({(replicas, -(-n // replicas)) for n in counts})
 
 
-MODES = "checked", "unchecked", "pmap", "vmap"
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ("checked", "unchecked", "pmap", "vmap"))
 def test_it_is_muon_in_a_mapped_function(mode):
     params, replicas = matrices(9), jax.device_count()
     tx = boostax.by_shape(muon(), "data")
@@ -166,8 +162,7 @@ def test_matrices_of_one_shape_may_be_sharded_in_two_ways():
     params, mesh = matrices(5, (8, 8)), mesh_of(data=4, model=2)
     start = placed(params, mesh)
     for i, spec in enumerate([P(None, "model"), P("model"), P("model"), P(), P("data", "model")]):
-        where = NamedSharding(mesh, spec)
-        start["8x8"][f"w{i}"] = jax.device_put(params["8x8"][f"w{i}"], where)
+        start["8x8"][f"w{i}"] = jax.device_put(params["8x8"][f"w{i}"], NamedSharding(mesh, spec))
     got, _ = on_global_arrays(boostax.by_shape(muon()), start)
     assert_equal(got, reference(muon, params, 4))
 
@@ -218,8 +213,7 @@ def test_it_is_the_optimizer_that_it_wraps(name):
 
 def test_a_scaled_window_skips_and_waits_around_it():
     params, mesh = matrices(5), mesh_of(data=4)
-    inside = boostax.accumulate(boostax.by_shape(muon()), 2)
-    tx = boostax.static_loss_scale(inside, 8.0)
+    tx = boostax.static_loss_scale(boostax.accumulate(boostax.by_shape(muon()), 2), 8.0)
     scaled = lambda seed: jax.tree.map(lambda g: 8 * g, drawn(params, seed, 4))  # noqa: E731
     start = placed(params, mesh)
     bad = jax.tree.map(lambda g: g.at[1].set(jnp.nan), scaled(7))
@@ -242,8 +236,7 @@ def test_a_state_of_four_replicas_trains_on_by_others(replicas):
     mesh = mesh_of(data=replicas)
     moved = placed(jax.device_get(first), mesh)
     target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
-    saved = {name: {"shape": x.shape} for name, x in trees.named(state)}
-    found = as_saved(target, saved)
+    found = as_saved(target, {name: {"shape": x.shape} for name, x in trees.named(state)})
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(state)]
     for way in (
         boostax.reshard_state(jax.device_get(state), replicas),
@@ -359,8 +352,7 @@ def test_moments_of_params_with_other_names_are_refused():
 
 
 def test_an_nnx_optimizer_is_dealt_its_matrices():
-    where = NamedSharding(mesh_of(data=4), P())
-    weights = jax.device_put(matrices()["4x8"], where)
+    weights = jax.device_put(matrices()["4x8"], NamedSharding(mesh_of(data=4), P()))
     model = nnx.Dict({name: nnx.Param(x) for name, x in weights.items()})
     tx = boostax.by_shape(optax.sgd(0.1, momentum=0.9))
     optimizer = boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name="data")

@@ -104,8 +104,7 @@ def test_a_shard_is_compared_with_its_copies(place):
     shape, names, spec = PLACES[place]
     mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(names))
     axis = names if "model" not in names else "data"
-    specs = {"w": spec, "h": P(), "v": P()}
-    how = {"mesh": mesh, "axis_name": axis, "param_specs": specs}
+    how = {"mesh": mesh, "axis_name": axis, "param_specs": {"w": spec, "h": P(), "v": P()}}
     step = boostax.make_train_step(loss_fn, optimizer(), **how)
     state, metrics = step(step.init(PARAMS), batch_of(0))
     assert metrics["applied"]
@@ -257,8 +256,7 @@ def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
     tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
 
     def each(x, state):
-        grads = boostax.train.local_params(x, names)
-        return boostax.apply_gradients(tx, grads, state, x)[1]
+        return boostax.apply_gradients(tx, boostax.train.local_params(x, names), state, x)[1]
 
     how = {"in_specs": (P("fsdp"), P()), "out_specs": P(), "axis_names": {*names}}
     x = jax.device_put(jnp.ones(8), shard)

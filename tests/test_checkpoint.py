@@ -50,8 +50,7 @@ def make_state(seed=0):
         "bytes": jnp.arange(-3, 3, dtype=jnp.int8),
     }
     trained = {name: params[name] for name in ("kernel", "half", "empty")}
-    mask = {"kernel": True, "half": False, "empty": True}
-    tx = optax.chain(optax.masked(optax.trace(0.9), mask))
+    tx = optax.chain(optax.masked(optax.trace(0.9), {"kernel": True, "half": False, "empty": True}))
     return Counted(jnp.asarray(3, jnp.int32), params, tx.init(trained), None, key)
 
 
@@ -89,8 +88,7 @@ def test_a_state_comes_back_bit_for_bit_in_its_own_classes(saved, target, step):
     with Checkpointer(saved) as checkpointer:
         state, meta = checkpointer.restore(target(), step)
         assert checkpointer.latest() == 20
-        versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
-        assert checkpointer.versions() == versions
+        assert checkpointer.versions() == {x.__name__: x.__version__ for x in (boostax, jax, optax)}
     assert_same(state, make_state(step or 20))
     assert type(state) is Counted and meta == {"call": step or 20}
     files = [file.read_bytes() for file in saved.rglob("*") if file.is_file()]

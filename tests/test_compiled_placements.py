@@ -178,10 +178,8 @@ def between_slices(name):
     devices = sorted(devices, key=lambda x: (x.slice_index, x.id))
     mesh = Mesh(np.array(devices).reshape(2, 16), ("slice", "fsdp"))
     make = BETWEEN_SLICES[name][0] if name else lambda: boostax.all_reduce("slice")
-    chain = optax.chain(make(), optax.adam(1e-3))
-    tx = boostax.dynamic_loss_scale(chain, axis_name="slice")
-    specs = {"up": P("fsdp"), "down": P("fsdp")}
-    return audited(mesh, specs, tx, "slice", width=2048, depth=2)
+    tx = boostax.dynamic_loss_scale(optax.chain(make(), optax.adam(1e-3)), axis_name="slice")
+    return audited(mesh, {"up": P("fsdp"), "down": P("fsdp")}, tx, "slice", width=2048, depth=2)
 
 
 @pytest.mark.xdist_group("v5e")

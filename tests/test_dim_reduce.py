@@ -12,7 +12,6 @@ from lanes import lanes
 import boostax
 from boostax.subspace.dim_reduce import MINDSPORE, dim_reduce
 
-QUICK = {"quad", "mlp_sens16", "mlp_stall"}
 # c, alpha, gamma of each: see golden/README.md.
 SETTINGS = {
     "quad": (1.0, 0.1, 0.5),
@@ -52,7 +51,7 @@ def loss_of(name, x, y, c):
     return loss
 
 
-@pytest.mark.parametrize("name", lanes(SETTINGS, QUICK))
+@pytest.mark.parametrize("name", lanes(SETTINGS, {"quad", "mlp_sens16", "mlp_stall"}))
 def test_fidelity_mode_takes_mindspores_steps(arrays, name):
     """Every accepted length the same; weights within the tolerance of the record, in f64."""
     run = {key: x.astype(np.float64) for key, x in arrays(f"dimreduce_{name}.npz").items()}

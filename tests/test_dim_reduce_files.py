@@ -74,8 +74,7 @@ INNER = optax.sgd(0.05)
 
 
 def start():
-    keys = jax.random.split(jax.random.key(0), 2)
-    w = jax.random.normal(keys[0], (6, 8)) / 2
+    w = jax.random.normal(jax.random.split(jax.random.key(0), 2)[0], (6, 8)) / 2
     return {"fc1": {"kernel": w, "bias": jnp.zeros(8)}, "fc2": {"kernel": w[0, :8, None] / 4}}
 
 

@@ -168,8 +168,7 @@ def test_arguments_out_of_range(factory, argument, value):
 
 def words(hint):
     """The words that a type has for a checker."""
-    parts = typing.get_args(hint)
-    return {x for y in parts for x in ({y} if isinstance(y, str) else words(y))}
+    return {x for y in typing.get_args(hint) for x in ({y} if isinstance(y, str) else words(y))}
 
 
 PUBLIC = [
@@ -288,8 +287,7 @@ def test_shards_agree_besides_the_replicas(bad):
 
     specs = P("model"), P()
     mapped = jax.shard_map(step, mesh=grid, in_specs=specs, out_specs={"w": specs[0], "whole": P()})
-    moved = jax.jit(mapped)(jnp.ones(8), jnp.ones(3))
-    for leaf in moved.values():
+    for leaf in jax.jit(mapped)(jnp.ones(8), jnp.ones(3)).values():
         assert (np.asarray(leaf) == 0).all() if bad else (np.asarray(leaf) < 0).all()
 
 

@@ -65,8 +65,7 @@ def train(request, mesh):
 
     def run(make_tx, params, batches, **options):
         devices = {"mesh": mesh, "axis_name": axis_name} if axis_name else {}
-        tx = make_tx(reduced, axis_name)
-        step = boostax.make_train_step(loss_fn, tx, **devices, **options)
+        step = boostax.make_train_step(loss_fn, make_tx(reduced, axis_name), **devices, **options)
         state = step.init(params)
         for batch in batches:
             state, told = step(state, batch)
