@@ -87,9 +87,8 @@ def on_global_arrays(tx, params, steps=range(STEPS), state=None, **options):
 
 
 def assert_equal(got, wanted, tolerance=1e-6):
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True
-    ):
+    named = jax.tree_util.tree_leaves_with_path(got)
+    for (path, x), y in zip(named, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance, err_msg=str(path))
 
 
@@ -238,10 +237,8 @@ def test_a_state_of_four_replicas_trains_on_by_others(replicas):
     target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
     found = as_saved(target, {name: {"shape": x.shape} for name, x in trees.named(state)})
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(state)]
-    for way in (
-        boostax.reshard_state(jax.device_get(state), replicas),
-        resharded(jax.device_get(state), target),
-    ):
+    host = jax.device_get(state)
+    for way in (boostax.reshard_state(host, replicas), resharded(host, target)):
         where = jax.tree.map(lambda x: x.sharding, target)
         got, _ = on_global_arrays(tx, moved, [2], jax.device_put(way, where))
         assert_equal(got, wanted)
@@ -359,6 +356,5 @@ def test_an_nnx_optimizer_is_dealt_its_matrices():
     loss = lambda model, x: sum((p[...] ** 2).sum() for p in model.values()) * x.mean() / 2  # noqa: E731
     _, grads = optimizer.value_and_grad(loss)(model, jnp.ones((4, 1)))
     optimizer.update(model, grads)
-    assert_equal(
-        {name: model[name][...] for name in weights}, {n: 0.9 * x for n, x in weights.items()}
-    )
+    found = {name: model[name][...] for name in weights}
+    assert_equal(found, jax.tree.map(lambda x: 0.9 * x, weights))

@@ -58,9 +58,7 @@ def opened(step, state, batch):
 
 
 DIVIDED = [
-    (1, 1, {}),
-    (2, 1, {}),
-    (4, 1, {}),
+    *((microbatches, 1, {}) for microbatches in (1, 2, 4)),
     (4, 1, {"policy": boostax.policy("O2", dtype="bfloat16")}),
     (2, 4, {}),
     (2, 4, {"shard_optimizer": True}),
@@ -379,8 +377,7 @@ def test_a_window_has_the_histories_of_its_rows():
     tx = boostax.carry(inner, axis_name="data")
     state, _ = fit(loss_fn, tx, START, BATCHES[:2], mesh=mesh_of(data=2), microbatches=2)
     wanted = PLAIN_GRADS(START, jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2]))[OWG]
-    for (path, found), big in zip(
-        jax.tree.leaves_with_path(state.params[OWG]), jax.tree.leaves(wanted), strict=True
-    ):
+    named = jax.tree.leaves_with_path(state.params[OWG])
+    for (path, found), big in zip(named, jax.tree.leaves(wanted), strict=True):
         history_of_cotangents = "output_grad_amax" in jax.tree_util.keystr(path)
         np.testing.assert_array_equal(found, (2 if history_of_cotangents else 1) * big)

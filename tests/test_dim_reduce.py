@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from lanes import lanes
+from training import fit
 
 import boostax
 from boostax.subspace.dim_reduce import MINDSPORE, dim_reduce
@@ -144,11 +145,7 @@ def test_a_loss_scale_has_no_effect():
     basis = boostax.subspace.Basis(jnp.eye(2, 3), jnp.zeros(3), jnp.ones(2) / 2)
     finish = dim_reduce(basis, residual=optax.sgd(0.1, 0.9), rule="mindspore")
     loss_fn = lambda w, a: jnp.sum(a * w**2) / 2  # noqa: E731
-    ends = []
-    for scale in (1.0, 16.0):
-        step = boostax.make_train_step(loss_fn, boostax.static_loss_scale(finish, scale))
-        state = step.init(jnp.ones(3))
-        for _ in range(3):
-            state, _ = step(state, jnp.array([0.5, 1.5, 1.0]))
-        ends.append(state.params)
+    scaled = (boostax.static_loss_scale(finish, scale) for scale in (1.0, 16.0))
+    batches = [jnp.array([0.5, 1.5, 1.0])] * 3
+    ends = [fit(loss_fn, tx, jnp.ones(3), batches)[0].params for tx in scaled]
     np.testing.assert_array_equal(*ends)

@@ -149,11 +149,8 @@ def test_notebooks_use_names_that_exist(tmp_path, monkeypatch):
         code = [cell.source for cell in cells if cell.cell_type == "code"]
         (tmp_path / f"{path.stem}.py").write_text("\n".join(code))
     names = ["reportAttributeAccessIssue", "reportCallIssue", "reportMissingImports"]
-    settings = {
-        "extraPaths": [str(ROOT)],
-        "typeCheckingMode": "off",
-        **dict.fromkeys(names, "error"),
-    }
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "off"}
+    settings |= dict.fromkeys(names, "error")
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     # It tells of a newer version in the middle of its JSON otherwise.
     monkeypatch.setenv("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")

@@ -43,11 +43,12 @@ def batches(count, rows=ROWS, width=WIDTH):
         yield jnp.asarray(x, jnp.float32), jnp.asarray(np.sin(3 * x), jnp.float32)
 
 
+def clipped(*more):
+    return optax.chain(optax.clip_by_global_norm(0.5), *more)
+
+
 def adamw():
-    return optax.chain(
-        optax.clip_by_global_norm(0.5),
-        optax.adamw(optax.linear_schedule(3e-2, 1e-3, 20), weight_decay=0.1),
-    )
+    return clipped(optax.adamw(optax.linear_schedule(3e-2, 1e-3, 20), weight_decay=0.1))
 
 
 def wrap(name, axis=None):
@@ -564,10 +565,6 @@ def looking(seen):
         return updates, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def clipped(*more):
-    return optax.chain(optax.clip_by_global_norm(0.5), *more)
 
 
 INNER = {

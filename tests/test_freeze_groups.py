@@ -260,9 +260,9 @@ def test_what_is_wrapped_is_looked_into(wrap):
 def test_shard_map_and_params_cast_to_varying(check_vma):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+
+    @functools.partial(jax.shard_map, mesh=mesh, **specs, check_vma=check_vma)
     def loss(p, x):
         p = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), p) if check_vma else p
         return lax.pmean(three(p, x), "data")
