@@ -24,10 +24,7 @@ SEARCH_FACTOR = 20  # a search draws so many times as many examples
 
 # How long a draw takes says how busy the machine is.
 COMMON = settings(
-    deadline=None,
-    derandomize=False,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    deadline=None, derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("quick", COMMON)
 settings.register_profile("search", COMMON)

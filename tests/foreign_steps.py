@@ -39,8 +39,7 @@ ROWS = 2  # sequences of a device and micro-batch
 
 def _arranged(mesh, shape, names):
     """Arranges the devices of a mesh under other axis names."""
-    devices = mesh.devices.reshape(shape)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _typed(tree, shardings):
@@ -236,9 +235,8 @@ def midgpt_accumulation(mesh):
             grads = jax.tree.map(lax.with_sharding_constraint, grads, shardings)
             return jax.tree.map(jnp.add, grads, total), loss
 
-        keys = jax.random.split(key, MICRO)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        total, losses = lax.scan(one, zeros, (inputs, targets, keys))
+        total, losses = lax.scan(one, zeros, (inputs, targets, jax.random.split(key, MICRO)))
         grads = jax.tree.map(lambda g: g / MICRO, total)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, losses.mean()
@@ -306,8 +304,7 @@ def flax_dynamic_scale(mesh):
         return _ScaledState.create(apply_fn=model.apply, tx=tx, dynamic_scale=scale, **made)
 
     def entropy(logits, labels):
-        known = jax.nn.one_hot(labels, VOCAB)
-        return optax.softmax_cross_entropy(logits, known).mean()
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, VOCAB)).mean()
 
     def train_step(state, batch):
         def loss_fn(params):
@@ -349,9 +346,8 @@ class _Network(nnx.Module):
         self.params = nnx.data(jax.tree.map(zeros, _decoder_shapes(jnp.bfloat16)))
 
     def __call__(self, tokens, targets):
-        params = _on_variables(lambda x: x[...], self.params)
         by_rows = lambda x: lax.with_sharding_constraint(x, self.rows)  # noqa: E731
-        return _entropy(params, tokens, targets, by_rows)
+        return _entropy(_on_variables(lambda x: x[...], self.params), tokens, targets, by_rows)
 
 
 class _Sums(nnx.Module):
@@ -385,11 +381,10 @@ def tunix_micro_step(mesh):
     """
     mesh = _arranged(mesh, (mesh.size, 1), ("fsdp", "tp"))
     place = functools.partial(NamedSharding, mesh)
-    tx = optax.adamw(1e-5)
 
     def make():
         model = _Network(place(P("fsdp", None, None)))
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param), _Sums(model)
+        return model, nnx.Optimizer(model, optax.adamw(1e-5), wrt=nnx.Param), _Sums(model)
 
     def mean_loss(model, tokens, targets):
         return model(tokens, targets).mean()

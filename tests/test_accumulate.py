@@ -228,9 +228,8 @@ def test_micro_batches_equal_the_big_batch(count):
 def test_a_batch_that_is_cut_already_is_taken_as_it_lies(count):
     """Micro-batch i has rows i, i + k, ... of a whole batch: to the bit the same."""
     f = jax.value_and_grad(masked_loss, has_aux=True)
-    mask = np.float32(np.random.default_rng(2).random(24) < 0.4)
     stack = lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
-    whole = BATCH, mask
+    whole = BATCH, np.float32(np.random.default_rng(2).random(24) < 0.4)
     cut = jax.tree.map(stack, whole)
     step = functools.partial(boostax.value_and_grad, masked_loss, has_aux=True)
     for form in (
@@ -288,8 +287,7 @@ def test_weights_of_replicas_do_not_overflow_f16_gradients(mesh):
     x = np.float16(np.random.default_rng(4).normal(size=(8, 3)) * 1000)
     f = boostax.value_and_grad(token_loss, axis_name="data", mesh=mesh, has_aux=True)
     grads = jax.jit(f)(jnp.zeros(3, jnp.float16), (), (x, tokens))[1].local
-    expected = (np.float32(x) * tokens[:, None] / 2048).astype(np.float16)
-    assert_same(grads, expected)
+    assert_same(grads, (np.float32(x) * tokens[:, None] / 2048).astype(np.float16))
 
 
 def test_keys_and_model_state_go_through_the_micro_batches():

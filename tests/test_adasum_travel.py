@@ -72,8 +72,7 @@ def test_averaging_inside_a_node_first_sends_a_part_across():
     leaves = gradients([(6, 5), (), (64,)])
     means = [x.reshape(4, 2, *x.shape[1:]).mean(1, dtype=np.float64) for x in leaves]
     for check in (True, False):
-        result = mapped(updating(nested), mesh, specs, check_vma=check)(leaves)
-        assert_adasum(result, means)
+        assert_adasum(mapped(updating(nested), mesh, specs, check_vma=check)(leaves), means)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -126,8 +125,7 @@ def test_orthogonality_is_the_ratio_of_squared_norms(replicas):
     assert set(start) == {"orthogonality", "orthogonality/a", "orthogonality/b/0"}
     assert all(x == -1 for x in start.values())
     # In steps of 1e-25 and 1e18 the squares leave the range of f32.
-    shapes = [(12,), (3, 4)]
-    cases = {str(m): gradients(shapes, replicas, magnitude=m) for m in (1, 1e-25, 1e18)}
+    cases = {str(m): gradients([(12,), (3, 4)], replicas, magnitude=m) for m in (1, 1e-25, 1e18)}
     cases["apart"] = [cases["1"][0], cases["1e-25"][1]]
     direction = np.float32([1, -2, 3] * 4)
     cases["parallel"] = [np.stack([direction] * replicas)] * 2

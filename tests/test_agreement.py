@@ -43,9 +43,8 @@ def update(tx, name):
 
 def trained(mode, mesh, tx, name):
     """One call on each replica, with a state that is equal on all; JAX checks that it stays so."""
-    fn = update(tx, name)
     if mode != "checked" or name not in ("window", "weighted"):
-        return mapped(mode, fn)
+        return mapped(mode, update(tx, name))
     specs = {"in_specs": (PartitionSpec("data"), PartitionSpec()), "out_specs": PartitionSpec()}
     run = lambda g, state: tx.update(g[0], state, W, **weighted(name))[1]  # noqa: E731
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(jnp.ones((8, 3)), tx.init(W))
@@ -63,8 +62,7 @@ def test_a_gate_without_the_axis_of_what_it_holds_is_refused(mesh, name, inside,
     with pytest.raises(ValueError, match=said):
         trained(mode, mesh, tx, name)
     right = GATES[name](optax.chain(INSIDE[inside], SGD), axis_name="data")
-    found = mapped(mode, update(right, name))
-    assert np.isfinite(found).all()
+    assert np.isfinite(mapped(mode, update(right, name))).all()
 
 
 def test_a_gate_needs_no_axis_where_nothing_is_sent():

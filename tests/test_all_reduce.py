@@ -60,16 +60,14 @@ def test_several_axes_are_reduced_together():
             update = updating(boostax.all_reduce(names, **options))
             result = mapped(update, mesh, P(("a", "b")))(leaves)
             for actual, rows in zip(result, leaves, strict=True):
-                dtype = options.get("dtype", "float32")
-                bound = rounded(dtype, 4, rows)
+                bound = rounded(options.get("dtype", "float32"), 4, rows)
                 np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound)
 
 
 def test_a_bucket_is_one_collective(mesh):
     counts = {}
     for limit in (None, 4 * 250, 4 * 1000):
-        tx = boostax.all_reduce("data", bucket_bytes=limit)
-        found = sends(updating(tx), [100] * 10, mesh)
+        found = sends(updating(boostax.all_reduce("data", bucket_bytes=limit)), [100] * 10, mesh)
         assert {c.primitive for c in found} == {"psum"}
         counts[limit] = len(found)
     # Two leaves of 400 bytes fit into a bucket of 1000, ten into one of 4000.
@@ -153,8 +151,7 @@ def test_what_gloo_would_send_leaf_by_leaf_is_one_message(kind, monkeypatch):
 )
 def test_a_half_wire_rounds_twice_at_any_magnitude(dtype, seed, replicas, base, spread):
     """On the way there and on the way back, whatever the range of the wire's dtype."""
-    rng = np.random.default_rng(seed)
-    offsets = rng.uniform(-spread, spread, (replicas, 1))
+    offsets = np.random.default_rng(seed).uniform(-spread, spread, (replicas, 1))
     rows = np.float32(normal(seed, replicas) * 10 ** np.clip(base + offsets, -30, 30))
     for op, expected in (("mean", reference.mean(rows)), ("sum", reference.wide(rows).sum(0))):
         result = reduce(rows, dtype=dtype, op=op)
@@ -168,8 +165,7 @@ def test_a_half_wire_rounds_twice_at_any_magnitude(dtype, seed, replicas, base, 
 @given(data=st.data())
 def test_finite_stays_finite_and_the_rest_does_not(dtype, data):
     """The mean of what is finite; a NaN or an infinity is still seen, clipped or not."""
-    entries = st.floats(width=32, allow_subnormal=False)
-    lists = st.lists(entries, min_size=WIDTH, max_size=WIDTH)
+    lists = st.lists(st.floats(width=32, allow_subnormal=False), min_size=WIDTH, max_size=WIDTH)
     rows = np.float32(data.draw(st.lists(lists, min_size=3, max_size=3)))
     for options in ({}, {"clip": 1.0}):
         result = reduce(rows, dtype=dtype, divide="before", **options)
@@ -196,8 +192,7 @@ def test_gradients_are_clipped_before_they_are_reduced(seed, clip, magnitude):
     half = reduce(rows, clip=clip, dtype="float16")
     np.testing.assert_allclose(half, expected, rtol=0, atol=rounded("float16", 2.01, clipped))
     # Not after: the bound is on every replica's own gradient.
-    opposite = np.float32([[10.0], [-1.0]])
-    assert reduce(opposite, clip=1.0) == 0.0
+    assert reduce(np.float32([[10.0], [-1.0]]), clip=1.0) == 0.0
 
 
 def test_clipping_complex_gradients_is_refused():

@@ -385,16 +385,14 @@ def on_explicit_axes(mesh, x):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
     w = jax.device_put(np.ones((WIDTH, WIDTH), np.float32), NamedSharding(mesh, P()))
-    step = jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w))
-    return step, (w, x), None
+    return jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w)), (w, x), None
 
 
 @pytest.mark.parametrize("leaves", [1, 3])
 def test_a_network_takes_the_bytes_and_messages_of_a_step(mesh, leaves):
     """By XLA:CPU each leaf is a message: between processes gloo sends leaf by leaf."""
-    mean = jax.shard_map(
-        lambda x: lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
-    )
+    specs = {"in_specs": P("data"), "out_specs": P()}
+    mean = jax.shard_map(lambda x: lax.pmean(x, "data"), mesh=mesh, **specs)
     grads = [jax.ShapeDtypeStruct((8, 1024), jnp.float32)] * leaves
     found = boostax.audit(jax.jit(mean), grads, network="100 Mbit, 2 ms")
     assert found.messages.most == 2 * 7 * leaves
@@ -806,10 +804,8 @@ def test_a_call_of_a_window_does_not_pass_for_a_step(command):
 
 def test_no_limit_passes_on_fewer_devices_than_were_asked_for(command, monkeypatch):
     """Defect guarded against: shapes without shardings reduced nothing on one of 8 devices."""
-    for devices, said in (
-        ((), "one device reduces nothing"),
-        (("--cpu-devices", "8"), "1 device, of 8"),
-    ):
+    refused = {(): "one device reduces nothing", ("--cpu-devices", "8"): "1 device, of 8"}
+    for devices, said in refused.items():
         code, told = command("test_audit:unplaced", "--max-reductions", "1.01", *devices)
         assert code == 1 and said in told.err and "0.00 N reduced" in told.out
     assert command("test_audit:unplaced", "--max-temporaries", "9")[0] == 0

@@ -46,31 +46,25 @@ def reference(kind, path, decay=0.9, size=3, every=1, start=0):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("when", [{}, {"every": 3, "start": 4}])
 def test_the_average_is_that_of_its_definition_in_float64(kind, when):
-    tx = average_params(optax.adam(0.1), kind, **KINDS[kind], **when)
-    found = follow(tx, 16)
+    found = follow(average_params(optax.adam(0.1), kind, **KINDS[kind], **when), 16)
     for count in range(1, 17):
         params, state = found[count - 1]
-        average = averaged_params(state, params)
-        for name, value in average.items():
+        for name, value in averaged_params(state, params).items():
             path = [np.asarray(p[name], np.float64) for p, _ in found[:count]]
-            expected = reference(kind, path, **when)
-            np.testing.assert_allclose(value, expected, rtol=2e-6, atol=1e-6)
+            np.testing.assert_allclose(value, reference(kind, path, **when), rtol=2e-6, atol=1e-6)
     taken = len(range(when.get("start", 0), 16, when.get("every", 1)))
     assert boostax.metrics(state) == {"averaged": taken}
 
 
 def test_a_decay_may_be_a_hyperparameter_of_the_state():
     make = lambda decay: average_params(optax.sgd(0.1), decay=decay)  # noqa: E731
-    tx = optax.inject_hyperparams(make)(decay=0.9)
-    params, state = follow(tx, 4)[-1]
+    params, state = follow(optax.inject_hyperparams(make)(decay=0.9), 4)[-1]
     expected = averaged_params(follow(make(0.9), 4)[-1][1], params)
-    found = averaged_params(state, params)
-    chex.assert_trees_all_close(found, expected, rtol=2e-6, atol=1e-6)
+    chex.assert_trees_all_close(averaged_params(state, params), expected, rtol=2e-6, atol=1e-6)
 
 
 def test_params_that_stand_still_are_their_own_average_for_good():
-    tx = average_params(optax.sgd(0.0), decay=0.9999)
-    params, state = follow(tx, 300)[-1]
+    params, state = follow(average_params(optax.sgd(0.0), decay=0.9999), 300)[-1]
     assert_same(averaged_params(state, params), PARAMS, "average")
 
 
@@ -90,8 +84,7 @@ SOME = lanes(FORMS, {"around a scaler and a window", "inside both"})
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SOME)
 def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
-    average = functools.partial(average_params, kind=kind, **KINDS[kind])
-    tx = FORMS[form](optax.adam(0.1), average)
+    tx = FORMS[form](optax.adam(0.1), functools.partial(average_params, kind=kind, **KINDS[kind]))
     grads = [example_grads(PARAMS, i) for i in range(9)]
     for bad in (2, 5):
         grads[bad] = poison(grads[bad], np.nan)
@@ -154,8 +147,7 @@ def test_the_pure_update_averages_the_params_that_its_updates_lead_to(form, dtyp
 
 
 def test_snapshots_in_bfloat16_cost_their_rounding_alone():
-    tx = average_params(optax.sgd(0.3), "lawa", size=4, dtype="bfloat16")
-    path = follow(tx, 6)
+    path = follow(average_params(optax.sgd(0.3), "lawa", size=4, dtype="bfloat16"), 6)
     params, state = path[-1]
     kept = [np.float64(jnp.bfloat16(p["w"])) for p, _ in path[-4:]]
     assert state.averages["w"].dtype == jnp.bfloat16
@@ -170,12 +162,11 @@ BIG = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range
 def test_a_donated_step_holds_nothing_more_than_without_the_average(form, kind):
     average = functools.partial(average_params, kind=kind, **KINDS[kind], every=2)
     build = FORMS.get(form, lambda tx, average: average(tx))
-    temporaries = []
-    for around in (lambda tx: tx, average):
-        temporaries.append(temporary_bytes(build(optax.adam(0.1), around), BIG))
+    forms = (build(optax.adam(0.1), around) for around in (lambda tx: tx, average))
+    plain, averaging = (temporary_bytes(tx, BIG) for tx in forms)
     # Between two branches XLA:CPU copies the params that the inner one hands to the average.
     allowed = 1.02 if form == "between them" else 0.02
-    assert temporaries[1] - temporaries[0] <= allowed * 4 * 2**20
+    assert averaging - plain <= allowed * 4 * 2**20
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -106,7 +106,6 @@ TWO = {
     "chosen": lambda a, b: jnp.where(a > b, a, b), "where": lambda a, b: jnp.where(a > 0, a, b),
 }  # fmt: skip
 GROWN = lambda x: st.tuples(st.sampled_from([*ONE]), x) | st.tuples(st.sampled_from([*TWO]), x, x)  # noqa: E731
-TREES = st.recursive(st.sampled_from(["g", "g", "x", 0.5, 0.0]), GROWN, max_leaves=5)
 
 
 def valued(tree, x, g):
@@ -116,7 +115,7 @@ def valued(tree, x, g):
 
 
 @draws(30)
-@given(TREES)
+@given(st.recursive(st.sampled_from(["g", "g", "x", 0.5, 0.0]), GROWN, max_leaves=5))
 def test_the_degree_of_an_expression_is_what_numbers_show(tree):
     with jax.enable_x64(True):
         x, g = jnp.asarray(X, jnp.float64), jnp.cos(jnp.asarray(X, jnp.float64))

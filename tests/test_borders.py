@@ -93,8 +93,7 @@ def test_params_keep_their_sharding_beside_a_state_that_users_shard(kind, wrappe
         _, params, state, *_ = follow(step, carry, [batch] * 2)[0]
     else:
         with jax.set_mesh(mesh):
-            own = own_step(tx, boostax.value_and_grad(loss))
-            params, state, _ = own(params, state, batch)
+            params, state, _ = own_step(tx, boostax.value_and_grad(loss))(params, state, batch)
     assert params["w"].is_fully_replicated
     moments = [x for x in jax.tree.leaves(state) if x.shape == (8, 8)]
     assert moments and all(x.sharding.shard_shape(x.shape) == (2, 8) for x in moments)
@@ -132,10 +131,8 @@ def test_a_base_of_integers_that_no_schedule_trains_passes_every_driver(base):
     run = lambda p, x: jnp.mean((x * (p["base"] + p["lora"] + p["a"]) - 1) ** 2)  # noqa: E731
     window = boostax.accumulate(optax.sgd(0.1), 2)
     tx = boostax.scheduled_freeze(window, ["base", "a"], lambda step: 1 + step % 2)
-    ends = []
-    for driver in ("host", "switch"):
-        ends.append(fit(run, tx, params, [jnp.ones((4, 3))] * 8, freeze_driver=driver)[0].params)
     state, x = tx.init(params), jnp.ones((4, 3))
+    ends = [fit(run, tx, params, [x] * 8, freeze_driver=d)[0].params for d in ("host", "switch")]
     chosen = boostax.value_and_grad(run)(params, state, x, active=tx.choice(params, state))[1]
     wanted = jax.grad(lambda lora: run(params | {"lora": lora}, x))(params["lora"])
     np.testing.assert_allclose(chosen["lora"], wanted, rtol=1e-6)
@@ -151,13 +148,12 @@ def test_an_average_inside_a_freeze_at_one_depth_has_one_answer():
     by_hand = boostax.scheduled_freeze(average(sgd, decay=0.5), ["base"], 1)
     read = {"groups": ["base"], "level": 1, "kind": [1]}
     read = boostax.auto({"freeze": read, "average_params": {"decay": 0.5}}).optimizer(sgd)
-    ends, own, state = [], params, by_hand.init(params)
+    own, state = params, by_hand.init(params)
     for x in rows:
         own, state = boostax.apply_gradients(by_hand, jax.grad(run)(own, x), state, own)
-    for tx in (by_hand, read):
-        ends.append(fit(run, tx, params, rows)[0])
     wanted = boostax.model.averaged_params(state, own)
-    for end in ends:
+    for tx in (by_hand, read):
+        end, _ = fit(run, tx, params, rows)
         found = boostax.model.averaged_params(end.opt_state, end.params)
         np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-6)
         np.testing.assert_array_equal(found["base"], params["base"])

@@ -57,8 +57,7 @@ def reference_step(make):
 
     @jax.jit
     def step(params, state, grads):
-        means = jax.tree.map(lambda g: g.mean(0), grads)
-        updates, state = tx.update(means, state, params)
+        updates, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, params)
         return optax.apply_updates(params, updates), state
 
     return tx.init, step
@@ -88,9 +87,8 @@ def on_global_arrays(tx, params, steps=range(STEPS), state=None, **options):
 
 
 def assert_equal(got, wanted, tolerance=1e-6):
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True
-    ):
+    named = jax.tree_util.tree_leaves_with_path(got)
+    for (path, x), y in zip(named, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance, err_msg=str(path))
 
 
@@ -105,10 +103,7 @@ def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
     assert sorted({x[:2] for x in dealt}) == sorted({(replicas, -(-n // replicas)) for n in counts})
 
 
-MODES = "checked", "unchecked", "pmap", "vmap"
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ("checked", "unchecked", "pmap", "vmap"))
 def test_it_is_muon_in_a_mapped_function(mode):
     params, replicas = matrices(9), jax.device_count()
     tx = boostax.by_shape(muon(), "data")
@@ -166,8 +161,7 @@ def test_matrices_of_one_shape_may_be_sharded_in_two_ways():
     params, mesh = matrices(5, (8, 8)), mesh_of(data=4, model=2)
     start = placed(params, mesh)
     for i, spec in enumerate([P(None, "model"), P("model"), P("model"), P(), P("data", "model")]):
-        where = NamedSharding(mesh, spec)
-        start["8x8"][f"w{i}"] = jax.device_put(params["8x8"][f"w{i}"], where)
+        start["8x8"][f"w{i}"] = jax.device_put(params["8x8"][f"w{i}"], NamedSharding(mesh, spec))
     got, _ = on_global_arrays(boostax.by_shape(muon()), start)
     assert_equal(got, reference(muon, params, 4))
 
@@ -218,8 +212,7 @@ def test_it_is_the_optimizer_that_it_wraps(name):
 
 def test_a_scaled_window_skips_and_waits_around_it():
     params, mesh = matrices(5), mesh_of(data=4)
-    inside = boostax.accumulate(boostax.by_shape(muon()), 2)
-    tx = boostax.static_loss_scale(inside, 8.0)
+    tx = boostax.static_loss_scale(boostax.accumulate(boostax.by_shape(muon()), 2), 8.0)
     scaled = lambda seed: jax.tree.map(lambda g: 8 * g, drawn(params, seed, 4))  # noqa: E731
     start = placed(params, mesh)
     bad = jax.tree.map(lambda g: g.at[1].set(jnp.nan), scaled(7))
@@ -242,13 +235,10 @@ def test_a_state_of_four_replicas_trains_on_by_others(replicas):
     mesh = mesh_of(data=replicas)
     moved = placed(jax.device_get(first), mesh)
     target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
-    saved = {name: {"shape": x.shape} for name, x in trees.named(state)}
-    found = as_saved(target, saved)
+    found = as_saved(target, {name: {"shape": x.shape} for name, x in trees.named(state)})
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(state)]
-    for way in (
-        boostax.reshard_state(jax.device_get(state), replicas),
-        resharded(jax.device_get(state), target),
-    ):
+    host = jax.device_get(state)
+    for way in (boostax.reshard_state(host, replicas), resharded(host, target)):
         where = jax.tree.map(lambda x: x.sharding, target)
         got, _ = on_global_arrays(tx, moved, [2], jax.device_put(way, where))
         assert_equal(got, wanted)
@@ -359,14 +349,12 @@ def test_moments_of_params_with_other_names_are_refused():
 
 
 def test_an_nnx_optimizer_is_dealt_its_matrices():
-    where = NamedSharding(mesh_of(data=4), P())
-    weights = jax.device_put(matrices()["4x8"], where)
+    weights = jax.device_put(matrices()["4x8"], NamedSharding(mesh_of(data=4), P()))
     model = nnx.Dict({name: nnx.Param(x) for name, x in weights.items()})
     tx = boostax.by_shape(optax.sgd(0.1, momentum=0.9))
     optimizer = boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
     loss = lambda model, x: sum((p[...] ** 2).sum() for p in model.values()) * x.mean() / 2  # noqa: E731
     _, grads = optimizer.value_and_grad(loss)(model, jnp.ones((4, 1)))
     optimizer.update(model, grads)
-    assert_equal(
-        {name: model[name][...] for name in weights}, {n: 0.9 * x for n, x in weights.items()}
-    )
+    found = {name: model[name][...] for name in weights}
+    assert_equal(found, jax.tree.map(lambda x: 0.9 * x, weights))

@@ -58,9 +58,7 @@ def opened(step, state, batch):
 
 
 DIVIDED = [
-    (1, 1, {}),
-    (2, 1, {}),
-    (4, 1, {}),
+    *((microbatches, 1, {}) for microbatches in (1, 2, 4)),
     (4, 1, {"policy": boostax.policy("O2", dtype="bfloat16")}),
     (2, 4, {}),
     (2, 4, {"shard_optimizer": True}),
@@ -98,9 +96,8 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_gradients_beside_carried_leaves_are_those_of_one_batch(microbatches):
     """Adam, which the other tests train by, is blind to a factor."""
-    state = boostax.carry(optax.sgd(1.0)).init(START)
     oracle = boostax.value_and_grad(loss_fn, microbatches=microbatches)
-    _, grads = jax.jit(oracle)(START, state, BATCHES[0])
+    _, grads = jax.jit(oracle)(START, boostax.carry(optax.sgd(1.0)).init(START), BATCHES[0])
     expected = PLAIN_GRADS(START, BATCHES[0])["params"]
     chex.assert_trees_all_close(grads["params"], expected, rtol=1e-5, atol=1e-4)
 
@@ -203,8 +200,7 @@ def test_a_skipped_step_leaves_carried_leaves(nesting, bad):
     def call(params, state, x, ruin):
         _, grads = boostax.value_and_grad(watched)(params, state, x)
         if bad == "overflow":
-            amax = grads["carried"]["amax"]
-            grads["carried"]["amax"] = jnp.where(ruin, jnp.inf, amax)
+            grads["carried"]["amax"] = jnp.where(ruin, jnp.inf, grads["carried"]["amax"])
         else:
             grads["w"] = jnp.where(ruin, bad, grads["w"])
         return boostax.apply_gradients(tx, grads, state, params)
@@ -254,7 +250,6 @@ def test_a_batch_that_weighs_nothing_says_nothing():
 
 @pytest.mark.parametrize("driver", ["host", "switch"])
 def test_carried_leaves_of_frozen_layers_rest(driver):
-    layers = {"a": PLAIN, "b": PLAIN}
 
     def loss(params, x):
         return watched(params["a"], x) + watched(params["b"], 2 * x)
@@ -262,7 +257,7 @@ def test_carried_leaves_of_frozen_layers_rest(driver):
     groups = {"a": jax.tree.map(lambda _: 0, PLAIN), "b": jax.tree.map(lambda _: 1, PLAIN)}
     inner = boostax.carry(boostax.dynamic_loss_scale(optax.adamw(0.1)), RULES)
     tx = boostax.scheduled_freeze(inner, groups, 1)
-    state, _ = fit(loss, tx, layers, [DATA[0]], freeze_driver=driver)
+    state, _ = fit(loss, tx, {"a": PLAIN, "b": PLAIN}, [DATA[0]], freeze_driver=driver)
     chex.assert_trees_all_equal(state.params["a"], PLAIN)
     assert_of(state.params["b"], expected([2 * DATA[0]]))
 
@@ -381,10 +376,8 @@ def test_a_window_has_the_histories_of_its_rows():
     inner = boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data")
     tx = boostax.carry(inner, axis_name="data")
     state, _ = fit(loss_fn, tx, START, BATCHES[:2], mesh=mesh_of(data=2), microbatches=2)
-    both = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2])
-    wanted = PLAIN_GRADS(START, both)[OWG]
-    for (path, found), big in zip(
-        jax.tree.leaves_with_path(state.params[OWG]), jax.tree.leaves(wanted), strict=True
-    ):
+    wanted = PLAIN_GRADS(START, jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2]))[OWG]
+    named = jax.tree.leaves_with_path(state.params[OWG])
+    for (path, found), big in zip(named, jax.tree.leaves(wanted), strict=True):
         history_of_cotangents = "output_grad_amax" in jax.tree_util.keystr(path)
         np.testing.assert_array_equal(found, (2 if history_of_cotangents else 1) * big)

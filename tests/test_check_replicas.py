@@ -10,6 +10,7 @@ import pytest
 from check_replicas import PARAMS, batch_of, flipped, flipped_somewhere, loss_fn, optimizer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import follow
 
 import boostax
 from boostax._core import copies
@@ -66,9 +67,7 @@ def test_a_clean_run_is_the_run_without_it(mesh):
     for tx in (inner, check_replicas(inner, every=2)):
         step = boostax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=2)
         state = step.init(PARAMS, key=jax.random.key(0))
-        for call in range(9):
-            state, _ = step(state, batch_of(call))
-        ends.append(state)
+        ends.append(follow(step, state, map(batch_of, range(9)))[0])
     chex.assert_trees_all_equal(ends[0].params, ends[1].params)
     chex.assert_trees_all_equal(ends[0].opt_state, ends[1].opt_state.inner_state)
     raise_if_diverged(ends[1])
@@ -80,11 +79,8 @@ def test_every_is_the_number_of_calls_between_comparisons(mesh):
     state = step.init(PARAMS)
     state, _ = step(state, batch_of(0))
     state = state._replace(params=state.params | {"w": flipped(state.params["w"], 2, 9, 12)})
-    applied = []
-    for call in range(1, 4):
-        state, metrics = step(state, batch_of(call))
-        applied.append(bool(metrics["applied"]))
-    assert applied == [True, True, False]
+    _, told = follow(step, state, map(batch_of, range(1, 4)))
+    assert [bool(metrics["applied"]) for metrics in told] == [True, True, False]
     # A replica that compares at other calls differs from the others at each of these.
     state = step.init(PARAMS)
     own = state.opt_state._replace(calls=flipped(state.opt_state.calls, 4, 0, 0))
@@ -104,8 +100,7 @@ def test_a_shard_is_compared_with_its_copies(place):
     shape, names, spec = PLACES[place]
     mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(names))
     axis = names if "model" not in names else "data"
-    specs = {"w": spec, "h": P(), "v": P()}
-    how = {"mesh": mesh, "axis_name": axis, "param_specs": specs}
+    how = {"mesh": mesh, "axis_name": axis, "param_specs": {"w": spec, "h": P(), "v": P()}}
     step = boostax.make_train_step(loss_fn, optimizer(), **how)
     state, metrics = step(step.init(PARAMS), batch_of(0))
     assert metrics["applied"]
@@ -172,14 +167,11 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_inside_other_parts_it_compares_what_it_is_given(mesh, around, texts):
     step = boostax.make_train_step(loss_fn, AROUND[around](optimizer()), mesh=mesh)
-    state = step.init(PARAMS)
-    for call in range(6):
-        state, _ = step(state, batch_of(call))
+    state, _ = follow(step, step.init(PARAMS), map(batch_of, range(6)))
     assert any("tanh" in text for text in texts)
     raise_if_diverged(state)
     state = state._replace(params=state.params | {"v": flipped(state.params["v"], 3, 5, 7)})
-    for call in range(2):
-        state, metrics = step(state, batch_of(call))
+    state, (*_, metrics) = follow(step, state, map(batch_of, range(2)))
     assert metrics["differing_replica"] == 3
     with pytest.raises(RuntimeError, match="replica 3: params/v"):
         raise_if_diverged(state)
@@ -188,10 +180,8 @@ def test_inside_other_parts_it_compares_what_it_is_given(mesh, around, texts):
 def test_params_of_each_replica_are_not_compared(mesh):
     local = boostax.reduce.local_updates(optax.sgd(0.1), None, every=2)
     step = boostax.make_train_step(loss_fn, check_replicas(local), mesh=mesh)
-    state = step.init(PARAMS)
-    for call in range(3):
-        state, metrics = step(state, batch_of(call))
-        assert metrics["applied"] and metrics["differing_replica"] == -1
+    _, told = follow(step, step.init(PARAMS), map(batch_of, range(3)))
+    assert all(metrics["applied"] and metrics["differing_replica"] == -1 for metrics in told)
 
 
 def test_a_check_that_compares_nothing_is_refused(mesh):
@@ -257,8 +247,7 @@ def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
     tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
 
     def each(x, state):
-        grads = boostax.train.local_params(x, names)
-        return boostax.apply_gradients(tx, grads, state, x)[1]
+        return boostax.apply_gradients(tx, boostax.train.local_params(x, names), state, x)[1]
 
     how = {"in_specs": (P("fsdp"), P()), "out_specs": P(), "axis_names": {*names}}
     x = jax.device_put(jnp.ones(8), shard)

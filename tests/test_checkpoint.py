@@ -50,8 +50,7 @@ def make_state(seed=0):
         "bytes": jnp.arange(-3, 3, dtype=jnp.int8),
     }
     trained = {name: params[name] for name in ("kernel", "half", "empty")}
-    mask = {"kernel": True, "half": False, "empty": True}
-    tx = optax.chain(optax.masked(optax.trace(0.9), mask))
+    tx = optax.chain(optax.masked(optax.trace(0.9), {"kernel": True, "half": False, "empty": True}))
     return Counted(jnp.asarray(3, jnp.int32), params, tx.init(trained), None, key)
 
 
@@ -89,8 +88,7 @@ def test_a_state_comes_back_bit_for_bit_in_its_own_classes(saved, target, step):
     with Checkpointer(saved) as checkpointer:
         state, meta = checkpointer.restore(target(), step)
         assert checkpointer.latest() == 20
-        versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
-        assert checkpointer.versions() == versions
+        assert checkpointer.versions() == {x.__name__: x.__version__ for x in (boostax, jax, optax)}
     assert_same(state, make_state(step or 20))
     assert type(state) is Counted and meta == {"call": step or 20}
     files = [file.read_bytes() for file in saved.rglob("*") if file.is_file()]
@@ -277,9 +275,8 @@ class GroupSignalState(NamedTuple):
 @pytest.mark.parametrize("by", [boostax.__version__, "0.2 or before"])
 def test_a_part_that_is_gone_is_named_and_all_else_of_0_2_comes_back(tmp_path, monkeypatch, by):
     sentence, trace = "It is gone.", optax.trace(0.9).init({"w": jnp.ones(3)})
-    monkeypatch.setattr(
-        checkpoint.checks, "replacement", {"boostax.GroupSignalState": sentence}.get
-    )
+    gone = {"boostax.GroupSignalState": sentence}
+    monkeypatch.setattr(checkpoint.checks, "replacement", gone.get)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, (GroupSignalState(jnp.ones(2), jnp.ones(2)), trace))
         checkpointer.save(2, {"trace": trace, "a field that is gone": None})

@@ -23,8 +23,7 @@ SPECS = {"w": P("fsdp"), "b": P(), "c": P("fsdp")}
 
 @pytest.mark.parametrize(("max_norm", "dtype"), spread([0.5, 3.0, 1e3], ["float32", "bfloat16"]))
 def test_whole_leaves_are_clipped_as_by_optax(max_norm, dtype):
-    cast = lambda x: x if np.iscomplexobj(x) else jnp.asarray(x, dtype)  # noqa: E731
-    grads = jax.tree.map(cast, GRADS)
+    grads = jax.tree.map(lambda x: x if np.iscomplexobj(x) else jnp.asarray(x, dtype), GRADS)
     ours, theirs = (
         tx(max_norm).update(grads, optax.EmptyState())[0]
         for tx in (boostax.model.clip_by_global_norm, optax.clip_by_global_norm)

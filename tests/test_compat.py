@@ -34,8 +34,7 @@ def stream(seed, count, bad=()):
 
 def windows(inner, axis, *skip):
     """``MultiSteps`` with windows of two, as a transformation."""
-    tx = compat.MultiSteps(inner, 2, True, *skip, axis_name=axis)
-    return tx.gradient_transformation()
+    return compat.MultiSteps(inner, 2, True, *skip, axis_name=axis).gradient_transformation()
 
 
 # States of Optax's optimizers are of the same classes in both.
@@ -95,8 +94,7 @@ def test_steps_are_those_of_apply_if_finite(most):
     ours, theirs = compat.apply_if_finite(adam(), most), optax.apply_if_finite(adam(), most)
     fields = ("notfinite_count", "last_finite", "total_notfinite", "inner_state")
     bad = (1, 3, 4, 6, 7, 8)
-    grads = stream(2, 9, bad[: 1 if most == 0 else None])
-    *_, (state, _) = beside(ours, theirs, fields, grads)
+    *_, (state, _) = beside(ours, theirs, fields, stream(2, 9, bad[: 1 if most == 0 else None]))
     assert int(state.total_notfinite) == (1 if most == 0 else 6)
     assert not jnp.isfinite(state.inner_state[0].mu["w"]).all()
 

@@ -50,8 +50,7 @@ def test_pure_update_needs_one_copy(name):
         return optax.apply_updates(params, updates), state
 
     program = jax.jit(step, donate_argnums=(0, 1)).lower(BIG, jax.eval_shape(tx.init, BIG), BIG)
-    temp = program.compile().memory_analysis().temp_size_in_bytes
-    assert temp <= 1.1 * BIG_BYTES
+    assert program.compile().memory_analysis().temp_size_in_bytes <= 1.1 * BIG_BYTES
 
 
 # Data parallel over eight devices.

@@ -78,9 +78,8 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
 
 
 @everywhere
-def test_a_window_in_shards_holds_its_share_of_the_sum_and_reduces_in_each_call(target):
+def test_a_window_in_shards_holds_its_share_of_the_sum_and_reduces_in_each_call(mesh, target):
     """A local one holds all of it, and reduces in its last call alone."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     inner = optax.chain(boostax.all_reduce(), optax.adam(1e-3))
     forms = [boostax.accumulate(inner, WINDOW, sums=sums) for sums in ("local", "sharded")]
     forms.append(boostax.dynamic_loss_scale(forms[1]))
@@ -98,9 +97,8 @@ def test_a_window_in_shards_holds_its_share_of_the_sum_and_reduces_in_each_call(
 
 @everywhere
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
-def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target):
+def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(mesh, placement, target):
     """As ``lax.scan`` takes it; rows are not moved between devices to be scanned."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = [layer_of(mesh, PLACEMENTS[placement])] * 4
     batch = typed(mesh, (WINDOW, ROWS, 512), P(None, "data"))
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
@@ -116,12 +114,11 @@ def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target
 
 @pytest.mark.xdist_group("v5e")
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
-def test_params_are_gathered_in_bf16_where_their_owner_keeps_the_rest(placement):
+def test_params_are_gathered_in_bf16_where_their_owner_keeps_the_rest(mesh, placement):
     """``store(params="remainder")``: f32 masters on the owner of a shard, bf16 on the wire.
 
     On v5e; XLA:CPU widens what it gathers to f32.
     """
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     optimizer = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
     low = boostax.precision.store(optimizer, params="remainder")
     how = {"target": "v5e:2x4", "dtype": jnp.bfloat16, "shard_optimizer": True}
@@ -178,10 +175,8 @@ def between_slices(name):
     devices = sorted(devices, key=lambda x: (x.slice_index, x.id))
     mesh = Mesh(np.array(devices).reshape(2, 16), ("slice", "fsdp"))
     make = BETWEEN_SLICES[name][0] if name else lambda: boostax.all_reduce("slice")
-    chain = optax.chain(make(), optax.adam(1e-3))
-    tx = boostax.dynamic_loss_scale(chain, axis_name="slice")
-    specs = {"up": P("fsdp"), "down": P("fsdp")}
-    return audited(mesh, specs, tx, "slice", width=2048, depth=2)
+    tx = boostax.dynamic_loss_scale(optax.chain(make(), optax.adam(1e-3)), axis_name="slice")
+    return audited(mesh, {"up": P("fsdp"), "down": P("fsdp")}, tx, "slice", width=2048, depth=2)
 
 
 @pytest.mark.xdist_group("v5e")

@@ -396,10 +396,8 @@ def test_findings_in_public_train_steps_are_true(name, target):
     assert found.gathers == pytest.approx(gathered, abs=0.01)
     assert len(found.donated_in_vain) == {"midgpt": 3}.get(name, 0)
     assert bool(found.not_donated) == (name in ("flax", "tunix"))
-    told = any("educe" in waste.what for waste in found.findings)
-    assert told == (name in REDUCED_IN_VAIN)
-    weights_again = any("gathered" in waste.what for waste in found.findings)
-    assert weights_again == (name == "maxtext")
+    assert any("educe" in waste.what for waste in found.findings) == (name in REDUCED_IN_VAIN)
+    assert any("gathered" in waste.what for waste in found.findings) == (name == "maxtext")
 
 
 # Slices and hosts.
@@ -429,8 +427,7 @@ def test_a_program_at_hand_moves_to_a_target(target):
     """Exported and compiled there it is the program built for the target's own mesh."""
     there = trained(SMALL, mean(), target)
     step = boostax.make_train_step(SMALL.loss, mean(), mesh=cases.mesh_of(CPU), axis_name=AXIS)
-    state = step.init(SMALL.params)
-    moved = boostax.audit(step, state, SMALL.batch(64), target=target)
+    moved = boostax.audit(step, step.init(SMALL.params), SMALL.batch(64), target=target)
     of = lambda found: [(c.kind, c.dtypes, c.bytes, c.axes) for c in found.collectives]  # noqa: E731
     assert of(moved) == of(there)
     assert moved.temporary_bytes == pytest.approx(there.temporary_bytes, rel=0.05)
@@ -681,8 +678,7 @@ def test_a_stored_state_of_released_layers_takes_five_bytes_a_param(target):
 @on(V5E, H100)
 def test_dealt_matrices_are_orthogonalised_once_and_send_what_a_mean_sends(target):
     """Each of two shapes takes a reduce-scatter and a gather; a vector beside them one mean."""
-    form = "`by_shape` of Muon"
-    found = cases.muon(form, target, {1024: 16, 512: 8})
+    found = cases.muon("`by_shape` of Muon", target, {1024: 16, 512: 8})
     kinds = collections.Counter(c.kind for c in found.collectives)
     # XLA may send both shapes together.
     assert not kinds - collections.Counter({"reduce-scatter": 2, "all-gather": 2, "all-reduce": 1})

@@ -98,8 +98,7 @@ def test_weights_are_those_of_mindspore(name):
         return
     note, size = DIFFERENT[name]
     assert ATOL < found <= size, found
-    run = CASES[name]
-    assert note in " ".join(read(run).notes)
+    assert note in " ".join(read(CASES[name]).notes)
 
 
 def test_every_dictionary_and_each_switch_that_mindspore_runs_is_a_case():

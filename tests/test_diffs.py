@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
@@ -46,11 +46,10 @@ def rows(random, count, width):
     return {name: random.normal(size=(count, width)) for name in "xy"}
 
 
-def test_the_lines_of_the_readme_reduce_once_and_train_as_before():
+def test_the_lines_of_the_readme_reduce_once_and_train_as_before(mesh):
     def loss_fn(params, batch):
         return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
 
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     whole, cut = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
     random = np.random.default_rng(0)
     shapes = {"up": (32, 128), "down": (128, 32)}

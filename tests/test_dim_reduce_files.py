@@ -74,8 +74,7 @@ INNER = optax.sgd(0.05)
 
 
 def start():
-    keys = jax.random.split(jax.random.key(0), 2)
-    w = jax.random.normal(keys[0], (6, 8)) / 2
+    w = jax.random.normal(jax.random.split(jax.random.key(0), 2)[0], (6, 8)) / 2
     return {"fc1": {"kernel": w, "bias": jnp.zeros(8)}, "fc2": {"kernel": w[0, :8, None] / 4}}
 
 
@@ -156,12 +155,8 @@ def test_one_file_finishes_from_a_saved_basis(tmp_path, name):
 def test_files_of_mindspores_dictionary_have_their_effect(tmp_path):
     params, snapshots = run()
     write(tmp_path / "weights", snapshots)
-    job = {
-        "boost": {"mode": "manual", "dim_reduce": True},
-        "dim_reduce": {"n_components": 8, "weight_load_dir": str(tmp_path / "weights")}
-        | {"timeout": 60},
-    }
-    boost = auto(job)
+    settings = {"n_components": 8, "weight_load_dir": str(tmp_path / "weights"), "timeout": 60}
+    boost = auto({"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings})
     waits, _, last = boost.notes
     assert waits == "dim_reduce.timeout = 60 has no effect: no process waits for another's files."
     assert last.startswith("dim_reduce: the optimizer has no effect: an SGD of alpha and gamma")

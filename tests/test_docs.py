@@ -66,8 +66,7 @@ def test_snippets_run(path, monkeypatch):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    module = importlib.import_module(name)
-    for examples in doctest.DocTestFinder(exclude_empty=True).find(module):
+    for examples in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name)):
         assert_passes(examples)
 
 
@@ -120,10 +119,9 @@ QUICK = [path for path in NOTEBOOKS if path.stem == "quickstart"]
 def test_notebooks_run(path, kernel, monkeypatch, tmp_path):
     """Outside the checkout: they need the package alone."""
     monkeypatch.setenv("BOOSTAX_FAST", "1")
-    notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
     how = {"timeout": None, "startup_timeout": 3600, "kernel_name": kernel, "resources": where}
-    nbclient.NotebookClient(notebook, **how).execute()
+    nbclient.NotebookClient(nbformat.read(path, as_version=4), **how).execute()
 
 
 def test_figures_that_a_notebook_holds_are_those_of_the_record():
@@ -151,11 +149,8 @@ def test_notebooks_use_names_that_exist(tmp_path, monkeypatch):
         code = [cell.source for cell in cells if cell.cell_type == "code"]
         (tmp_path / f"{path.stem}.py").write_text("\n".join(code))
     names = ["reportAttributeAccessIssue", "reportCallIssue", "reportMissingImports"]
-    settings = {
-        "extraPaths": [str(ROOT)],
-        "typeCheckingMode": "off",
-        **dict.fromkeys(names, "error"),
-    }
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "off"}
+    settings |= dict.fromkeys(names, "error")
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     # It tells of a newer version in the middle of its JSON otherwise.
     monkeypatch.setenv("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")
@@ -166,8 +161,7 @@ def test_notebooks_use_names_that_exist(tmp_path, monkeypatch):
     # Packages without types of their own are read wrongly here and there: ours are not.
     own = rf"(class|module) \"({'|'.join(own_names())})\""
     ours = re.compile(rf"No parameter named|could not be resolved|{own}")
-    found = [x["message"] for x in told["generalDiagnostics"] if ours.search(x["message"])]
-    assert not found
+    assert not [x["message"] for x in told["generalDiagnostics"] if ours.search(x["message"])]
 
 
 def own_names():

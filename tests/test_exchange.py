@@ -54,8 +54,7 @@ def gradients(replicas, seed=0):
 @functools.cache
 def reduced(name, replicas):
     """Results of every replica, and the state."""
-    tx = REDUCTIONS[name]("data")
-    return at_once(tx)(gradients(replicas))
+    return at_once(REDUCTIONS[name]("data"))(gradients(replicas))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
@@ -106,8 +105,7 @@ def test_a_row_has_a_scale_of_its_own(replicas):
 @pytest.mark.parametrize("case", lanes(itertools.product((2, 3, 8), (None, *HALVES)), QUICK))
 def test_adasum_is_that_of_the_leaves(case):
     replicas, wire = case
-    tx = boostax.adasum("data", wire_dtype=wire)
-    found = at_once(tx)(gradients(replicas))[0]
+    found = at_once(boostax.adasum("data", wire_dtype=wire))(gradients(replicas))[0]
     tolerance = 2e-6 if wire is None else 8 * float(jnp.finfo(wire).eps)
     found = [the_one(found[leaf]) for leaf in SHAPES]
     reference.assert_adasum(found, gradients(replicas).values(), tolerance)
@@ -129,8 +127,7 @@ def test_leaves_of_different_dtypes_travel_together():
     with jax.enable_x64(True):
         grads = {name: rows[:2].astype("float64") for name, rows in gradients(2).items()}
         grads["rows"] = grads["rows"].astype("float32")
-        tx = boostax.int8_reduce("data")
-        means, state = jax.device_get(at_once(tx)(grads))
+        means, state = jax.device_get(at_once(boostax.int8_reduce("data"))(grads))
     for leaf, rows in grads.items():
         assert means[leaf].dtype == rows.dtype == state.residual.local[leaf].dtype
         held = np.float64(state.residual.local[leaf]).mean(0)

@@ -45,9 +45,8 @@ def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
     tx = safe(boostax.accumulate(ADAM, 3 if flush else 2, **options))
     window = [(ONE, {}), (ONE, {})] + ([(ONE, {})] if flush else [])
     bad = jnp.float32([1.0, 6e4, 1.0])
-    before = run(tx, weigh(window), ONE)
     after = run(tx, weigh([*window, (bad, {}), (bad, {})]), ONE, flush)
-    same_but_for_the_drop(after, before)
+    same_but_for_the_drop(after, run(tx, weigh(window), ONE))
     assert not boostax.train.has_updated(after[1])
     if not flush:
         last = run(tx, weigh([*window, (bad, {}), (bad, {}), *GOOD]), ONE)

@@ -66,8 +66,7 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_a_majority_is_the_sign_of_most(replicas):
     grads = np.float32(np.random.default_rng(0).normal(size=(replicas, 4, 5)))
-    tx = sign_reduce("data", majority=True)
-    found, _ = at_once(tx)(grads)
+    found, _ = at_once(sign_reduce("data", majority=True))(grads)
     expected = np.broadcast_to(np.sign(np.sign(grads).sum(0)), grads.shape)
     np.testing.assert_array_equal(found, expected)
 
@@ -76,8 +75,7 @@ def test_explain_knows_them():
     """Name and role of parts that it has never seen."""
     inner = optax.chain(sign_reduce("data"), optax.adam(1e-3))
     tx = optax.chain(optax.clip(1.0), drop_spikes(inner, axis_name="data"))
-    found = boostax.explain(tx, jnp.zeros(256))
-    parts = {part.name: part for part in found.parts}
+    parts = {part.name: part for part in boostax.explain(tx, jnp.zeros(256)).parts}
     assert parts["sign_reduce"].role == "compressed"
     assert parts["drop_spikes"].role == "check"
     assert "Signs" not in parts
@@ -94,8 +92,7 @@ def test_the_rules_of_order_hold_for_them():
 
 def test_a_step_takes_them_together():
     mesh = jax.make_mesh((4,), ("data",))
-    inner = optax.chain(sign_reduce("data"), optax.sgd(0.05))
-    gated = drop_spikes(inner, axis_name="data")
+    gated = drop_spikes(optax.chain(sign_reduce("data"), optax.sgd(0.05)), axis_name="data")
     tx = boostax.scheduled_freeze(gated, {"w": 0, "v": 1, "b": 2}, THAWING)
 
     def loss_fn(params, batch):
@@ -106,8 +103,7 @@ def test_a_step_takes_them_together():
     state, losses = step.init(params), []
     batch = jax.random.normal(jax.random.key(0), (16, 3)) * 0.1
     for call in range(12):
-        bad = jnp.where(call == 5, jnp.nan, 1.0)
-        state, report = step(state, batch * bad)
+        state, report = step(state, batch * jnp.where(call == 5, jnp.nan, 1.0))
         losses.append(float(report["loss"]))
         if call == 3:
             assert bool((state.params["w"] == params["w"]).all())
@@ -249,9 +245,8 @@ def test_a_sum_of_theirs_in_units_of_a_scale_does_not_move_into_the_scaler():
     params = {"w": jnp.ones(3)}
     old = optax.chain(heavy_ball(), boostax.static_loss_scale(optax.sgd(0.1), 4.0))
     new = boostax.static_loss_scale(optax.chain(heavy_ball(), optax.sgd(0.1)), 4.0)
-    with pytest.raises(
-        ValueError, match=r"HeavyBall at 0 of gradients times \[\[4\.0\]\], and times"
-    ):
+    said = r"HeavyBall at 0 of gradients times \[\[4\.0\]\], and times"
+    with pytest.raises(ValueError, match=said):
         boostax.migrate_state(old.init(params), new, params)
 
 

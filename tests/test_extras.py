@@ -98,8 +98,7 @@ def test_optimizers_are_driven_as_their_documentation_drives_them(name):
 def test_replicas_search_as_one(mesh, name, sharded):
     inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
     tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")
-    found = by_step(tx, mesh=mesh, axis_name="data", shard_optimizer=sharded)
-    assert_near(found, by_hand(name))
+    assert_near(by_step(tx, mesh=mesh, axis_name="data", shard_optimizer=sharded), by_hand(name))
 
 
 @pytest.mark.parametrize("name", ["backtracking", "sophia"])

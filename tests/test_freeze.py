@@ -43,11 +43,12 @@ def batches(count, rows=ROWS, width=WIDTH):
         yield jnp.asarray(x, jnp.float32), jnp.asarray(np.sin(3 * x), jnp.float32)
 
 
+def clipped(*more):
+    return optax.chain(optax.clip_by_global_norm(0.5), *more)
+
+
 def adamw():
-    return optax.chain(
-        optax.clip_by_global_norm(0.5),
-        optax.adamw(optax.linear_schedule(3e-2, 1e-3, 20), weight_decay=0.1),
-    )
+    return clipped(optax.adamw(optax.linear_schedule(3e-2, 1e-3, 20), weight_decay=0.1))
 
 
 def wrap(name, axis=None):
@@ -100,8 +101,7 @@ def test_states_are_traced_as_often_as_there_are_depths(moments):
     inner = optax.GradientTransformation(init, adam.update)
     groups = boostax.freeze.prefix_groups(params, count)
     tx = boostax.scheduled_freeze(inner, groups, list(range(count)), moments=moments)
-    state = tx.init(params)
-    jax.jit(tx.update).lower(params, state, params)
+    jax.jit(tx.update).lower(params, tx.init(params), params)
     assert len(traced) <= 6 * count
 
 
@@ -133,8 +133,7 @@ def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, case):
                 for i in range(depth, LAYERS):
                     assert np.any(before.params[i]["k"] != state.params[i]["k"])
         before = state
-    expected = [sum(d <= g for d in DEPTHS) for g in GROUPS]
-    assert state.opt_state.trained_steps.tolist() == expected
+    assert state.opt_state.trained_steps.tolist() == [sum(d <= g for d in DEPTHS) for g in GROUPS]
 
 
 @pytest.mark.long
@@ -237,8 +236,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one():
 def test_one_compilation_for_each_depth_drawn():
     compiled = []
     depths = [0, 0, 2, 0, 2, 2, 0]
-    tx = boostax.scheduled_freeze(adamw(), GROUPS, depths)
-    step = boostax.make_train_step(loss_fn, tx)
+    step = boostax.make_train_step(loss_fn, boostax.scheduled_freeze(adamw(), GROUPS, depths))
     state = step.init(start())
     for batch in batches(len(depths)):
         state, _ = step(state, batch)
@@ -451,8 +449,7 @@ def test_stages_run_what_is_wanted_and_compile_it_once():
     program = jax.jit(both).lower(x, jnp.int32(0)).compile()
     assert program.as_text().count(" dot(") == 3
     for index in range(4):
-        found = program(x, jnp.int32(index))
-        for level, a, b in zip(levels, found, results(x), strict=True):
+        for level, a, b in zip(levels, program(x, jnp.int32(index)), results(x), strict=True):
             np.testing.assert_allclose(a, b if index <= level else jnp.zeros_like(b), rtol=1e-6)
 
 
@@ -525,8 +522,7 @@ def test_a_chain_freezes_in_one_program_over_sharded_params_and_state(kind):
     params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
     params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
     loss = lambda p, x: jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2)  # noqa: E731
-    mean = boostax.all_reduce("data")
-    chain = optax.chain(mean, optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    chain = optax.chain(boostax.all_reduce("data"), optax.clip_by_global_norm(1.0), optax.adam(0.1))
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
     found = []
     for sharded, driver in ((False, "host"), (False, "switch"), (True, "switch")):
@@ -569,10 +565,6 @@ def looking(seen):
         return updates, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def clipped(*more):
-    return optax.chain(optax.clip_by_global_norm(0.5), *more)
 
 
 INNER = {

@@ -73,8 +73,7 @@ def test_layers_stand_in_the_order_of_the_forward_pass(params, order, expected):
 
 
 def test_numbers_inside_of_names_and_params_that_are_one_leaf():
-    params = {f"b{i}/c{j}": DENSE for i in (2, 10) for j in (10, 9)}
-    found = by_module(prefix_groups(params, 4))
+    found = by_module(prefix_groups({f"b{i}/c{j}": DENSE for i in (2, 10) for j in (10, 9)}, 4))
     assert found == {"b2/c9": 0, "b2/c10": 1, "b10/c9": 2, "b10/c10": 3}
     assert prefix_groups(MATRIX, 1, order=[""]) == 0
 
@@ -88,8 +87,7 @@ def test_the_order_of_insertion_does_not_matter(kind):
 
 def test_norms_belong_to_the_layer_before():
     params = {"a": NORM, "b": DENSE, "c": NORM, "d": NORM, "e": DENSE, "f": NORM}
-    expected = {"a": 0, "b": 0, "c": 0, "d": 0, "e": 1, "f": 1}
-    assert by_module(prefix_groups(params, 2)) == expected
+    assert by_module(prefix_groups(params, 2)) == {"a": 0, "b": 0, "c": 0, "d": 0, "e": 1, "f": 1}
     # By an order, where their names stand apart.
     params = {"conv_0": DENSE, "conv_1": DENSE, "head": DENSE, "norm_0": NORM, "norm_1": NORM}
     order = ["conv_0", "norm_0", "conv_1", "norm_1", "head"]
@@ -262,9 +260,9 @@ def test_what_is_wrapped_is_looked_into(wrap):
 def test_shard_map_and_params_cast_to_varying(check_vma):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+
+    @functools.partial(jax.shard_map, mesh=mesh, **specs, check_vma=check_vma)
     def loss(p, x):
         p = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), p) if check_vma else p
         return lax.pmean(three(p, x), "data")
@@ -303,8 +301,7 @@ def experts(p, x):
 
 def repeated(p, x):
     """How often a loop turns is data."""
-    turns = lax.while_loop(lambda i: i < x.sum(), lambda i: i + 1, 0)
-    return turns * p["z"]
+    return lax.while_loop(lambda i: i < x.sum(), lambda i: i + 1, 0) * p["z"]
 
 
 READ = [
@@ -488,8 +485,7 @@ def test_mindspore_groups_are_those_of_mindspore(golden, network, n):
 
 def test_mindspore_groups_put_the_matrices_of_a_module_first():
     """JAX sorts "bias" before "kernel"; and an order says which layer comes first."""
-    layer = {"bias": VECTOR, "kernel": MATRIX}
-    params = {name: layer for name in "dcba"}
+    params = {name: {"bias": VECTOR, "kernel": MATRIX} for name in "dcba"}
     # c.kernel, c.bias, d.kernel, d.bias and then, in a bucket of their own, a and b.
     groups = mindspore_groups(params, 2, order=["c", "d", "a", "b"])
     assert [groups.tree[x]["kernel"] for x in "cdab"] == [0, 0, 1, 1]
@@ -529,8 +525,7 @@ def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
 def test_a_dictionary_of_names_is_groups():
     """By path names where the params are no dictionary of those keys; JSON has no other keys."""
     params = [listed(), listed()]
-    groups = {"0": 0, "1/conv1": 2, "1/fc*": 1}
-    labels = tree_of("scheduled_freeze", groups, params)
+    labels = tree_of("scheduled_freeze", {"0": 0, "1/conv1": 2, "1/fc*": 1}, params)
     assert jax.tree.leaves(labels[0]) == [0] * 4
     assert labels[1] == {"conv1": {"kernel": 2, "bias": 2}, "fc[0]": {"kernel": 1}, "fc*": 1}
 
@@ -549,8 +544,7 @@ def test_lists_of_params_are_groups_by_name():
     lists = [[params["fc*"], params["conv1"]["bias"]], params["conv1"]["kernel"], [params["fc[0]"]]]
     groups = param_groups(params, lists)
     assert [len(group) for group in groups] == [2, 1, 1]
-    others = jax.tree.map(lambda x: x + 1, params)
-    assert tree_of("scheduled_freeze", groups, others) == {
+    assert tree_of("scheduled_freeze", groups, jax.tree.map(lambda x: x + 1, params)) == {
         "conv1": {"kernel": 1, "bias": 0},
         "fc[0]": {"kernel": 2},
         "fc*": 0,

@@ -64,8 +64,7 @@ def rounded(x, spec, mesh, dtype):
 def test_the_loss_sees_params_rounded_by_blocks_of_their_shards(name, dtype, kind):
     mesh, whole, where = placed(name, kind)
     params = jax.device_put(whole, where)
-    gather = boostax.train.gather_params(params, dtype, axis_name="data")
-    found = jax.jit(gather)(params)
+    found = jax.jit(boostax.train.gather_params(params, dtype, axis_name="data"))(params)
     for leaf, x in whole.items():
         spec = SPECS[name][1][leaf]
         expected = x if leaf == "b" else rounded(x, spec, mesh, dtype)
@@ -95,9 +94,8 @@ def test_owners_keep_their_params_exact(name, dtype):
 
 def test_many_steps_smaller_than_a_unit_of_the_code_move_the_params():
     """They would stand still where params are stored in int8."""
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
     flat = lambda params, x: 1e-5 * jnp.sum(params["w"]) + 0 * jnp.sum(x)  # noqa: E731
-    step, whole = fsdp_step(tx, flat)
+    step, whole = fsdp_step(optax.chain(boostax.all_reduce("data"), optax.sgd(1.0)), flat)
     state, _ = follow(step, step.init(whole), [np.ones((8, 1), np.float32)] * 20)
     np.testing.assert_allclose(state.params["w"], whole["w"] - 20e-5, atol=1e-6)
 

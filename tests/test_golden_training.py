@@ -1,5 +1,6 @@
 """Training runs recorded from MindSpore come out of boostax step for step."""
 
+import functools
 import json
 
 import jax
@@ -55,10 +56,7 @@ def flat(params):
     return np.concatenate([np.ravel(w) for w in params])
 
 
-def scaled(inner, axis_name=None):
-    return boostax.dynamic_loss_scale(
-        inner, init_scale=1024, growth_interval=3, axis_name=axis_name
-    )
+scaled = functools.partial(boostax.dynamic_loss_scale, init_scale=1024, growth_interval=3)
 
 
 @pytest.fixture(params=["one device", "8 replicas"])
@@ -71,8 +69,7 @@ def train(request, mesh):
 
     def run(make_tx, params, batches, **options):
         devices = {"mesh": mesh, "axis_name": axis_name} if axis_name else {}
-        tx = make_tx(reduced, axis_name)
-        step = boostax.make_train_step(loss_fn, tx, **devices, **options)
+        step = boostax.make_train_step(loss_fn, make_tx(reduced, axis_name), **devices, **options)
         state = step.init(params)
         for batch in batches:
             state, told = step(state, batch)
@@ -85,7 +82,7 @@ def train(request, mesh):
 def test_training_with_loss_scale_equals_mindspore(arrays, train, cell):
     name = f"loss_scale_train_{cell}WithLossScaleCell_graph.npz"
     run, params, batches = prepared(arrays(name), BAD["train"])
-    states = train(lambda reduced, axis: scaled(reduced(MOMENTUM), axis), params, batches)
+    states = train(lambda reduced, axis: scaled(reduced(MOMENTUM), axis_name=axis), params, batches)
     for t, (state, told) in enumerate(states):
         assert told["applied"] == (not run["overflow"][t])
         assert told["loss_scale"] == run["scale_after"][t] == run["scale_returned"][t]
@@ -99,7 +96,8 @@ def test_loss_scale_around_accumulation_equals_mindspore(arrays, train):
     assert run["overflow_steps"].tolist() == [1, 5]
 
     def make_tx(reduced, axis):
-        return scaled(boostax.accumulate(reduced(optax.sgd(0.1)), 3, axis_name=axis), axis)
+        window = boostax.accumulate(reduced(optax.sgd(0.1)), 3, axis_name=axis)
+        return scaled(window, axis_name=axis)
 
     applied = []
     for t, (state, told) in enumerate(train(make_tx, params, batches)):
@@ -122,7 +120,7 @@ def test_accumulation_in_the_train_cell_equals_mindspore(arrays, train, scales):
     run, params, batches = prepared(arrays("boost_cell_accum3_graph.npz"))
 
     def make_tx(reduced, axis):
-        inner = scaled(reduced(MOMENTUM), axis) if scales else reduced(MOMENTUM)
+        inner = scaled(reduced(MOMENTUM), axis_name=axis) if scales else reduced(MOMENTUM)
         return boostax.accumulate(inner, 3, axis_name=axis)
 
     for t, (state, told) in enumerate(train(make_tx, params, batches)):

@@ -91,10 +91,8 @@ def test_floor_and_ceiling_hold():
 def test_only_the_group_where_the_overflow_began_is_to_blame(bad):
     """It ruins those before it, of which nothing is known; those after it grow."""
     for first, expected in enumerate(([-1, 1, 1], [0, -1, 1], [0, 0, -1])):
-        values = [bad if k <= first else 1.0 for k in range(3)]
-        state = updated(start(), *values)
-        moved = np.sign(np.asarray(state.table) - 4096.0)
-        np.testing.assert_array_equal(moved, expected)
+        state = updated(start(), *[bad if k <= first else 1.0 for k in range(3)])
+        np.testing.assert_array_equal(np.sign(np.asarray(state.table) - 4096.0), expected)
         assert int(state.overflow_group) == first
 
 
@@ -111,8 +109,7 @@ def test_each_group_moves_by_its_own_overflow(steps):
     """As ``GroupLossScaleManager``'s, float by float; the step is skipped if any overflows."""
     state, table = start(overflow="each"), np.full(3, 4096, np.float32)
     for flags in steps:
-        values = [jnp.inf if flag else 1.0 for flag in flags]
-        state = updated(state, *values, overflow="each")
+        state = updated(state, *[jnp.inf if flag else 1.0 for flag in flags], overflow="each")
         factors = np.where(flags, np.float32(2**-0.5), np.float32(2 ** (1 / 1000)))
         table = (table * factors).astype(np.float32)
         np.testing.assert_array_equal(state.table, table)
@@ -180,10 +177,9 @@ def test_gradients_are_unscaled_by_the_scale_that_they_were_computed_with():
 
 
 def test_frozen_groups_keep_their_scale():
-    tx = group_loss_scale(SGD, THREE)
     state = start()
     masked = grads_of(1.0, 1.0, 1.0) | {"a": optax.MaskedNode()}
-    _, state = tx.update(masked, state, masked)
+    _, state = group_loss_scale(SGD, THREE).update(masked, state, masked)
     assert np.sign(np.asarray(state.table) - 4096.0).tolist() == [0, 1, 1]
 
 
@@ -286,12 +282,8 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
 
     np.testing.assert_array_equal(total(x), x["x"])
     one = jnp.asarray([2.0**-10, 2.0**-11], dtype)
-    for f in (
-        total,
-        jax.jit(total),
-        jax.checkpoint(total),
-        jax.vmap(total, in_axes=({"x": 0, "n": 0},)),
-    ):
+    mapped = jax.vmap(total, in_axes=({"x": 0, "n": 0},))
+    for f in (total, jax.jit(total), jax.checkpoint(total), mapped):
         _, pullback = jax.vjp(lambda v, f=f: f({"x": v, "n": x["n"]}), x["x"])
         np.testing.assert_array_equal(pullback(one)[0], np.asarray([1024, 512], one.dtype))
 
@@ -299,8 +291,7 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
 def test_scale_boundary_reads_the_state_and_does_nothing_without_one():
     state = optax.chain(group_loss_scale(SGD, THREE)).init(grads_of(0, 0, 0))
     state = (state[0]._replace(table=SCALES),)
-    slope = jax.grad(lambda x: scale_boundary(x, state, 2, 0))(1.0)
-    assert float(slope) == 2.0**-5
+    assert float(jax.grad(lambda x: scale_boundary(x, state, 2, 0))(1.0)) == 2.0**-5
     x = jnp.ones(3)
     assert scale_boundary(x, optax.adam(1.0).init(x), 0, 1) is x
     assert scale_boundary(x, None, 0, 1) is x
@@ -320,8 +311,7 @@ def test_the_checker_names_what_a_missing_boundary_spoils(edge, spoiled):
         three = cross(2, two, 1, 2) @ params["c"] + cross(1, one, 0, 2)
         return jnp.mean((three @ cross(3, params["a"], 0, 2)) ** 2)
 
-    right = functools.partial(loss, left_out=None)
-    assert check_boundaries(right, PARAMS, X, THREE, rtol=0) == 0.0
+    assert check_boundaries(functools.partial(loss, left_out=None), PARAMS, X, THREE, rtol=0) == 0.0
     with pytest.raises(ValueError, match=f"depend on the scales at '.*{spoiled}'"):
         check_boundaries(loss, PARAMS, X, THREE)
 

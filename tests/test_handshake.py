@@ -52,8 +52,7 @@ def in_a_scan(params, state, x):
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     total, losses = jax.lax.scan(slice_of, zeros, x.reshape(2, 4, 3))
-    mean = jax.tree.map(lambda g: g / 2, total)
-    return losses.mean(), precision.assume_scaled(mean, state)
+    return losses.mean(), precision.assume_scaled(jax.tree.map(lambda g: g / 2, total), state)
 
 
 def checkpointed(params, state, x):
@@ -76,9 +75,8 @@ SCALERS = {
     )(rate=1.0),
     "flattened": lambda tx: optax.flatten(SCALE(tx)),
 }
-LABELLED = {"body": "all", "head": "all"}
 OF_A_PART = {
-    "partition": lambda tx: optax.partition({"all": SCALE(tx)}, LABELLED),
+    "partition": lambda tx: optax.partition({"all": SCALE(tx)}, {"body": "all", "head": "all"}),
     "conditional": lambda tx: optax.conditionally_transform(SCALE(tx), lambda i, **_: i >= 0),
 }
 
@@ -213,8 +211,7 @@ def test_a_loss_is_scaled_once(context):
         with pytest.raises(ValueError, match="must be multiplied by the scale once"):
             run(fn, W, state, X)
     run(by_oracle, W, state, X)  # A refusal leaves nothing behind.
-    plain = optax.sgd(0.1).init(W)
-    run(by_hand, W, plain, X)
+    run(by_hand, W, optax.sgd(0.1).init(W), X)
 
 
 def test_a_scale_of_one_asks_for_nothing():
@@ -223,15 +220,13 @@ def test_a_scale_of_one_asks_for_nothing():
 
 def test_gradients_of_another_jit_need_a_word():
     tx = SCALE(optax.sgd(0.1))
-    gradients = jax.jit(by_oracle)
     state = tx.init(W)
-    _, grads = gradients(W, state, X)
+    _, grads = jax.jit(by_oracle)(W, state, X)
     with pytest.raises(ValueError, match="assume_scaled"):
         jax.jit(tx.update)(grads, state, W)
     told = jax.jit(lambda g, s, p: tx.update(precision.assume_scaled(g, s), s, p)[0])
     updates = told(grads, state, W)
-    expected = tx.update(grads, state, W)[0]
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    jax.tree.map(np.testing.assert_array_equal, updates, tx.update(grads, state, W)[0])
 
 
 @pytest.mark.parametrize("context", ["eager", "jit"])
@@ -328,8 +323,6 @@ def test_marks_do_not_outlive_their_trace():
 
 # Losses inside losses.
 
-NESTED = [(1, 8), (8, 1), (8, 2)]
-
 
 def state_of(scale):
     tx = optax.sgd(0.1)
@@ -337,7 +330,7 @@ def state_of(scale):
 
 
 @pytest.mark.parametrize("context", ["jit", "eager"])
-@pytest.mark.parametrize(("outer", "inner"), NESTED)
+@pytest.mark.parametrize(("outer", "inner"), [(1, 8), (8, 1), (8, 2)])
 def test_a_loss_inside_a_loss_has_its_own_scale(outer, inner, context):
     """Defect guarded against: the outermost loss decided whether the inner one was scaled."""
 
@@ -346,8 +339,7 @@ def test_a_loss_inside_a_loss_has_its_own_scale(outer, inner, context):
 
     def outer_loss(w, x, states):
         before = precision.current_scale()
-        gradient = boostax.value_and_grad(inner_loss, has_aux=True)
-        (_, inside), grad = gradient(w, states, x)
+        (_, inside), grad = boostax.value_and_grad(inner_loss, has_aux=True)(w, states, x)
         return w * grad / inner, (before, inside, precision.current_scale())
 
     def found(w, states, x):

@@ -151,8 +151,7 @@ def linen_pmap(put):
     devices = jax.devices()[:REPLICAS]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=put.chain())
     state = jax_utils.replicate(state, devices)
-    train_step = linen_step(put.oracle(loss, axis_name=AXIS))
-    step = jax.pmap(train_step, axis_name=AXIS, devices=devices)
+    step = jax.pmap(linen_step(put.oracle(loss, axis_name=AXIS)), axis_name=AXIS, devices=devices)
     for batch in put.batches:
         batch = jax.tree.map(lambda x: x.reshape(REPLICAS, -1, *x.shape[1:]), batch)
         state, _ = step(state, batch)

@@ -50,8 +50,7 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
         parts.append(optax.trace(0.9, nesterov=case.optimizer == "nesterov"))
     if case.decay == "decoupled":
         parts.append(optax.add_decayed_weights(0.1))
-    rate = optax.linear_schedule(*case.rates, 10)
-    tx = optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    tx = optax.chain(*parts, optax.scale_by_learning_rate(optax.linear_schedule(*case.rates, 10)))
     if case.stored:
         tx = boostax.precision.store(tx, least=1)
     if case.median:
