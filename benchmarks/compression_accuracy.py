@@ -187,9 +187,7 @@ def publish(digits: Found, words: Found) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__,
-        seeds=(5, "of the text, two or more"),
-        digits_seeds=(20, "of the digits"),
+        __doc__, seeds=(5, "of the text, two or more"), digits_seeds=(20, "of the digits")
     )
     # Two processes: small steps keep one core busy each.
     spawn = multiprocessing.get_context("spawn")

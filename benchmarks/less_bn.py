@@ -23,10 +23,7 @@ PyTree = Any
 BATCH, EPOCHS, DECAY, CALLS = 64, 8, 5e-4, 5
 RATES = tuple(2.0**harness.power for harness.power in range(-7, 0))
 F32 = jnp.dtype("float32")
-NETS = {
-    "basic blocks": DigitsResNet(128, F32),
-    "bottlenecks": DigitsResNet(384, F32, "bottleneck"),
-}
+NETS = {"basic blocks": DigitsResNet(128, F32), "bottlenecks": DigitsResNet(384, F32, "bottleneck")}
 SAMPLE = jax.ShapeDtypeStruct((BATCH, 8, 8, 1), F32)
 ALL, LESS = "BatchNorm everywhere", "LessBN"
 HEAD, EIGHT, CENTRAL = "normalised head", "normalised head from 8", "centralized gradients"

@@ -289,11 +289,7 @@ def network(hosts: int) -> Generator[None]:
 
 
 def measured(
-    hosts: int,
-    chosen: list[str],
-    rates: list[str],
-    rounds: int,
-    work: str = "leaves",
+    hosts: int, chosen: list[str], rates: list[str], rounds: int, work: str = "leaves"
 ) -> list[dict[str, Any]]:
     """The rows of host 0; an hour after their start all hosts are ended."""
     job = {"forms": chosen, "rates": rates, "rounds": rounds, "work": work}

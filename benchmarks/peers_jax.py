@@ -188,11 +188,7 @@ PARTS = (scaling, windows, shaping, prefixes, combined)
 
 
 def main() -> None:
-    options = harness.arguments(
-        __doc__,
-        rounds=15,
-        short=(False, "few rounds; publishes nothing"),
-    )
+    options = harness.arguments(__doc__, rounds=15, short=(False, "few rounds; publishes nothing"))
     jax.config.update("jax_num_cpu_devices", 8)
     rows: list[Row] = []
     for part in PARTS:
