@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Bar, Form, arguments, by_apply, by_update, compiled_form, paired, ratio, report
+from harness import Bar, Form, beside, by_apply, by_update, compiled_form, paired, ratio
 from problems import batch, grads, loss, nbytes, params
 
 import boostax
@@ -15,36 +16,24 @@ ADAM = optax.adam(1e-3)
 
 
 def chains(window: int) -> dict[str, Any]:
+    scaled, accumulated = boostax.dynamic_loss_scale(ADAM), boostax.accumulate(ADAM, window)
     return {
-        "accumulate": boostax.accumulate(ADAM, window),
-        "accumulate(dynamic_loss_scale)": boostax.accumulate(
-            boostax.dynamic_loss_scale(ADAM), window
-        ),
-        "dynamic_loss_scale(accumulate)": boostax.dynamic_loss_scale(
-            boostax.accumulate(ADAM, window)
-        ),
+        "accumulate": accumulated,
+        "accumulate(dynamic_loss_scale)": boostax.accumulate(scaled, window),
+        "dynamic_loss_scale(accumulate)": boostax.dynamic_loss_scale(accumulated),
     }
 
 
 def optimizer_only(window: int, rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
     p, g = params(), grads()
-    size = nbytes(p)
     peer = optax.MultiSteps(ADAM, window).gradient_transformation()
     made = {"optax.MultiSteps": compiled_form(by_update(peer), p, peer.init(p), g, calls=window)}
     for name, tx in chains(window).items():
-        made[f"{name}, apply_gradients"] = compiled_form(
-            by_apply(tx), p, tx.init(p), g, calls=window
-        )
-        made[f"{name}, update"] = compiled_form(by_update(tx), p, tx.init(p), g, calls=window)
+        given = p, tx.init(p), g
+        made[f"{name}, apply_gradients"] = compiled_form(by_apply(tx), *given, calls=window)
+        made[f"{name}, update"] = compiled_form(by_update(tx), *given, calls=window)
     times = paired(made, rounds)
-    rows = [
-        {
-            "form": form,
-            "window / MultiSteps": ratio(times, form, "optax.MultiSteps"),
-            "temp / params": made[form].temp / size,
-        }
-        for form in made
-    ]
+    rows = beside(made, times, "window / MultiSteps", "optax.MultiSteps", nbytes(p))
     bars = []
     for row in rows[1:]:
         applied = row["form"].endswith("apply_gradients")
@@ -126,54 +115,33 @@ def microbatches(count: int, total: int, rounds: int) -> tuple[list[dict[str, An
         value = loss(p, {"x": data["x"], "y": data["y"]})
         return value, boostax.Aux(weight=weight)
 
+    oracle, mean = jax.value_and_grad(loss), optax.microbatching.AccumulationType.MEAN
     forms: dict[str, Any] = {
-        "optax.microbatch": jax.jit(
-            optax.microbatching.microbatch(
-                jax.value_and_grad(loss),
-                argnums=1,
-                microbatch_size=total // count,
-                accumulator=optax.microbatching.AccumulationType.MEAN,
-            )
-        ),
-        "boostax.train.microbatch": jax.jit(
-            boostax.train.microbatch(jax.value_and_grad(loss), count)
-        ),
-        "boostax.train.microbatch, weighted": jax.jit(
-            boostax.train.microbatch(jax.value_and_grad(masked, has_aux=True), count, has_aux=True)
+        "optax.microbatch": optax.microbatching.microbatch(oracle, 1, total // count, mean),
+        "boostax.train.microbatch": boostax.train.microbatch(oracle, count),
+        "boostax.train.microbatch, weighted": boostax.train.microbatch(
+            jax.value_and_grad(masked, has_aux=True), count, has_aux=True
         ),
     }
     made = {}
     for name, fn in forms.items():
         given = {**data, "weight": token_weights} if "weighted" in name else data
-        program = fn.lower(p, given).compile()
+        program = jax.jit(fn).lower(p, given).compile()
         made[name] = Form(
             lambda program=program, given=given: jax.block_until_ready(program(p, given)),
             program.memory_analysis().temp_size_in_bytes,
         )
     times = paired(made, rounds)
     base = "optax.microbatch"
-    rows = [
-        {
-            "form": f,
-            "time / optax.microbatch": ratio(times, f, base),
-            "temp / params": made[f].temp / nbytes(p),
-        }
-        for f in made
-    ]
-    bars = [
-        Bar(
-            f"{count} micro-batches of {total} rows, {f}: time / optax.microbatch",
-            ratio(times, f, base),
-            1.05,
-        )
-        for f in made
-        if f != base
-    ]
+    column = f"time / {base}"
+    rows = beside(made, times, column, base, nbytes(p))
+    claim = f"{count} micro-batches of {total} rows"
+    bars = [Bar(f"{claim}, {row['form']}: {column}", row[column], 1.05) for row in rows[1:]]
     return rows, bars
 
 
 def main() -> None:
-    rounds = arguments(__doc__, rounds=11).rounds
+    rounds = harness.arguments(__doc__, rounds=11).rounds
     sections, bars = [], []
     for window in (4, 8):
         rows, more = optimizer_only(window, rounds)
@@ -186,7 +154,7 @@ def main() -> None:
     rows, more = microbatches(4, 256, rounds)
     sections.append(("Micro-batches inside one step, 4 of 64 rows", rows))
     bars += more
-    report("accumulation", "Accumulation: cost of a window", sections, bars)
+    harness.report("accumulation", "Accumulation: cost of a window", sections, bars)
 
 
 if __name__ == "__main__":

@@ -79,16 +79,9 @@ def differences(
         pairs += [(f"{LEAF}, tuned", tuned[LEAF], *other) for other in (once, twice)]
         pairs += [(f"{method}, tuned", tuned[method], *once) for method in (TREE, DELTA)]
         for better, one, than, other in pairs:
-            points = 100 * (one - other)
-            rows.append(
-                {
-                    "momentum": str(momentum or "none"),
-                    "replicas": replicas,
-                    "method": better,
-                    "over the tuned": than,
-                    **over_seeds(points, "points"),
-                }
-            )
+            row = {"momentum": str(momentum or "none"), "replicas": replicas, "method": better}
+            row |= {"over the tuned": than} | over_seeds(100 * (one - other), "points")
+            rows.append(row)
     return rows
 
 
@@ -114,7 +107,7 @@ def longer(found: Found, seeds: int) -> list[dict[str, Any]]:
 
 def kept_in_mind(seeds: int) -> list[str]:
     training, validation, test = (f"{len(part.labels):,}" for part in data())
-    lines = [
+    return [
         f"A tiny task: a 64-64-32-10 perceptron, {training} rows to train on, {validation} to "
         f"choose the rate by, {test} to test. The {seeds} seeds vary the weights and the order of "
         "rows, not the split.",
@@ -130,7 +123,6 @@ def kept_in_mind(seeds: int) -> list[str]:
         "By leaf or by tree is a wash here. With plain SGD delta is by leaf up to rounding, "
         "because AdaSum is homogeneous.",
     ]
-    return lines
 
 
 def main() -> None:

@@ -12,24 +12,10 @@ from typing import Any
 
 import numpy as np
 import optax
+import replica_runs as runs
 from digits_replicas import order
 from harness import Bar, arguments, caveats, on_cpu, power, report
-from replica_runs import (
-    AXIS,
-    BATCH,
-    EPOCHS,
-    RATES,
-    REPLICAS,
-    TEXT,
-    TEXT_RATES,
-    TEXT_STEPS,
-    Method,
-    Tuned,
-    beside,
-    compared,
-    first,
-    tuned,
-)
+from replica_runs import AXIS, TEXT, Method, Tuned, beside, compared, first, tuned
 
 import boostax
 
@@ -142,11 +128,13 @@ def bars(digits: Found, words: Found) -> list[Bar]:
 
 def kept_in_mind(digits: Found, words: Found) -> list[str]:
     few, many = (len(found[DENSE, None].endings) for found in (words, digits))
-    lines = [
-        f"Digits: a 64-128-128-10 perceptron of 26,122 parameters, {BATCH} rows a replica, "
-        f"{len(order(0, REPLICAS, EPOCHS, BATCH))} steps; 357 rows to test on, 0.28 points each. "
+    replicas, batch = runs.REPLICAS, runs.BATCH
+    steps = len(order(0, replicas, runs.EPOCHS, batch))
+    return [
+        f"Digits: a 64-128-128-10 perceptron of 26,122 parameters, {batch} rows a replica, "
+        f"{steps} steps; 357 rows to test on, 0.28 points each. "
         f"The {many} seeds vary the weights and the order of rows, not the split.",
-        f"Text: {TEXT.workload(0).summary}; {TEXT.config.batch_size // REPLICAS} windows of "
+        f"Text: {TEXT.workload(0).summary}; {TEXT.config.batch_size // replicas} windows of "
         f"{TEXT.config.sequence_length} characters a replica; {few} seeds.",
         "Tuning, the same for all: on digits all rates with one seed, the best three with five, "
         "all seeds with the one of the highest mean validation accuracy. On text all rates with "
@@ -164,7 +152,6 @@ def kept_in_mind(digits: Found, words: Found) -> list[str]:
         "optimizer's, SGD with momentum or AdamW. Judged are the replicas' mean params. DiLoCo's "
         "outer optimizer is the paper's, SGD at 0.7 with Nesterov momentum 0.9, and not tuned.",
     ]
-    return lines
 
 
 def publish(digits: Found, words: Found) -> None:
@@ -176,9 +163,9 @@ def publish(digits: Found, words: Found) -> None:
         "Compressed gradients: what they do to the result",
         [
             (f"Digits, SGD with momentum 0.9, 8 replicas: accuracy, {many} seeds", of_digits),
-            (f"Text, AdamW, 8 replicas, {TEXT_STEPS:,} steps: nats, {few} seeds", of_text),
-            ("Digits: validation accuracy by rate, first seed", curves(digits, RATES)),
-            ("Text: validation loss by rate, first seed", curves(words, TEXT_RATES, -1)),
+            (f"Text, AdamW, 8 replicas, {runs.TEXT_STEPS:,} steps: nats, {few} seeds", of_text),
+            ("Digits: validation accuracy by rate, first seed", curves(digits, runs.RATES)),
+            ("Text: validation loss by rate, first seed", curves(words, runs.TEXT_RATES, -1)),
             ("Caveats", caveats(kept_in_mind(digits, words))),
         ],
         bars(digits, words),
@@ -187,9 +174,7 @@ def publish(digits: Found, words: Found) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__,
-        seeds=(5, "of the text, two or more"),
-        digits_seeds=(20, "of the digits"),
+        __doc__, seeds=(5, "of the text, two or more"), digits_seeds=(20, "of the digits")
     )
     # Two processes: small steps keep one core busy each.
     spawn = multiprocessing.get_context("spawn")

@@ -27,11 +27,8 @@ LIMITS = {(240, 2, 5): 0.6, (240, 2, 9): 0.25, (240, 8, 9): 0.25, (384, 2, 9): 0
 # Of one step's, for compiling all depths as one program.
 COMPILING = 2.2
 BY_HAND, HOST, SWITCH = "by hand", "host driver", "switch driver"
-SELECTED, ZEROED, WHERE = (
-    "optax.selective_transform",
-    "optax.masked(set_to_zero)",
-    "jnp.where mask",
-)
+SELECTED, ZEROED = "optax.selective_transform", "optax.masked(set_to_zero)"
+WHERE = "jnp.where mask"
 
 
 def optimizer() -> optax.GradientTransformation:

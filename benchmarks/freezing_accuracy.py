@@ -145,11 +145,8 @@ def text_task(steps: int) -> Task:
 
     def judge(params: PyTree) -> dict[str, float]:
         found = workload(0).evaluate(params)
-        return {
-            "validation": -found["loss"],
-            "accuracy": found["accuracy"],
-            "held-out loss": found["loss"],
-        }
+        lost = found["loss"]
+        return {"validation": -lost, "accuracy": found["accuracy"], "held-out loss": lost}
 
     def labels(params: PyTree) -> PyTree:
         return as_groups("freezing_accuracy", patterns, params).tree
@@ -248,20 +245,18 @@ def trained(task: Task, seeds: int) -> tuple[dict[str, list[Run]], dict[str, int
     return found, steps, rate
 
 
+def column(runs: list[Run], key: str) -> np.ndarray[Any, Any]:
+    """A figure of each run."""
+    return np.array([each.figures[key] for each in runs])
+
+
 def table(found: dict[str, list[Run]], steps: dict[str, int]) -> list[dict[str, Any]]:
     """A row for each variant, compared with no freezing seed by seed."""
     base = found[NONE]
     rows: list[dict[str, Any]] = []
     for name, runs in found.items():
-
-        def column(key: str, runs: list[Run] = runs) -> np.ndarray[Any, Any]:
-            return np.array([each.figures[key] for each in runs])
-
-        def plain(key: str) -> np.ndarray[Any, Any]:
-            return np.array([each.figures[key] for each in base])
-
-        points = 100 * (column("accuracy") - plain("accuracy"))
-        lost = column("held-out loss") - plain("held-out loss")
+        points = 100 * (column(runs, "accuracy") - column(base, "accuracy"))
+        lost = column(runs, "held-out loss") - column(base, "held-out loss")
         later = [a.seconds / b.seconds for a, b in zip(runs[1:], base[1:], strict=True)]
         rows.append(
             {
@@ -272,9 +267,9 @@ def table(found: dict[str, list[Run]], steps: dict[str, int]) -> list[dict[str, 
                 "time / none": float(np.median(later)),
                 "with compiling / none": runs[0].seconds / base[0].seconds,
                 "compiled": len({depth for each in runs for depth in each.depths}),
-                "held-out loss": float(column("held-out loss").mean()),
+                "held-out loss": float(column(runs, "held-out loss").mean()),
                 **over_seeds(lost, "more than none", "its s.e."),
-                "accuracy": float(column("accuracy").mean()),
+                "accuracy": float(column(runs, "accuracy").mean()),
                 **over_seeds(points, "points more than none"),
             }
         )

@@ -77,9 +77,7 @@ def run_of(outcomes: Outcomes) -> dict[str, Any]:
     return {
         "seeds": f"{min(outcomes)} to {max(outcomes)}",
         "number": len(outcomes),
-        "equal": counts["equal"],
-        "refused": counts["refused"],
-        "different": counts["different"],
+        **{fate: counts[fate] for fate in ("equal", "refused", "different")},
         "which": ", ".join(open_ones),
     }
 

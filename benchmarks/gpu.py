@@ -19,26 +19,10 @@ import optax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # boostax need not be installed
 
+import harness
 import problems
 from compilers_cases import Model, decoder
-from harness import (
-    Form,
-    Row,
-    arguments,
-    best_rate,
-    by_apply,
-    by_update,
-    caveats,
-    compiled_form,
-    of_seeds,
-    over_seeds,
-    paired,
-    power_in,
-    ratio,
-    record,
-    report,
-    sections_of,
-)
+from harness import Form, Row, by_apply, by_update, compiled_form, over_seeds, paired, ratio
 from jax.sharding import AxisType
 from text_runs import Text, warmed
 from workloads import TextConfig
@@ -209,12 +193,13 @@ def training(rounds: int) -> list[Row]:
                 seconds = time.perf_counter() - begun
                 found[name, seed, rate] = {"chosen": chosen, "reported": reported, "s": seconds}
                 print(name, seed, rate, found[name, seed, rate], flush=True)
-            rates.setdefault(name, best_rate(found, (name,), 1, RATES))
-    nats = {name: of_seeds(found, (name,), SEEDS, rates[name], "reported") for name in ways}
+            rates.setdefault(name, harness.best_rate(found, (name,), 1, RATES))
+    nats = {name: harness.of_seeds(found, (name,), SEEDS, rates[name], "reported") for name in ways}
     base = next(iter(ways))
     rows: list[Row] = []
     for name, rate in rates.items():
-        row = {"form": name, "rate": power_in(rate, RATES), **over_seeds(nats[name], "nats")}
+        row = {"form": name, "rate": harness.power_in(rate, RATES)}
+        row |= over_seeds(nats[name], "nats")
         row |= over_seeds(nats[name] - nats[base], f"more than {base}", "its s.e.")
         # The first run is compiled in its time, and never the least.
         least = min(row["s"] for (form, *_), row in found.items() if form == name)
@@ -260,7 +245,7 @@ def smaller() -> None:
 
 
 def main() -> None:
-    options = arguments(
+    options = harness.arguments(
         __doc__, rounds=15, minutes=8.0, only=("", f"parts by comma, of {', '.join(PARTS)}")
     )
     device = jax.devices()[0].device_kind
@@ -269,8 +254,8 @@ def main() -> None:
     begun = time.monotonic()
     problems.WIDTH, problems.LAYERS = 4096, 8
     # Figures of another card do not stand beside those of this one.
-    done = sections_of(NAME)
-    done = done if done and record(NAME)["machine"]["device"] == device else {}
+    done = harness.sections_of(NAME)
+    done = done if done and harness.record(NAME)["machine"]["device"] == device else {}
     failed: list[str] = []
     for name in options.only.split(",") if options.only else PARTS:
         start = time.monotonic()
@@ -292,8 +277,8 @@ def main() -> None:
             f"{options.rounds} rounds, ratios the median within a round. Times are those of this "
             "device."
         )
-        done["To keep in mind"] = caveats([note])
-        report(NAME, TITLE, [*((t, done[t]) for t in _titles() if t in done)], [])
+        done["To keep in mind"] = harness.caveats([note])
+        harness.report(NAME, TITLE, [*((t, done[t]) for t in _titles() if t in done)], [])
         print(f"gpu.py: {name} took {time.monotonic() - start:.0f} s", flush=True)
     sys.exit(f"gpu.py: {', '.join(failed)} failed" if failed else 0)
 

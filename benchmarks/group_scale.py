@@ -224,9 +224,7 @@ def main() -> None:
             ("The same net: share of weight gradients that are zero at step 1", shares),
             ("Cost beside one dynamic scale, CPU", costs),
         ],
-        [
-            Bar("a whole step: time / one dynamic scale", factor, 1.05),
-        ],
+        [Bar("a whole step: time / one dynamic scale", factor, 1.05)],
     )
 
 

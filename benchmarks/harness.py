@@ -160,10 +160,12 @@ def in_processes(
     jobs: Mapping[Any, tuple[Any, ...]],
     path: pathlib.Path,
     workers: int,
-    prepare: Callable[[], None] = on_cpu,
 ) -> None:
-    """Keep the rows of ``job(*arguments)`` for each of the jobs, as soon as it has ended."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare)
+    """Keep the rows of ``job(*arguments)`` for each of the jobs, as soon as it has ended.
+
+    A process has one device.
+    """
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), on_cpu, (1,))
     try:
         running = {pool.submit(job, *given): name for name, given in jobs.items()}
         for number, future in enumerate(as_completed(running), 1):
@@ -223,6 +225,20 @@ def paired(forms: dict[str, Form], rounds: int) -> dict[str, list[float]]:
 def ratio(times: dict[str, list[float]], name: str, baseline: str) -> float:
     """Median of the paired ratios."""
     return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
+
+
+def beside(
+    forms: dict[str, Form], times: dict[str, list[float]], column: str, baseline: str, size: int
+) -> list[Row]:
+    """A row for each form: the time in units of the baseline's, the memory in units of a size."""
+    return [
+        {
+            "form": name,
+            column: ratio(times, name, baseline),
+            "temp / params": None if form.temp is None else form.temp / size,
+        }
+        for name, form in forms.items()
+    ]
 
 
 def over_seeds(values: Any, name: str, error: str = "s.e.") -> Row:
@@ -289,7 +305,7 @@ def report(
         if heading in pictures:
             lines += [f"![{heading}]({pictures[heading]})", ""]
         lines += [*of_rows(rows), ""]
-    met = [(b.claim, f"{b.figure:.3f}", f"{b.limit:g}", _yes(b.met)) for b in bars]
+    met = [(b.claim, f"{b.figure:.3f}", f"{b.limit:g}", "yes" if b.met else "**no**") for b in bars]
     lines += ["## Bars", "", *markdown(("claim", "figure", "limit", "met"), met)]
     text = "\n".join(lines) + "\n"
     RESULTS.mkdir(exist_ok=True)
@@ -312,7 +328,3 @@ def written(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _yes(met: bool) -> str:
-    return "yes" if met else "**no**"

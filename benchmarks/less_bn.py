@@ -21,12 +21,9 @@ from boostax.model.less_bn import LessBNReport, less_bn
 
 PyTree = Any
 BATCH, EPOCHS, DECAY, CALLS = 64, 8, 5e-4, 5
-RATES = tuple(2.0**harness.power for harness.power in range(-7, 0))
+RATES = tuple(2.0**power for power in range(-7, 0))
 F32 = jnp.dtype("float32")
-NETS = {
-    "basic blocks": DigitsResNet(128, F32),
-    "bottlenecks": DigitsResNet(384, F32, "bottleneck"),
-}
+NETS = {"basic blocks": DigitsResNet(128, F32), "bottlenecks": DigitsResNet(384, F32, "bottleneck")}
 SAMPLE = jax.ShapeDtypeStruct((BATCH, 8, 8, 1), F32)
 ALL, LESS = "BatchNorm everywhere", "LessBN"
 HEAD, EIGHT, CENTRAL = "normalised head", "normalised head from 8", "centralized gradients"
@@ -207,17 +204,12 @@ def time_rows(
 
 def accuracy_rows(found: dict[str, Tuned]) -> list[dict[str, Any]]:
     base = found[ALL].test
-    rows: list[dict[str, Any]] = []
-    for name, each in found.items():
-        rows.append(
-            {
-                "variant": name,
-                "rate": harness.power_in(each.rate, each.first),
-                **harness.over_seeds(each.test, "test accuracy"),
-                **harness.over_seeds(100 * (base - each.test), "points below", "its s.e."),
-            }
-        )
-    return rows
+    return [
+        {"variant": name, "rate": harness.power_in(each.rate, each.first)}
+        | harness.over_seeds(each.test, "test accuracy")
+        | harness.over_seeds(100 * (base - each.test), "points below", "its s.e.")
+        for name, each in found.items()
+    ]
 
 
 def main() -> None:
@@ -230,11 +222,8 @@ def main() -> None:
         gone = f"Step of {title}, {removed(net)} BatchNorms removed, batch {BATCH}"
         sections.append((gone, time_rows(found, times)))
         if title == "bottlenecks":  # of basic blocks too few norms go to be felt
-            bars.append(
-                harness.Bar(
-                    f"{title}: step time of LessBN / {ALL}", harness.ratio(times, LESS, ALL), 1.0
-                )
-            )
+            factor = harness.ratio(times, LESS, ALL)
+            bars.append(harness.Bar(f"{title}: step time of LessBN / {ALL}", factor, 1.0))
         memory = (found[LESS].temp or 0) / (found[ALL].temp or 1)
         bars.append(harness.Bar(f"{title}: temporary memory of LessBN / {ALL}", memory, 1.0))
     title, net = next(iter(NETS.items()))

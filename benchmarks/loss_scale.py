@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import jmp
 import optax
 from flax.training import dynamic_scale
-from harness import Bar, Form, arguments, by_apply, by_update, compiled_form, paired, ratio, report
+from harness import Bar, Form, beside, by_apply, by_update, compiled_form, paired, ratio
 from problems import grads, nbytes, params
 
 import boostax
@@ -98,28 +99,15 @@ def jmp_form(p: PyTree, g: PyTree, scaler: Any) -> Form:
 
 
 def main() -> None:
-    rounds = arguments(__doc__, rounds=25).rounds
+    rounds = harness.arguments(__doc__, rounds=25).rounds
     size = nbytes(params())
     sections, bars = [], []
     for dtype in (jnp.float32, jnp.float16):
         made = forms(dtype)
         times = paired(made, rounds)
         name = jnp.dtype(dtype).name
-        sections.append(
-            (
-                f"{name} gradients, Adam, {size // 4 / 1e6:.1f}M f32 params, donated",
-                [
-                    {
-                        "form": form,
-                        "time / bare Adam": ratio(times, form, "bare Adam"),
-                        "temp / params": None
-                        if made[form].temp is None
-                        else made[form].temp / size,
-                    }
-                    for form in made
-                ],
-            )
-        )
+        heading = f"{name} gradients, Adam, {size // 4 / 1e6:.1f}M f32 params, donated"
+        sections.append((heading, beside(made, times, "time / bare Adam", "bare Adam", size)))
         if dtype == jnp.float16:
             continue
         apply, pure = "boostax apply_gradients", "boostax update"
@@ -133,7 +121,7 @@ def main() -> None:
             for peer in made:
                 if peer not in ("bare Adam", apply, pure):
                     bars.append(Bar(f"{ours}: time / {peer}", ratio(times, ours, peer), 1.0))
-    report("loss_scale", "Loss scaling: cost of a step", sections, bars)
+    harness.report("loss_scale", "Loss scaling: cost of a step", sections, bars)
 
 
 if __name__ == "__main__":

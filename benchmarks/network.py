@@ -289,11 +289,7 @@ def network(hosts: int) -> Generator[None]:
 
 
 def measured(
-    hosts: int,
-    chosen: list[str],
-    rates: list[str],
-    rounds: int,
-    work: str = "leaves",
+    hosts: int, chosen: list[str], rates: list[str], rounds: int, work: str = "leaves"
 ) -> list[dict[str, Any]]:
     """The rows of host 0; an hour after their start all hosts are ended."""
     job = {"forms": chosen, "rates": rates, "rounds": rounds, "work": work}
@@ -344,10 +340,8 @@ def table(rows: list[dict[str, Any]], peer: str = BY_HAND) -> list[dict[str, Any
     )
     found: list[dict[str, Any]] = []
     for name in dict.fromkeys(x["form"] for x in rows):
-        moved, (counted, messages) = (
-            median(name, "bytes"),
-            next(x["audit"] for x in rows if x["form"] == name),
-        )
+        moved = median(name, "bytes")
+        counted, messages = next(x["audit"] for x in rows if x["form"] == name)
         row = {"form": name, "MB on the interface": moved / 1e6, "MB by audit": counted / 1e6}
         row["bytes / by hand"] = moved / median(peer, "bytes")
         for rate in dict.fromkeys(x["rate"] for x in rows):
@@ -397,11 +391,8 @@ def bars_of(rows: list[dict[str, Any]]) -> list[Bar]:
             ("all_reduce, bf16", "s / by hand at 100mbit", 0.6),
         )
     ]
-    off = [
-        abs(x["MB by audit"] / x["MB on the interface"] - 1)
-        for x in rows
-        if x["MB on the interface"] > 1
-    ]
+    pairs = [(x["MB by audit"], x["MB on the interface"]) for x in rows]
+    off = [abs(audited / moved - 1) for audited, moved in pairs if moved > 1]
     bars.append(Bar("audit of more than 1 MB: bytes, off by at most", max(off), 0.02))
     bars.append(Bar("audit where the network decides: seconds, off by at most", late(rows), 0.3))
     return bars

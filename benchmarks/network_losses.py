@@ -5,7 +5,6 @@ the run; the seconds of a step are measured on hosts, as in ``network.py``. Runs
 end, and ``--work`` goes on.
 """
 
-import functools
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -177,9 +176,7 @@ def main() -> None:
 
     def run_all(cells: dict[tuple[Any, ...], list[tuple[int, float]]]) -> None:
         jobs = harness.unfinished(path, key, cells)
-        harness.in_processes(
-            runs, jobs, path, options.workers, functools.partial(harness.on_cpu, 1)
-        )
+        harness.in_processes(runs, jobs, path, options.workers)
 
     run_all({(name, STEPS[0]): [(0, rate) for rate in RATES] for name in FORMS})
     best = {name: rate_of(harness.kept(path, *key), name) for name in FORMS}

@@ -53,14 +53,9 @@ def pair(
     figures = {"time": time, "memory": temp, "wire bytes": wire}
     found = [x for x in figures.values() if x is not None]
     worse, better = max(found) > 1 + EVEN, min(found) < 1 - EVEN
-    ahead = {
-        (False, False): "even",
-        (False, True): "boostax",
-        (True, False): "the other",
-        (True, True): "it depends",
-    }
+    ahead = (("even", "boostax"), ("the other", "it depends"))[worse][better]
     row = {"technique": technique, "instead of": instead, **figures}
-    return row | {"ahead": ahead[worse, better], "remark": remark}
+    return row | {"ahead": ahead, "remark": remark}
 
 
 def over(ours: float | None, theirs: float | None) -> float | None:
@@ -188,11 +183,7 @@ PARTS = (scaling, windows, shaping, prefixes, combined)
 
 
 def main() -> None:
-    options = harness.arguments(
-        __doc__,
-        rounds=15,
-        short=(False, "few rounds; publishes nothing"),
-    )
+    options = harness.arguments(__doc__, rounds=15, short=(False, "few rounds; publishes nothing"))
     jax.config.update("jax_num_cpu_devices", 8)
     rows: list[Row] = []
     for part in PARTS:

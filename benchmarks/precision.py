@@ -100,10 +100,7 @@ def main() -> None:
         "precision",
         "Precision: what f16 does to the result",
         [
-            (
-                f"text, {options.steps} steps: held-out loss in nats per character",
-                table(on_text),
-            ),
+            (f"text, {options.steps} steps: held-out loss in nats per character", table(on_text)),
             (
                 f"digits, five sigmoid layers, {options.sigmoid_steps} steps: loss in nats "
                 "(chance is 2.303)",

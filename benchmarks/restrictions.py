@@ -91,6 +91,7 @@ def drawn(shapes: Any, seed: int) -> Any:
 def models() -> dict[str, tuple[Any, Callable[[Any, Any], jax.Array], str]]:
     """Return params, model and kind of rows: ``vectors``, ``tokens`` or ``alike`` vectors."""
     two, rngs = {"w": SQUARE, "v": SQUARE}, nnx.Rngs(0)
+    routed = {"router": (WIDTH, 4), "experts": (4, *SQUARE)}
     plain: dict[str, tuple[Any, Callable[[Any, Any], jax.Array], str]] = {
         "perceptron, biases": (two | {"b": (WIDTH,)}, perceptron, "vectors"),
         "attention": (dict.fromkeys("qkvo", SQUARE), attention, "vectors"),
@@ -100,11 +101,7 @@ def models() -> dict[str, tuple[Any, Callable[[Any, Any], jax.Array], str]]:
         "bf16": (two, low, "vectors"),
         "embedding": (two, lambda p, x: p["w"][x] @ p["v"], "tokens"),
         "convolution": ({"w": (3, *SQUARE)}, convolved, "vectors"),
-        "experts, ragged_dot": (
-            {"router": (WIDTH, 4), "experts": (4, *SQUARE)},
-            experts,
-            "vectors",
-        ),
+        "experts, ragged_dot": (routed, experts, "vectors"),
         "batch statistics": (two, normalized, "alike"),
     }
     found = {name: (drawn(shapes, 0), *rest) for name, (shapes, *rest) in plain.items()}

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import digits_replicas
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from digits_replicas import Split, data, init, loss, order, schedule
 from text_runs import SMALL, warmed
 
 import boostax
@@ -117,24 +117,17 @@ def _text() -> Task:
 
 
 def _digits() -> Task:
-    training, validation, test = digits_replicas.data()
-    order = functools.partial(digits_replicas.order, replicas=1, epochs=8)
+    training, validation, test = data()
+    rows_of = functools.partial(order, replicas=1, epochs=8)
+
+    def start(seed: int) -> PyTree:
+        return init(jax.random.key(seed))
 
     def batches(seed: int) -> tuple[PyTree, PyTree, PyTree]:
-        rows = order(seed)[:, 0]
-        split = digits_replicas.Split(training.images[rows], training.labels[rows])
-        return split, validation, test
+        rows = rows_of(seed)[:, 0]
+        return Split(training.images[rows], training.labels[rows]), validation, test
 
-    return Task(
-        20,
-        _powers(-9, -2),
-        len(order(0)),
-        lambda seed: digits_replicas.init(jax.random.key(seed)),
-        batches,
-        digits_replicas.loss,
-        digits_replicas.loss,
-        digits_replicas.schedule,
-    )
+    return Task(20, _powers(-9, -2), len(rows_of(0)), start, batches, loss, loss, schedule)
 
 
 TASKS = {"text": _text, "digits": _digits}
@@ -233,7 +226,7 @@ def main() -> None:
         for form in FORMS
     }
     jobs = harness.unfinished(path, key, cells)
-    harness.in_processes(runs, jobs, path, options.workers, functools.partial(harness.on_cpu, 1))
+    harness.in_processes(runs, jobs, path, options.workers)
     found = harness.kept(path, *key)
     sections = [
         (f"{name}, AdamW, {task.steps} batches, {task.seeds} seeds", table(name, found))

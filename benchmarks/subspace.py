@@ -6,6 +6,7 @@ very loss that the tables show: that favours the ones that decay, which are what
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -108,35 +109,26 @@ def wrong_labels(workload: Workload, share: float) -> Workload:
 _MARK = np.random.default_rng(7).normal(size=64).astype(np.float32)
 DIGITS = DigitsConfig(model="mlp", width=64, batch_size=64)
 TEXT = TextConfig(width=32, depth=2, heads=2, sequence_length=32, batch_size=32)
+
+
+def of_text(seed: int) -> Workload:
+    return text(dataclasses.replace(TEXT, seed=seed))
+
+
+def of_digits(seed: int) -> Workload:
+    return digits(dataclasses.replace(DIGITS, seed=seed))
+
+
+def of_wrong_labels(seed: int) -> Workload:
+    return wrong_labels(of_digits(seed), 0.3)
+
+
+MOMENTUM = functools.partial(optax.trace, 0.9)
 TASKS = [
-    Task(
-        "text",
-        lambda seed: text(dataclasses.replace(TEXT, seed=seed)),
-        optax.scale_by_adam,
-        3e-3,
-        1200,
-        15,
-        4,
-        64,
-    ),
-    Task(
-        "digits",
-        lambda seed: digits(dataclasses.replace(DIGITS, seed=seed)),
-        lambda: optax.trace(0.9),
-        0.05,
-        660,
-        11,
-        4,
-        23,
-    ),
+    Task("text", of_text, optax.scale_by_adam, 3e-3, 1200, 15, 4, 64),
+    Task("digits", of_digits, MOMENTUM, 0.05, 660, 11, 4, 23),
+    Task("digits, 30% wrong labels", of_wrong_labels, MOMENTUM, 0.05, 660, 11, 4, 23),
 ]
-TASKS.append(
-    dataclasses.replace(
-        TASKS[1],
-        name="digits, 30% wrong labels",
-        workload=lambda seed: wrong_labels(TASKS[1].workload(seed), 0.3),
-    )
-)
 
 
 class Run:

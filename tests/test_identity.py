@@ -27,7 +27,7 @@ SETTINGS = {
 # Gradients of each example for itself, with a dimension more than the params; and old names.
 LEFT_OUT = {"dpsgd", "_deprecated_dpsgd", "optimistic_adam"}
 SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": (1,)}
-GROUPS = {"kernel": 0, "bias": 1, "scale": 1}
+GROUPS, ALL = {"kernel": 0, "bias": 1, "scale": 1}, dict.fromkeys(SHAPES, 0)
 
 
 def optimizers():
@@ -52,9 +52,7 @@ def made(name):
 WRAPPERS = {
     "dynamic_loss_scale": lambda tx: boostax.dynamic_loss_scale(tx, init_scale=1.0),
     "static_loss_scale": lambda tx: boostax.static_loss_scale(tx, 1.0, skip_nonfinite=False),
-    "group_loss_scale": lambda tx: boostax.precision.group_loss_scale(
-        tx, dict.fromkeys(SHAPES, 0), init_scale=1.0
-    ),
+    "group_loss_scale": lambda tx: boostax.precision.group_loss_scale(tx, ALL, init_scale=1.0),
     "accumulate": lambda tx: boostax.accumulate(tx, 1),
     "scheduled_freeze": lambda tx: boostax.scheduled_freeze(tx, GROUPS, [0]),
 }

@@ -92,6 +92,7 @@ freeze = functools.partial(boostax.scheduled_freeze, groups=GROUPS, schedule=[0,
 lossy = boostax.top_k_reduce("data", 0.1, error_feedback=False)
 
 averaged, freezes = window(mean, adam, **AXIS), freeze(scaled(sgd))
+decayed, clipped = chain(adam, decay), chain(adam, clip)
 adamw, zero = optax.adamw(0.001), optax.set_to_zero()
 
 # Short names of those that the findings name.
@@ -176,12 +177,8 @@ WRONG = {
         ("scaler without the axis 'data'", scaled(mean, adam), scaled(mean, adam, **AXIS)),
         ("accumulate without the axis 'data'", window(adasum, adam), window(adasum, adam, **AXIS)),
     ],
-    "Put it before the learning rate": [
-        ("decay after the learning rate", chain(adam, decay), adamw)
-    ],
-    "Put it before the optimizer": [
-        ("clip after the learning rate", chain(adam, clip), chain(clip, adam))
-    ],
+    "Put it before the learning rate": [("decay after the learning rate", decayed, adamw)],
+    "Put it before the optimizer": [("clip after the learning rate", clipped, chain(clip, adam))],
     "give it to residual=": [
         ("dim_reduce after clip", chain(clip, finish), finish),
         ("dim_reduce after adasum", chain(adasum, finish), ends(adasum, sgd)),

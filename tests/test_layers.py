@@ -33,17 +33,13 @@ def imported(path):
             yield from (alias.name for alias in node.names if alias.name.startswith("boostax"))
 
 
-def package(module):
-    return module.split(".")[1] if "." in module else ""
-
-
 def edges():
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).with_suffix("").parts
         if len(name) > 1 or name[0] == "states":
             for module in imported(path):
-                ends = name[0], package(module)
+                ends = name[0], module.split(".")[1] if "." in module else ""
                 found.setdefault(ends, []).append(f"{'/'.join(name)}: {module}")
     return found
 

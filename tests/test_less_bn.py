@@ -115,14 +115,10 @@ KINDS = {
 }
 
 
-def name_of(block):
-    return getattr(block, "__name__", "basic_gelu")
-
-
 def blocks(*short):
     """Blocks and the norms of each that go; only the named ones take part in quick runs."""
     marks = {True: [], False: [pytest.mark.long]}
-    kinds = [(name_of(block), block, removed) for block, removed in KINDS.items()]
+    kinds = [(getattr(x, "__name__", "basic_gelu"), x, gone) for x, gone in KINDS.items()]
     params = [pytest.param(k, v, id=name, marks=marks[name in short]) for name, k, v in kinds]
     return pytest.mark.parametrize(("block", "removed"), params)
 
@@ -181,9 +177,7 @@ class NNX(nnx.Module):
         return layer("head", lambda: head(nnx.Linear(8, 3, rngs=self.rngs)))(x)
 
 
-@blocks(
-    "plain", "basic", "bottleneck_downsample", "preactivation", "inverted_residual", "dense_block"
-)
+@blocks(*"plain basic bottleneck_downsample preactivation inverted_residual dense_block".split())
 def test_linen_equals_the_model_written_without_those_layers(block, removed):
     model, report = less_bn(Linen(block), IMAGES)
     assert report.removed == removed and report.head == "head"

@@ -22,14 +22,10 @@ SHAPES = {"a": (4, 3), "b": (5,), "c": {"d": (2, 2), "e": ()}}
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-def is_shape(x):
-    return isinstance(x, tuple)
-
-
 def draw(seed, *lead):
     rng = np.random.default_rng(seed)
     make = lambda shape: np.float32(rng.normal(size=(*lead, *shape)))  # noqa: E731
-    return jax.tree.map(make, SHAPES, is_leaf=is_shape)
+    return jax.tree.map(make, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def start():
@@ -160,6 +156,7 @@ def equal_on_all(x):
     return bool((np.asarray(x) == np.asarray(x)[:1]).all())
 
 
+LEAVES = {"a": 0, "b": 2, "c": 1}
 CASES = [(2, "vmap"), (3, "checked"), (8, "unchecked")]
 
 
@@ -169,23 +166,18 @@ CASES = [(2, "vmap"), (3, "checked"), (8, "unchecked")]
 @pytest.mark.parametrize(("replicas", "mode"), CASES)
 def test_partial_average_is_singas(replicas, mode):
     noise = draw(1, replicas, 7)
-    labels = {"a": 0, "b": 2, "c": 1}
-    each, state = trajectory(boostax.reduce.partial_average(SGD, "data", labels), noise, mode)
+    each, state = trajectory(boostax.reduce.partial_average(SGD, "data", LEAVES), noise, mode)
     assert_follows(each, noise, rotating([0, 2, 1, 1]))
     assert np.asarray(state.since_sync).tolist() == [7] * replicas
     assert not equal_on_all(state.inner_state.local[0].trace["a"])
 
 
-LEAVES = {"a": 0, "b": 2, "c": 1}
+PRESET = {"every": 3, "outer": None, "fragments": LEAVES}
 PARTITIONS = {
     "number": (boostax.reduce.partial_average, {"partitions": 4}, [0, 1, 2, 3]),
     "tree": (boostax.reduce.partial_average, {"partitions": LEAVES}, [0, 2, 1, 1]),
     "bytes": (boostax.reduce.partial_average, {"bucket_bytes": 30}, [1, 0, 0, 0]),
-    "preset": (
-        boostax.reduce.local_updates,
-        {"every": 3, "outer": None, "fragments": LEAVES},
-        [0, 2, 1, 1],
-    ),
+    "preset": (boostax.reduce.local_updates, PRESET, [0, 2, 1, 1]),
 }
 
 
@@ -263,7 +255,7 @@ def test_local_sgd_averages_params_by_default():
 def test_fragments_are_synchronized_in_turn_at_steps_far_apart(replicas, mode):
     """Of 4 steps each of three synchronizes one, as diloco; flush all but the last at once."""
     noise, turns = draw(7, replicas, 10), [2, 4, 3, 3]
-    how = {"outer": NESTEROV, "fragments": {"a": 0, "b": 2, "c": 1}}
+    how = {"outer": NESTEROV, "fragments": LEAVES}
     each, state = trajectory(boostax.reduce.local_updates(SGD, "data", 4, **how), noise, mode)
     assert_follows(each, noise, diloco(4, turns=turns))
     for t in range(10):
@@ -306,12 +298,11 @@ def test_a_warm_up_averages_after_each_step_and_nothing_else_moves():
     assert met == [none, a, none, b, none, a]
 
 
+apart = functools.partial(boostax.reduce.local_updates, optax.adam(0.1), "data", 2, NESTEROV)
 WRAPPED = {
     "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
-    "local": lambda: boostax.reduce.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
-    "fragments": lambda: boostax.reduce.local_updates(
-        optax.adam(0.1), "data", 2, NESTEROV, fragments=2
-    ),
+    "local": apart,
+    "fragments": functools.partial(apart, fragments=2),
 }
 
 

@@ -174,8 +174,7 @@ def test_a_loss_trains_in_every_trial_as_on_one_device(name):
 def test_a_recurrent_module_of_nnx_draws_its_carry_on_a_mesh(mesh):
     """An RNN whose carry comes from the module's own Rngs, in a step of boostax.nnx."""
     model = jax.device_put(gru(), NamedSharding(mesh, PartitionSpec()))
-    tx = optax.chain(boostax.all_reduce(), optax.sgd(0.1))
-    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
 
     @nnx.jit
     def step(model, optimizer, x):

@@ -64,12 +64,8 @@ DECAYED = (
 @pytest.mark.parametrize(("tx", "weight", "norm"), DECAYED)
 def test_decay_spares_norms_unless_params_are_grouped(tx, weight, norm):
     one = jnp.ones(())
-    params = {
-        "fc": {"kernel": one, "bias": one},
-        "bn1": {"scale": one},
-        "LayerNorm_0": {"bias": one},
-    }
-    params["own"] = {"gamma": one}
+    params = {"fc": {"kernel": one, "bias": one}, "bn1": {"scale": one}}
+    params |= {"LayerNorm_0": {"bias": one}, "own": {"gamma": one}}
     state = tx.init(params)
     for decayed, spared in zip(weight, norm, strict=True):
         updates, state = tx.update(jax.tree.map(lambda _: jnp.float32(0.5), params), state, params)

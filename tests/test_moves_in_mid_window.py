@@ -74,19 +74,18 @@ def scaled(inner):
 weighed = functools.partial(window, normalize="weight")
 
 
+SHARED = {"has_aux": True, "shard_optimizer": True}
 # Loss, transformation, and how the step is made.
 REPLICAS = {
     "mean": (mean_loss, lambda: window(reduced()), {}),
     "by weight": (token_loss, lambda: weighed(reduced()), {"has_aux": True}),
     "by weight, scaled": (token_loss, lambda: weighed(scaled(reduced())), {"has_aux": True}),
-    "by weight, on global arrays": (
-        *(token_loss, lambda: scaled(weighed(reduced()))),
-        {"has_aux": True, "shard_optimizer": True},
-    ),
+    "by weight, on global arrays": (token_loss, lambda: scaled(weighed(reduced())), SHARED),
     "mean, in shards": (mean_loss, lambda: window(reduced(), sums="sharded"), {}),
     "by weight, in shards": (
-        *(token_loss, lambda: weighed(scaled(reduced()), sums="sharded")),
-        {"has_aux": True, "shard_optimizer": True},
+        token_loss,
+        lambda: weighed(scaled(reduced()), sums="sharded"),
+        SHARED,
     ),
     "before a sum": (sum_loss, lambda: window(scaled(reduced("sum"))), {}),
     "sum before a sum": (sum_loss, lambda: window(reduced("sum"), normalize="sum"), {}),
@@ -289,37 +288,24 @@ def partitioned(scale):
     return optax.partition(parts, {"w": "w", "b": "b"})
 
 
-PARTS = partitioned(around), partitioned(lambda tx: tx)
+TRACE, TOP_K = optax.trace(0.9), boostax.top_k_reduce(AXIS, 0.5)
+PARTS = [optax.chain(TRACE, partitioned(scale)) for scale in (around, lambda tx: tx)]
 
 
 def by_groups(inner):
     return boostax.precision.group_loss_scale(inner, labels={"w": 0, "b": 1})
 
 
-GROUPS = (
-    optax.chain(optax.trace(0.9), by_groups(optimizer())),
-    by_groups(optax.chain(optax.trace(0.9), optimizer())),
-)
+GROUPS = (optax.chain(TRACE, by_groups(optimizer())), by_groups(optax.chain(TRACE, optimizer())))
 WHERE = "TraceState at 0 of gradients times {}, and times {} at {}. Put the loss scaler where"
 INSIDE = WHERE.format("[[8.0]]", "[]", "inner_state/0")
 REFUSED = {
-    "residual": (
-        *before(boostax.top_k_reduce(AXIS, 0.5)),
-        8.0,
-        INSIDE.replace("Trace", "Compressed"),
-    ),
-    "momentum": (*before(optax.trace(0.9)), 8.0, INSIDE),
-    "momentum, out of it": (
-        *before(optax.trace(0.9))[::-1],
-        8.0,
-        "at inner_state/0 of gradients times []",
-    ),
+    "residual": (*before(TOP_K), 8.0, INSIDE.replace("Trace", "Compressed")),
+    "momentum": (*before(TRACE), 8.0, INSIDE),
+    "momentum, out of it": (*before(TRACE)[::-1], 8.0, "at inner_state/0 of gradients times []"),
     "moments": (*before(optax.scale_by_adam()), 8.0, INSIDE.replace("Trace", "ScaleByAdam")),
     "groups": (*GROUPS, np.array([8.0, 4.0]), WHERE.format("[[4.0, 8.0]]", "[]", "inner_state/0")),
-    "before a part": (
-        *(optax.chain(optax.trace(0.9), part) for part in PARTS),
-        *(8.0, WHERE.format("[[8.0]]", "[]", "0")),
-    ),
+    "before a part": (*PARTS, 8.0, WHERE.format("[[8.0]]", "[]", "0")),
 }
 
 
@@ -334,7 +320,7 @@ def test_sums_of_gradients_are_refused_under_another_scale(kind):
 
 KEPT = {
     "window": lambda: window(reduced()),
-    "residual": lambda: boostax.top_k_reduce(AXIS, 0.5),
+    "residual": lambda: TOP_K,
     "residual and momentum": lambda: boostax.top_k_reduce(AXIS, 0.5, momentum=0.9),
     "moment": lambda: boostax.reduce.adasum_delta(optimizer(), AXIS),
 }

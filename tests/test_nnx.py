@@ -203,8 +203,7 @@ def test_sharded_params_are_reduced_once_and_stay(kind, microbatches):
         for x in np.split(np.asarray(rows(seed)), 2):
             x = jax.device_put(np.repeat(x, 2, 0), NamedSharding(mesh, P("data")))
             jax.block_until_ready(step(sharded, optimizer, x))
-        grads = plain.value_and_grad(loss_fn)(whole, rows(seed))[1]
-        plain.update(whole, grads)
+        plain.update(whole, plain.value_and_grad(loss_fn)(whole, rows(seed))[1])
     for name in ("up", "down"):
         mine, theirs = (getattr(x, name).kernel[...] for x in (sharded, whole))
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), atol=2e-5)
@@ -257,8 +256,7 @@ def test_metrics_and_weights_of_a_loss_are_combined():
     mask = (jnp.arange(16) < 5).astype(jnp.float32)
     oracle = optimizer.value_and_grad(weighed, has_aux=True, microbatches=4)
     (loss, told), grads = oracle(model, rows(0), mask)
-    wanted = weighed(model, rows(0), mask)[0]
-    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    np.testing.assert_allclose(loss, weighed(model, rows(0), mask)[0], rtol=1e-6)
     assert int(told.metrics["rows"]) == 16 and told.model_state is None
     by_hand = nnx.grad(lambda model: weighed(model, rows(0), mask)[0])(model)
     np.testing.assert_allclose(grads["kernel"], by_hand["kernel"][...], atol=1e-6)
@@ -323,8 +321,7 @@ def test_what_is_frozen_leaves_the_backward_pass():
         model = Net(rate=0.0)
         tx = boostax.scheduled_freeze(optax.adam(1e-3), [["up", "norm"], "down"], depth)
         optimizer = Optimizer(model, tx, wrt=nnx.Param)
-        lowered = train_step.lower(model, optimizer, rows(0))
-        text = lowered.lowered.as_text()
+        text = train_step.lower(model, optimizer, rows(0)).lowered.as_text()
         train_step(model, optimizer, rows(0))
         return text.count("dot_general"), model
 

@@ -55,13 +55,6 @@ def trained(tx, specs, *, kind=AxisType.Auto, share=False, steps=5, calls=1):
     return followed(tx, oracle, params, map(put, map(rows, range(steps * calls))))
 
 
-def alone(tx, steps, calls=1):
-    """The same on one device."""
-    params = jax.tree.map(jnp.asarray, initial())
-    oracle = boostax.value_and_grad(loss_fn)
-    return followed(tx, oracle, params, map(rows, range(steps * calls)))
-
-
 def scaled_window(axis, *inner, **how):
     """A scaler around a window of two calls."""
     inner = [boostax.all_reduce(axis), *inner] if axis else inner
@@ -87,7 +80,9 @@ CLIPPED = NORM, optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
 
 @functools.cache
 def clipped_alone():
-    return alone(scaled_window(None, *CLIPPED), 5, 2)
+    """The same on one device."""
+    tx, params = scaled_window(None, *CLIPPED), jax.tree.map(jnp.asarray, initial())
+    return followed(tx, boostax.value_and_grad(loss_fn), params, map(rows, range(10)))
 
 
 # The contract goes through the placements on an explicit mesh, too.
@@ -149,9 +144,7 @@ QUICK = ("adafactor", "lamb", "muon", "roll", "noise")
 @pytest.mark.parametrize("name", lanes(OPTIMIZERS, QUICK))
 def test_any_optimizer_with_a_sharded_state(name):
     """As where all of it is whole: it sees global arrays."""
-    make = OPTIMIZERS[name]
-    tx = make(1e-3)
-    chain = optax.chain(boostax.all_reduce("data"), tx)
+    chain = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name](1e-3))
     losses, params, state = trained(chain, PLACEMENTS["replicated"], share=True)
     wanted, whole, _ = trained(chain, PLACEMENTS["replicated"])
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)

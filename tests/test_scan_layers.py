@@ -24,11 +24,8 @@ from boostax.train.release import LayersState
 COUNT, WIDTH, WORDS, ROWS = 4, 16, 32, 16
 RELEASE = Layers(release=True)
 FSDP = {"layers/a": P(None, None, "data"), "layers/b": P(None, "data"), "embed": P("data")}
-SPLIT = {
-    "layers/a": P(None, None, "model"),
-    "layers/b": P(None, "model"),
-    "embed": P(None, "model"),
-}
+COLUMNS = P(None, "model")
+SPLIT = {"layers/a": P(None, None, "model"), "layers/b": COLUMNS, "embed": COLUMNS}
 BOTH = {"layers/a": P(None, "data", "model"), "layers/b": P(None, "model", "data")}
 # The sizes of the mesh, the batch axis, and how params are sharded.
 PLACES = {
@@ -177,13 +174,9 @@ def loss_of_terms(params, batch):
 
 
 LINE_SEARCH = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5))
-RICH = {
-    "has_aux": True,
-    "start": {"key": jax.random.key(0), "model_state": {"mean": jnp.zeros(())}},
-}
-AUX = {"has_aux": True}
+AUX, START = {"has_aux": True}, {"key": jax.random.key(0), "model_state": {"mean": jnp.zeros(())}}
 CASES = {
-    "all that a body may do": (rich_loss, RICH),
+    "all that a body may do": (rich_loss, AUX | {"start": START}),
     "weights": (weighted_loss, AUX),
     "terms": (loss_of_terms, {}),
     "loss scale": (loss_fn, {"wrap": boostax.dynamic_loss_scale}),
@@ -228,12 +221,11 @@ def in_own_loop(place, layers, named, kind=AxisType.Auto):
     return jax.device_get(params)
 
 
+WAYS = [RELEASE, Layers(weights="once"), Layers()]
 MESHES = [*((x, AxisType.Auto) for x in PLACES if PLACES[x][0]), ("FSDP", AxisType.Explicit)]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "layers"), spread(MESHES, [RELEASE, Layers(weights="once"), Layers()]), ids=str
-)
+@pytest.mark.parametrize(("mesh", "layers"), spread(MESHES, WAYS), ids=str)
 def test_a_loop_of_ones_own_runs_layers(mesh, layers):
     place, kind = mesh
     assert_close(in_own_loop(place, layers, layers, kind), once(loss_fn, ADAMW)[0].params, 2e-6)
@@ -491,6 +483,10 @@ def in_bf16(params, batch):
     return loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
 
 
+def a_part(p, batch):
+    return scan_layers(lambda x, w: (x * w, None), p["embed"][0], p["layers"]["s"])[0].sum()
+
+
 LOSSES = {
     "twice": (twice, "the stack 'layers' must be scanned once in a loss, got scanned again"),
     "outside": (
@@ -499,12 +495,7 @@ LOSSES = {
     ),
     "cast before": (in_bf16, "scanned by boostax.train.scan_layers in loss_fn.*into the body"),
     "not scanned": (lambda params, batch: params["head"].sum(), "scanned by .*scan_layers"),
-    "a part": (
-        lambda p, b: scan_layers(lambda x, w: (x * w, None), p["embed"][0], p["layers"]["s"])[
-            0
-        ].sum(),
-        "xs must be all params of the stack, got some of 'layers'",
-    ),
+    "a part": (a_part, "xs must be all params of the stack, got some of 'layers'"),
     "vmap": (mapped, "outside jax.vmap.*Map the body instead"),
 }
 
@@ -549,9 +540,8 @@ def test_a_step_that_cannot_run_its_layers_is_refused(name):
 
 
 def test_layers_are_not_sharded_over_the_replicas_along_their_number():
-    specs = jax.tree.map(lambda _: P(), first_params()) | {
-        "layers": {"a": P("data"), "b": P(), "s": P()}
-    }
+    specs = jax.tree.map(lambda _: P(), first_params())
+    specs["layers"]["a"] = P("data")
     for layers in (Layers(), RELEASE):
         how = {"mesh": mesh_of(data=4), "param_specs": specs, "layers": layers}
         tx = optax.chain(boostax.all_reduce(), ADAM_OF())

@@ -101,8 +101,7 @@ SHAPED = {
 def test_top_k_of_a_large_leaf_is_that_of_sorting(shape, block):
     """One replica: what is sent is the mean, and the rest is held back."""
     x = jnp.asarray(drawn("distinct", shape, 1))
-    tx = boostax.top_k_reduce("data", 0.01, block=block)
-    sent, state = at_once(tx)({"w": x[None]})
+    sent, state = at_once(boostax.top_k_reduce("data", 0.01, block=block))({"w": x[None]})
     sent, held = np.asarray(sent["w"][0]), np.asarray(state.residual.local["w"][0])
     np.testing.assert_array_equal(sent + held, x)
     assert not ((sent != 0) & (held != 0)).any()
@@ -115,8 +114,7 @@ def test_top_k_of_a_large_leaf_is_that_of_sorting(shape, block):
 @pytest.mark.parametrize("shape", [SHAPED["rows that are no multiple"], SHAPED["a vector"]])
 def test_a_count_beyond_a_leaf_is_all_of_it(shape):
     x = jnp.asarray(drawn("distinct", shape, 2))
-    tx = boostax.top_k_reduce("data", count=100_000)
-    sent, state = at_once(tx)(x[None])
+    sent, state = at_once(boostax.top_k_reduce("data", count=100_000))(x[None])
     np.testing.assert_array_equal(sent[0], x)
     assert not np.asarray(state.residual.local).any()
 
@@ -128,8 +126,7 @@ def test_what_is_not_finite_moves_nothing(bad, share):
     x = drawn("distinct", (200, 130), 3)
     x[np.random.default_rng(0).random(x.shape) < share] = bad
     x[0, 0] = bad
-    tx = boostax.top_k_reduce("data", 0.01)
-    sent, state = at_once(tx)(x[None])
+    sent, state = at_once(boostax.top_k_reduce("data", 0.01))(x[None])
     assert np.isnan(sent).all()
     assert not np.asarray(state.residual.local).any()
 

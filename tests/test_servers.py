@@ -22,6 +22,7 @@ import boostax
 from boostax.config import auto
 
 RATE, STEPS = 0.05, 5
+MEAN = optax.chain(boostax.all_reduce("data"), optax.adam(RATE))
 SHAPES = {"w": (24, 10), "b": (7,), "scalar": ()}
 
 
@@ -198,8 +199,7 @@ def test_half_precision_travels_between_servers():
 
 
 def test_one_server_has_nothing_to_combine():
-    mean = optax.chain(boostax.all_reduce("data"), optax.adam(RATE))
-    expected = by_a_step(mean, a_mesh(8)).params
+    expected = by_a_step(MEAN, a_mesh(8)).params
     assert_near(by_a_step(of_servers("nodes", "cores"), a_mesh(1, 8)).params, expected, 1e-6)
 
 
@@ -292,10 +292,9 @@ def test_no_more_devices_than_a_server_has_take_a_mean(devices):
     boost = auto(DATA[0] | {"common": {"device_number": devices}})
     mesh = boost.mesh()
     assert mesh.shape == {"data": 8}
-    mean = optax.chain(boostax.all_reduce("data"), optax.adam(RATE))
     step = a_step(boost, mesh)
     found = follow(step, step.init(narrow()), batches(3))[0].params
-    chex.assert_trees_all_equal(found, by_a_step(mean, a_mesh(8)).params)
+    chex.assert_trees_all_equal(found, by_a_step(MEAN, a_mesh(8)).params)
 
 
 REFUSED = [

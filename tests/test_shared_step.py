@@ -63,12 +63,8 @@ def mean():
 
 
 def frozen(inner):
-    def groups(path, leaf):
-        del leaf
-        return GROUPS[path.split("/")[0]]
-
     schedule = boostax.freeze_schedule("continuous", total_steps=6, frozen_fraction=0.5)
-    return boostax.scheduled_freeze(inner, groups, schedule)
+    return boostax.scheduled_freeze(inner, GROUPS, schedule)
 
 
 decay, matrices = optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
@@ -100,9 +96,8 @@ def trained(tx, share, steps=6, **options):
 def assert_near(left, right):
     """Within 1e-6 of a leaf's norm: sums in another order change the last bits."""
     chex.assert_trees_all_equal_shapes_and_dtypes(left, right)
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True
-    ):
+    pairs = zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True)
+    for (path, x), y in pairs:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y), jax.tree_util.keystr(path)
 

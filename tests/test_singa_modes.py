@@ -30,11 +30,8 @@ def test_a_mode_is_its_formula(seed):
     assert difference(draw(seed)) <= CLOSE
 
 
-TOP_K, BUCKET, WHOLE = (
-    {"dist_option": "sparseTopK", "spars": 0.1},
-    {"bucket_bytes": 180},
-    {"bucket_bytes": 2**23},
-)
+TOP_K, BUCKET = {"dist_option": "sparseTopK", "spars": 0.1}, {"bucket_bytes": 180}
+OVER, WHOLE = {"kind": "threshold", "threshold": 0.9}, {"bucket_bytes": 2**23}
 HALF, SENT = {"dist_option": "half"}, {"kind": "mean", "dtype": "float16"}
 READ = (
     ({"dist_option": "plain"}, {"kind": "mean"}),
@@ -44,10 +41,7 @@ READ = (
     ({"dist_option": "partialUpdate"}, {"kind": "partial"} | WHOLE),
     (TOP_K | {"topK": True}, {"kind": "top-k", "density": 0.1} | WHOLE),
     (TOP_K | {"corr": False}, {"kind": "top-k", "density": 0.1, "error_feedback": False} | WHOLE),
-    (
-        {"dist_option": "sparseThreshold", "spars": 0.9},
-        {"kind": "threshold", "threshold": 0.9} | WHOLE,
-    ),
+    ({"dist_option": "sparseThreshold", "spars": 0.9}, OVER | WHOLE),
 )
 
 
@@ -78,8 +72,7 @@ def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
     linear = lambda params, batch: jnp.sum(params * batch[0])  # noqa: E731
     with warned(boost.config["reduce"]):
         step = boost.make_train_step(linear, optax.sgd(1.0), mesh=MESH, axis_name="data")
-    state = step.init(jnp.zeros(size))
-    state, metrics = step(state, rows)
+    state, metrics = step(step.init(jnp.zeros(size)), rows)
     expected = np.zeros(size)
     expected[places] = -0.75 / REPLICAS
     np.testing.assert_array_equal(state.params, expected)
@@ -95,8 +88,7 @@ def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
 
 def test_the_replica_with_most_over_the_threshold_decides_for_all():
     size = 2**15
-    tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.01)
-    update = at_once(tx)
+    update = at_once(boostax.reduce.threshold_reduce("data", 0.5, capacity=0.01))
     for count, capacity in ((328, 0.01), (329, 1.0)):
         rows = np.zeros((REPLICAS, size), np.float32)
         rows[0, :30], rows[2, :count] = 1.0, np.linspace(1.0, 2.0, count)
@@ -128,8 +120,7 @@ def test_short_leaves_share_their_places():
 def test_a_threshold_sends_what_its_capacity_says():
     """Counted from the jaxpr: 8 bytes a place, gathered; those of a mean in a dense step."""
     size = 2**20
-    tx = boostax.reduce.threshold_reduce("data", capacity=0.01)
-    found = sends(updating(tx), [size], MESH)
+    found = sends(updating(boostax.reduce.threshold_reduce("data", capacity=0.01)), [size], MESH)
     rungs = {}
     for one in found:
         if one.conditional:

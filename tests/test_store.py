@@ -296,13 +296,11 @@ def test_a_derivative_passes_through_a_rounding_at_random():
 
 def test_a_skipped_step_draws_the_same_noise_again():
     tx = boostax.dynamic_loss_scale(store(optax.adamw(1e-2), params="stochastic", moments="log8"))
-    tx = drawn(tx)
-    step, params = jax.jit(applied(tx)), low(some(0))
+    step, params = jax.jit(applied(drawn(tx))), low(some(0))
     state = tx.init(params)
     scaled = lambda seed: jax.tree.map(lambda g: g * 2.0**16, some(seed))  # noqa: E731
     params, state = step(params, state, scaled(1))
-    nan = jax.tree.map(lambda g: g * jnp.nan, some(1))
-    kept, after = step(params, state, nan)
+    kept, after = step(params, state, jax.tree.map(lambda g: g * jnp.nan, some(1)))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, kept))
     same = lambda a, b: bool((a == b).all())  # noqa: E731
     assert jax.tree.all(jax.tree.map(same, state.inner_state, after.inner_state))
@@ -434,11 +432,8 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     np.testing.assert_allclose(found["log8"], found["f32"], rtol=0.05)
 
 
-SHARDS = [
-    ((512, 4), P("model"), False),
-    ((8, 4), P("model"), False),
-    ((512, 4), P(None, "model"), True),
-]
+LONG, ROWS = (512, 4), P("model")
+SHARDS = [(LONG, ROWS, False), ((8, 4), ROWS, False), (LONG, P(None, "model"), True)]
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -25,18 +25,14 @@ SHAPES = {"a": (6, 5), "b": (7,), "c": {"d": (2, 3, 2), "e": (), "f": (0, 2)}}
 def draw(count, seed=0, mean=0.0, decay=0.7, dtype=np.float32):
     """Snapshots ``mean + deviations`` whose widths decay from direction to direction."""
     rng = np.random.default_rng(seed)
+    mix = np.random.default_rng(seed + 1).normal(size=(count, count))
 
     def leaf(shape):
         spread = decay ** np.arange(count) * rng.normal(size=(*shape, count)) / np.sqrt(50)
-        return spread, mean * (1 + rng.uniform(size=shape))
+        centre = mean * (1 + rng.uniform(size=shape))
+        return jnp.asarray(np.moveaxis(spread @ mix, -1, 0) + centre, dtype)
 
-    leaves = jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-    mix = np.random.default_rng(seed + 1).normal(size=(count, count))
-    return jax.tree.map(
-        lambda pair: jnp.asarray(np.moveaxis(pair[0] @ mix, -1, 0) + pair[1], dtype),
-        leaves,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def flat(tree, rows):
@@ -65,12 +61,8 @@ jitted = jax.jit(pca_basis, static_argnums=1, static_argnames="dtype")
 
 def mlp(x):
     """MindSpore's flat weights of a 5-8-1 network as a tree."""
-    return {
-        "1": x[:, :40].reshape(-1, 5, 8),
-        "2": x[:, 40:48],
-        "3": x[:, 48:56].reshape(-1, 8, 1),
-        "4": x[:, 56],
-    }
+    first = {"1": x[:, :40].reshape(-1, 5, 8), "2": x[:, 40:48]}
+    return first | {"3": x[:, 48:56].reshape(-1, 8, 1), "4": x[:, 56]}
 
 
 def test_components_are_those_of_mindspore(arrays):

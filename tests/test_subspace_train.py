@@ -24,6 +24,9 @@ from boostax.subspace import files
 from boostax.subspace.basis import project
 
 ROWS, WIDTH = 24, 10
+FSDP = {"w": P("fsdp"), "v": P(), "b": P()}
+LARGE = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
+SIZE = 4 * (ROWS + 1) * 4096
 
 
 def start(seed=0):
@@ -94,9 +97,8 @@ def test_same_run_on_any_number_of_devices(case):
         state, _ = train(tx, mesh=mesh_of(data=layout), axis_name="data")
         assert_close(state.params, alone(residual, k).params)
         return
-    specs = {"w": P("fsdp"), "v": P(), "b": P()}
     mesh = mesh_of(data=layout[0], fsdp=layout[1])
-    state, _ = train(tx, mesh=mesh, axis_name="data", param_specs=specs)
+    state, _ = train(tx, mesh=mesh, axis_name="data", param_specs=FSDP)
     assert_close(state.params, alone(residual, k).params)
     rows = state.opt_state.basis["w"]
     assert rows.sharding.spec == P(None, "fsdp")
@@ -110,10 +112,9 @@ def test_same_run_on_an_explicit_mesh(wrap):
     points = [jax.tree.map(lambda x, i=i: x * (1 + 0.1 * i**2), start(i)) for i in range(4)]
     basis, rest = boostax.subspace.pca_basis(points, 3), RESIDUALS["sgd"](boostax.all_reduce())
     tx = wrap(boostax.dim_reduce(basis, residual=rest, axis_name="data"))
-    specs = {"w": P("fsdp"), "v": P(), "b": P()}
     ends = []
     for kind in (AxisType.Auto, AxisType.Explicit):
-        how = {"mesh": mesh_of(kind, data=2, fsdp=2), "axis_name": "data", "param_specs": specs}
+        how = {"mesh": mesh_of(kind, data=2, fsdp=2), "axis_name": "data", "param_specs": FSDP}
         ends.append(train(tx, **how)[0].params)
     assert_close(*ends)
 
@@ -121,7 +122,7 @@ def test_same_run_on_an_explicit_mesh(wrap):
 @pytest.mark.parametrize("layout", lanes([(2, 2), (1, 3), (2, 4)], [(2, 2)]))
 def test_same_run_in_a_shard_map_of_ones_own(layout):
     """Whose loss gathers what is sharded."""
-    mesh, specs = mesh_of(data=layout[0], fsdp=layout[1]), {"w": P("fsdp"), "v": P(), "b": P()}
+    mesh = mesh_of(data=layout[0], fsdp=layout[1])
     rest = RESIDUALS["sgd"](boostax.all_reduce("data"))
     tx = boostax.dim_reduce(basis_of(5), residual=rest, axis_name="data", shard_axes="fsdp")
 
@@ -136,7 +137,7 @@ def test_same_run_in_a_shard_map_of_ones_own(layout):
         told = {"value": value, "value_fn": oracle.loss_at(batch)}
         return boostax.apply_gradients(tx, grads, state, params, **told)
 
-    kept = specs, boostax.states.state_specs(tx, start(), "data", param_specs=specs)
+    kept = FSDP, boostax.states.state_specs(tx, start(), "data", param_specs=FSDP)
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*kept, P("data")), out_specs=kept))
     params, state = start(), tx.init(start())
     for batch in batches(6):
@@ -171,14 +172,13 @@ def test_sharded_arrays_under_plain_jit(kind, k):
 def test_what_travels(k):
     """Four bytes for each coordinate; the energy and every loss are one number."""
     mesh = mesh_of(data=1, fsdp=8)
-    specs = {"w": P("fsdp"), "v": P(), "b": P()}
     rows = basis_of(k)
 
     def coordinates(rows, grads):
         return project(rows, grads, ("fsdp",))
 
-    stacked = jax.tree.map(lambda spec: P(None, *spec), specs)
-    mapped = jax.shard_map(coordinates, mesh=mesh, in_specs=(stacked, specs), out_specs=P(None))
+    stacked = jax.tree.map(lambda spec: P(None, *spec), FSDP)
+    mapped = jax.shard_map(coordinates, mesh=mesh, in_specs=(stacked, FSDP), out_specs=P(None))
     found = costs.collectives(mapped, rows, start())
     assert [(each.primitive, each.bytes) for each in found] == [("psum", 4 * k)]
 
@@ -216,23 +216,20 @@ def test_traced_once_and_no_copy_of_the_basis():
         traces += 1
         return loss_fn(params, batch)
 
-    params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
-    inner = boostax.dim_reduce(basis_of(20, params), residual=optax.adam(1e-3))
+    inner = boostax.dim_reduce(basis_of(20, LARGE), residual=optax.adam(1e-3))
     step = boostax.make_train_step(counting, boostax.dynamic_loss_scale(inner))
-    state = step.init(params)
-    batch = batches(1)[0]
+    state, batch = step.init(LARGE), batches(1)[0]
     state, _ = step(state, batch)
     once = traces
-    other = boostax.subspace.replace_basis(state.opt_state, basis_of(20, params))
+    other = boostax.subspace.replace_basis(state.opt_state, basis_of(20, LARGE))
     state = state._replace(opt_state=other)
     for _ in range(3):
         state, _ = step(state, batch)
     assert traces == once
     memory = step.lower(state, batch).compile().memory_analysis()
-    size = 4 * (ROWS + 1) * 4096
     # Two lifts, the moved params and the residual's gradient; the basis is twenty.
-    assert memory.temp_size_in_bytes < 8 * size
-    assert memory.alias_size_in_bytes >= 20 * size
+    assert memory.temp_size_in_bytes < 8 * SIZE
+    assert memory.alias_size_in_bytes >= 20 * SIZE
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -305,18 +302,16 @@ def test_trials_leave_the_statistics_alone_and_use_the_same_key():
 @pytest.mark.long
 def test_narrow_storage():
     """Directions as good, in half the bytes, with no wide copy of them; and the same minimum."""
-    params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
-    rows = basis_of(6, params)
+    rows = basis_of(6, LARGE)
     tx = boostax.dim_reduce(rows, dtype="bfloat16")
-    state = tx.init(params)
+    state = tx.init(LARGE)
     bytes_kept = sum(x.nbytes for x in jax.tree.leaves(state.basis))
     assert bytes_kept < 0.501 * sum(x.nbytes for x in jax.tree.leaves(rows))
     g = jax.tree.map(lambda x: x[0] + 0.5 * x[1], rows)
     np.testing.assert_allclose(project(state.basis, g), [1, 0.5, 0, 0, 0, 0], atol=6e-3)
-    update = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0, value_fn=lambda p: 0.5)[0])
+    update = jax.jit(lambda g, s: tx.update(g, s, LARGE, value=1.0, value_fn=lambda p: 0.5)[0])
     compiled = update.lower(g, state).compile()
-    size = 4 * (ROWS + 1) * 4096
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * size
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * SIZE
     assert_close(update(g, state), jax.tree.map(lambda x: -x, g), atol=2e-3)
     minima = [
         train(boostax.dim_reduce(basis_of(7), dtype=x), data=batches(1) * 40)[1][-1]["loss"]
@@ -326,11 +321,10 @@ def test_narrow_storage():
 
 
 def test_frozen_leaves_stand_still():
-    groups = {"w": 0, "v": 1, "b": 1}
     schedule = boostax.freeze_schedule("progressive", total_steps=6, frozen_fraction=0.5)
     inner = boostax.dim_reduce(basis_of(7), residual=optax.sgd(0.05))
     for driver in ("host", "switch"):
-        tx = boostax.scheduled_freeze(inner, groups, schedule)
+        tx = boostax.scheduled_freeze(inner, {"w": 0, "v": 1, "b": 1}, schedule)
         step = boostax.make_train_step(loss_fn, tx, freeze_driver=driver)
         state = step.init(start())
         for batch in batches(6):

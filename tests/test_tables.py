@@ -108,12 +108,10 @@ def test_what_leads_nowhere_is_an_error(page, old, new, error):
 
 
 # Tables whose rows set a record beside its rival: which of their cells quote it, which the rival.
+ALL = 2, (2, 3, 4)
 SET_BESIDE = {
     "| | measured | boostax | instead | record |": (2, (3,)),
-    "| | wins where | measured | loses where | what costs nothing instead | record |": (
-        2,
-        (2, 3, 4),
-    ),
+    "| | wins where | measured | loses where | what costs nothing instead | record |": ALL,
 }
 QUOTED = re.compile(rf"<!-- table:\n({'|'.join(map(re.escape, SET_BESIDE))})\n(.*?)\n-->", re.S)
 QUOTING = [page for page in PAGES if QUOTED.search(page.read_text())]

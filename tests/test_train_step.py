@@ -167,8 +167,7 @@ def test_a_skipped_step_leaves_the_whole_train_state_but_the_scaler(mesh, parall
     tx = boostax.accumulate(optimizer(names), 2, axis_name=names)
     tx = boostax.dynamic_loss_scale(tx, axis_name=names)
     step = boostax.make_train_step(statistics_loss, tx, has_aux=True, **over(mesh, parallel))
-    state = step.init(PARAMS, model_state=STATISTICS)
-    state, _ = step(state, token_batch(32, 0))
+    state, _ = step(step.init(PARAMS, model_state=STATISTICS), token_batch(32, 0))
     before = jax.device_get(state)
     ruined = token_batch(32, 1)
     ruined["y"][5, 0] = bad  # one row, so one replica; the statistics stay finite
@@ -184,10 +183,9 @@ def test_statistics_that_overflow_in_the_forward_pass_are_not_kept():
     """Even where the scaler decides only at the window's end."""
     tx = boostax.accumulate(boostax.dynamic_loss_scale(optimizer(None)), 2)
     step = boostax.make_train_step(statistics_loss, tx, has_aux=True)
-    state = step.init(PARAMS, model_state=STATISTICS)
     ruined = token_batch(32, 1)
     ruined["x"][5, 0] = np.nan
-    state, _ = step(state, ruined)
+    state, _ = step(step.init(PARAMS, model_state=STATISTICS), ruined)
     np.testing.assert_array_equal(state.model_state["mean"], np.zeros(4))
 
 

@@ -54,6 +54,7 @@ def chunks(n):
     return (n - 1) * (2 * 2048 * math.ceil(rows * 18 / 2048) + rows * 16 / 4) + 16 * 2 * ring(n)
 
 
+long_rows = functools.partial(boostax.int8_reduce, AXIS, block=4096)
 low_blocks = functools.partial(boostax.top_k_reduce, AXIS, block=1000, value_dtype="bfloat16")
 two_bits = functools.partial(boostax.top_k_reduce, AXIS, 1 / 32, block=512, bits=2)
 SGD, LOCAL, PARTIAL = optax.sgd(1.0), "local updates, every 16", "partial average of bf16 params"
@@ -61,11 +62,7 @@ FORMULAS = {
     "mean": (lambda: boostax.all_reduce(AXIS), both, 1e-6),
     "mean in bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), half, 1e-6),
     "int8": (lambda: boostax.int8_reduce(AXIS), blocks, 0.001),
-    "int8, long rows": (
-        lambda: boostax.int8_reduce(AXIS, block=4096),
-        lambda n: ring(n) * P / 2,
-        0.01,
-    ),
+    "int8, long rows": (long_rows, lambda n: half(n) / 2, 0.01),
     "top-k of 1%": (lambda: boostax.top_k_reduce(AXIS, 0.01), places(8), 0.01),
     "mean in f16": (lambda: boostax.all_reduce(AXIS, dtype="float16"), half, 1e-4),
     "top-k of 1%, blocks": (lambda: boostax.top_k_reduce(AXIS, block=1000), places(6), 0.01),

@@ -115,8 +115,7 @@ def test_a_loss_without_scales_is_refused_by_name():
     """Defect guarded against: Python's own TypeError, which says nothing of boundaries."""
     params = {"w": jnp.ones((4, 2)), "v": jnp.ones(2)}
     plain = lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2)  # noqa: E731
-    labels = {"w": 0, "v": 1}
-    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels)
+    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), {"w": 0, "v": 1})
     step = boostax.make_train_step(plain, tx)
     told = r"loss_fn must be a function that takes scales=, .*scale_b"
     with pytest.raises(TypeError, match=told):

@@ -8,11 +8,7 @@ import random
 
 import numpy as np
 
-LEVELS = {
-    "O0": [],
-    "O1": ["less_bn", "grad_freeze"],
-    "O2": ["less_bn", "grad_freeze", "adasum"],
-}
+LEVELS = {"O0": [], "O1": ["less_bn", "grad_freeze"], "O2": ["less_bn", "grad_freeze", "adasum"]}
 SWITCHES = (
     "less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group",
 )  # fmt: skip
