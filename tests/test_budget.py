@@ -1,123 +1,213 @@
-"""The budget of the house: ceilings of code lines and words that only fall.
+"""The budget of the house: ceilings of code lines, names and words that only fall.
 
-A new capability pays for itself. Where one has to raise a ceiling, its commit says what it paid
-with. A code line is one that has a token and is neither comment nor docstring.
-``python tests/test_budget.py`` prints where the house stands.
+``budget.toml`` has two columns, today's ceilings and the design's. A code line has a token and is
+neither comment nor docstring. ``python tests/test_budget.py`` prints the sizes.
 """
 
 import ast
-import collections
 import functools
+import importlib
 import io
+import itertools
 import pathlib
 import re
+import subprocess
 import tokenize
+import tomllib
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Code lines of rooms ("boostax" alone are the files that stand in no package of it), then the rest.
-CEILINGS = {
-    "boostax": 595,
-    "boostax/_core": 3010,
-    "boostax/accumulate": 644,
-    "boostax/chain": 311,
-    "boostax/config": 947,
-    "boostax/freeze": 480,
-    "boostax/inspect": 1711,
-    "boostax/model": 715,
-    "boostax/precision": 1736,
-    "boostax/reduce": 2018,
-    "boostax/subspace": 685,
-    "boostax/testing": 817,
-    "boostax/train": 2026,
-    "examples": 718,
-    "tests": 21381,
-    "benchmarks": 6987,
-    "the library": 15695,
-    "code lines of a function": 60,
-    "words of documents": 45928,
-    "words of README": 900,
-    "words before `pip install`": 100,
-    "words of a card": 900,
-    "lines of a whole loop": 120,
-}
-TOP = ("boostax", "examples", "tests", "benchmarks")
-# Records, and pages that a program writes.
-GENERATED = (
-    "CHANGELOG.md", "benchmarks/results/", "docs/api/", "docs/names.md",
-    "docs/coming_from/every_item.md", "docs/loops/", "build/", "dist/", "runs/",
-)  # fmt: skip
+BUDGET = tomllib.loads((ROOT / "tests/budget.toml").read_text())
+# Pages that a program writes, and what is no page.
+GENERATED = ("CHANGELOG.md", "benchmarks/results/", "docs/api/", "docs/names.md")
 NO_CODE = ("NL", "NEWLINE", "INDENT", "DEDENT", "COMMENT", "ENDMARKER", "ENCODING")
 
 
 def code_lines(text):
     """Return the numbers of the code lines of a program."""
-    found = set()
+    lines = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if tokenize.tok_name[token.type] not in NO_CODE:
-            found |= set(range(token.start[0], token.end[0] + 1))
+            lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and ast.get_docstring(node, clean=False) is not None:
-            found -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return found
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
 
 
-def room_of(path):
-    """Return the room of a file: a package of the library, or a folder at the top."""
-    parts = path.relative_to(ROOT).parts
-    inner = "/".join(parts[:2])
-    return inner if inner in CEILINGS else parts[0]
-
-
-def words(text):
-    """Count the words of a page, without its tables."""
-    return len(re.sub(r"(?m)^ *\|.*$", "", text).split())
-
-
-def shown(path):
-    """Return a page without the templates of its tables, which no reader sees."""
-    return re.sub(r"(?s)<!--.*?-->", "", path.read_text())
-
-
-def kept(path):
-    name = path.relative_to(ROOT).as_posix()
-    return "site-packages" not in name and not name.startswith(GENERATED)
+def git(*arguments):
+    """Return what git prints about the checkout, or ``None`` without one."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return run.stdout if run.returncode == 0 and (ROOT / ".git").exists() else None
 
 
 @functools.cache
-def house():
+def files():
+    """List the files of the checkout by name; without git, those that a release contains."""
+    tracked = git("ls-files", "--cached", "--others", "--exclude-standard")
+    if tracked is not None:
+        return sorted(x for x in tracked.splitlines() if (ROOT / x).is_file())
+    tops = ("boostax", "tests", "benchmarks", "examples", "docs", "notebooks")
+    found = [*ROOT.glob("*.md"), *(path for top in tops for path in (ROOT / top).rglob("*"))]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if path.is_file())
+
+
+@functools.cache
+def lines_of(name):
+    return code_lines((ROOT / name).read_text())
+
+
+def size_of(*tops):
+    """Count the code lines of Python files and folders."""
+    names = [name for name in files() if name.endswith(".py")]
+    return sum(len(lines_of(x)) for x in names if x.startswith(tuple(f"{top}/" for top in tops)))
+
+
+def room_size(room):
+    parts = [f"boostax/{part}" for part in room.split()]
+    return size_of(*parts) + sum(len(lines_of(f"{x}.py")) for x in parts if f"{x}.py" in files())
+
+
+def toml_lines():
+    """Count the TOML lines of the library, without the table of other names."""
+    names = [x for x in files() if x.startswith("boostax/") and x.endswith(".toml")]
+    texts = [(ROOT / x).read_text() for x in names if not x.endswith("/names.toml")]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def public_names():
+    """Count the distinct names of the public modules that boostax defines."""
+    import boostax
+
+    packages = sorted(path.parent.name for path in ROOT.glob("boostax/[!_]*/__init__.py"))
+    names = {x for x in boostax._LATE if x not in packages}
+    modules = [importlib.import_module(f"boostax.{x}") for x in ("states", *packages)]
+    for module in (boostax, *modules):
+        for name in vars(module):
+            value = getattr(module, name)
+            ours = getattr(value, "__module__", "boostax").startswith("boostax")
+            if ours and not name.startswith("_") and type(value).__name__ != "module":
+                names.add(name)
+    return len(names - {"TYPE_CHECKING"})
+
+
+def words(name):
+    """Count the words that a reader sees; the template of a table is a comment."""
+    return len(re.sub(r"(?s)<!--.*?-->", "", (ROOT / name).read_text()).split())
+
+
+def words_of_card(name):
+    """Count the words of a card, without its tables."""
+    text = re.sub(r"(?s)<!--.*?-->", "", (ROOT / name).read_text())
+    return len(re.sub(r"(?m)^ *\|.*$", "", text).split())
+
+
+@functools.cache
+def sizes():
     """Return the size of what has a ceiling and, of the longest of its kind, its name."""
-    rooms, functions = collections.Counter(), []
-    for path in (path for top in TOP for path in sorted((ROOT / top).rglob("*.py"))):
-        text, room = path.read_text(), room_of(path)
-        lines = code_lines(text)
-        rooms[room] += len(lines)
-        for node in ast.walk(ast.parse(text)) if room.startswith("boostax") else ():
-            if isinstance(node, ast.FunctionDef):
-                size = len(lines & set(range(node.lineno, node.end_lineno + 1)))
-                functions.append((size, f"{path.relative_to(ROOT)}: {node.name}"))
-    pages = (*ROOT.glob("[!.]*.md"), *ROOT.glob("[!.]*/**/*.md"))
-    readme = shown(ROOT / "README.md")
-    loops = [(len(p.read_text().splitlines()), p.name) for p in ROOT.glob("examples/loops/*.py")]
-    return {room: (size, "") for room, size in rooms.items()} | {
-        "the library": (sum(n for room, n in rooms.items() if room.startswith("boostax")), ""),
+    pages = [x for x in files() if x.endswith(".md") and not x.startswith(GENERATED)]
+    functions = []
+    for name in files():
+        if name.startswith("boostax/") and name.endswith(".py"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    body = set(range(node.lineno, node.end_lineno + 1))
+                    functions.append((len(lines_of(name) & body), f"{name}: {node.name}"))
+    loops = [x for x in files() if x.startswith("examples/loops/") and x.endswith(".py")]
+    cards = [x for x in pages if x.startswith("docs/cards/")]
+    before = (ROOT / "README.md").read_text().partition("pip install")[0]
+    return {room: (room_size(room), "") for room in BUDGET["rooms"]} | {
+        "code lines of the library": (size_of("boostax"), ""),
+        "lines of TOML in the library": (toml_lines(), ""),
+        "public names": (public_names(), ""),
+        "code lines of tests": (size_of("tests"), ""),
+        "code lines of benchmarks": (size_of("benchmarks"), ""),
+        "code lines of examples": (size_of("examples"), ""),
+        "words of pages": (sum(len((ROOT / x).read_text().split()) for x in pages), ""),
         "code lines of a function": max(functions),
-        "words of documents": (sum(words(p.read_text()) for p in pages if kept(p)), ""),
-        "words of README": (len(readme.split()), ""),
-        "words before `pip install`": (len(readme.partition("pip install")[0].split()), ""),
-        "words of a card": max((words(shown(p)), p.name) for p in ROOT.glob("docs/cards/*.md")),
-        "lines of a whole loop": max(loops),
+        "words of README": (words("README.md"), ""),
+        "words before `pip install`": (len(before.split()), ""),
+        "words of a card": max((words_of_card(x), x) for x in cards),
+        "lines of a whole loop": max((len((ROOT / x).read_text().splitlines()), x) for x in loops),
     }
 
 
-@pytest.mark.parametrize("what", CEILINGS)
-def test_nothing_grows_over_its_ceiling(what):
-    size, longest = house()[what]
-    assert size <= CEILINGS[what], longest
+def rises(old, new):
+    """List what a change of the budget may not raise.
+
+    The design's column never changes. Until all rooms of the design have code, a total only falls,
+    and a room rises by at most what other rooms fall; then each rises to the design's ceiling.
+    """
+    in_order = all(today > 0 for today, design in new["rooms"].values() if design)
+    faults = []
+    for part, rows in old.items():
+        for name, (was, allowed) in rows.items():
+            today, design = new[part].get(name, (0, 0))
+            if design != allowed:
+                faults.append(f"{name}: the design's ceiling is {allowed}, not {design}")
+            if today > was and not (today <= design if in_order else part == "rooms"):
+                faults.append(f"{name}: {was} to {today}")
+    before, after = (sum(today for today, _ in x["rooms"].values()) for x in (old, new))
+    if after > before and not in_order:
+        faults.append(f"the rooms together: {before} to {after}")
+    return faults
+
+
+def versions():
+    """Return the budget of each commit since it has two columns, and of the working tree."""
+    hashes = git("log", "--first-parent", "--reverse", "--format=%H", "--", "tests/budget.toml")
+    texts = [git("show", f"{x}:tests/budget.toml") for x in (hashes or "").split()]
+    return [*(tomllib.loads(text) for text in texts if text), BUDGET]
+
+
+@pytest.mark.parametrize("name", [name for rows in BUDGET.values() for name in rows])
+def test_nothing_grows_over_its_ceiling(name):
+    size, longest = sizes()[name]
+    ceiling = {name: today for rows in BUDGET.values() for name, (today, _) in rows.items()}[name]
+    assert size <= ceiling, longest
+
+
+def test_each_file_of_the_library_is_in_one_room():
+    assert sum(map(room_size, BUDGET["rooms"])) == size_of("boostax")
+
+
+def test_no_commit_raised_a_ceiling():
+    history = versions()
+    for old, new in itertools.pairwise(history):
+        assert rises(old, new) == []
+
+
+DRAFT = {"rooms": {"a": [10, 8], "b": [5, 9], "later": [0, 3]}, "totals": {"tests": [7, 9]}}
+ORDERED = {"rooms": {"a": [8, 8], "b": [5, 9], "later": [1, 3]}, "totals": {"tests": [7, 9]}}
+
+
+@pytest.mark.parametrize(
+    ("old", "change", "faults"),
+    [
+        (DRAFT, {"a": [9, 8]}, []),
+        (DRAFT, {"a": [11, 8]}, ["the rooms together: 15 to 16"]),
+        (DRAFT, {"a": [8, 8], "b": [7, 9]}, []),
+        (DRAFT, {"a": [8, 8], "b": [8, 9]}, ["the rooms together: 15 to 16"]),
+        (DRAFT, {"a": [10, 9]}, ["a: the design's ceiling is 8, not 9"]),
+        (DRAFT, {"tests": [8, 9]}, ["tests: 7 to 8"]),
+        (DRAFT, {"tests": [6, 9]}, []),
+        (DRAFT, {"more": [1, 0]}, ["the rooms together: 15 to 16"]),
+        (ORDERED, {"b": [9, 9], "tests": [9, 9]}, []),
+        (ORDERED, {"b": [10, 9], "tests": [10, 9]}, ["b: 5 to 10", "tests: 7 to 10"]),
+    ],
+)
+def test_a_rise_needs_an_equal_fall_or_the_room_that_the_design_gives(old, change, faults):
+    new = {part: dict(rows) for part, rows in old.items()}
+    for name, row in change.items():
+        new["totals" if name == "tests" else "rooms"][name] = row
+    assert rises(old, new) == faults
 
 
 if __name__ == "__main__":
-    for what, (size, longest) in house().items():
-        print(f"{size:6} of {CEILINGS[what]:6}  {what} {longest}".rstrip())
+    for what, (size, longest) in sizes().items():
+        today, design = next(rows[what] for rows in BUDGET.values() if what in rows)
+        print(f"{size:6} of {today:6} (design {design:6})  {what} {longest}".rstrip())
