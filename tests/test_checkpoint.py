@@ -277,7 +277,8 @@ class GroupSignalState(NamedTuple):
 @pytest.mark.parametrize("by", [boostax.__version__, "0.2 or before"])
 def test_a_part_that_is_gone_is_named_and_all_else_of_0_2_comes_back(tmp_path, monkeypatch, by):
     sentence, trace = "It is gone.", optax.trace(0.9).init({"w": jnp.ones(3)})
-    monkeypatch.setattr(checkpoint.checks, "replacement", {"boostax.GroupSignalState": sentence}.get)
+    sentences = {"boostax.GroupSignalState": sentence}
+    monkeypatch.setattr(checkpoint.checks, "replacement", sentences.get)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, (GroupSignalState(jnp.ones(2), jnp.ones(2)), trace))
         checkpointer.save(2, {"trace": trace, "a field that is gone": None})
