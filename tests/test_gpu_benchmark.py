@@ -29,7 +29,7 @@ def test_a_part_runs(small, part):
 
 def test_without_a_gpu_nothing_is_recorded(monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu.py"])
-    monkeypatch.setattr(gpu, "report", lambda *_: pytest.fail("it recorded"))
+    monkeypatch.setattr(gpu.harness, "report", lambda *_: pytest.fail("it recorded"))
     with pytest.raises(SystemExit, match="no GPU here"):
         gpu.main()
 
@@ -40,8 +40,8 @@ def test_a_part_that_fails_leaves_the_others_on_record(small, monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--rounds", "3"])
     monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(gpu, "sections_of", lambda _: {"B": [{"form": "of another card"}]})
-    monkeypatch.setattr(gpu, "report", lambda *given: told.append(dict(given[2])))
+    monkeypatch.setattr(gpu.harness, "sections_of", lambda _: {"B": [{"form": "of another card"}]})
+    monkeypatch.setattr(gpu.harness, "report", lambda *given: told.append(dict(given[2])))
     with pytest.raises(SystemExit, match="b failed"):
         gpu.main()
     assert [[*sections] for sections in told] == [["To keep in mind"], ["A", "To keep in mind"]]
