@@ -39,8 +39,7 @@ def code_lines(text):
 
 def git(*arguments):
     """Return what git prints about the checkout, or ``None`` without one."""
-    command = ["git", "-C", str(ROOT), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     return run.stdout if run.returncode == 0 and (ROOT / ".git").exists() else None
 
 

@@ -32,3 +32,8 @@ def test_the_classifiers_are_those_of_the_versions_that_are_tested():
     # A licence is an expression alone: with a classifier beside it an index refuses the upload.
     assert project["license"] == "Apache-2.0"
     assert not [x for x in project["classifiers"] if x.startswith("License")]
+
+
+def test_each_law_of_the_fast_run_exists():
+    laws = (line.split("::") for line in (ROOT / "tests/fast.txt").read_text().splitlines())
+    assert all(f"def {law.split()[0]}(" in (ROOT / path).read_text() for path, law in laws)
