@@ -237,7 +237,7 @@ MISTAKES = {
     "nnx: value_and_grad": (lambda: ORACLE(Noisy(), (), X), r"zer\(model, .*value_and_grad\(loss"),
     "nnx: wrt misspelt": (lambda: Optimizer(MODULE, ADAM, wrt=()), "It has bias, kernel"),
     "nnx: tx first": (lambda: Optimizer(ADAM, MODULE, wrt=nnx.Param), r"optax\.adamw\(1e-3\)"),
-    "explain(params, tx)": (lambda: boostax.explain(W, ADAM), r"boostax\.make_train_step\("),
+    "explain(params, tx)": (lambda: boostax.explain(W, ADAM), r"Pass an optimizer such as"),
     "audit params": (lambda: boostax.audit(step(), W, X), r"step\.init\(params\) makes"),
     "audit a loss": (lambda: boostax.audit(loss(W, X)), r"audit\(jax\.jit\(step\), state, batch\)"),
     "boostax.skip_spikes": (lambda: boostax.skip_spikes, r"It is gone: .*\.clip_by_global_norm"),

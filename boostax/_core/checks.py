@@ -140,17 +140,9 @@ def _text(x: Any) -> Any:
     return x() if ours and x.__name__ == "<lambda>" else x
 
 
-def require_type(
-    holds: bool,
-    who: str,
-    argument: str,
-    *,
-    got: object,
-    allowed: str,
-    hint: str | Callable[[], str],
-) -> None:
+def require_type(holds: bool, who: str, argument: str, **words: Any) -> None:
     """Raise a ``TypeError`` unless ``holds``; see ``require``."""
-    require(holds, who, argument, got=got, allowed=allowed, hint=hint, error=TypeError)
+    require(holds, who, argument, **words, error=TypeError)
 
 
 def nearest(word: object, words: Iterable[str]) -> str:

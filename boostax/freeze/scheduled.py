@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,10 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     @property
     def freezing(self) -> Freezing:
         """Return the arguments of ``scheduled_freeze``."""
-        return cast(Any, self.update).variants
+        if isinstance(self.update, FreezingUpdate):
+            return self.update.variants
+        allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
+        raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Return a tree of bools that are True for the leaves trained at this depth."""
