@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from boostax._core import checks, interpret, jaxprs, trees
-from boostax._core.types import Params
+from boostax._core.types import Params, Value
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -37,6 +38,16 @@ AVERAGED = ("averaged already",)
 ONE_LAYER = (*AVERAGED, "of one layer")
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
 _BOUND = jax.make_user_context(())
+
+
+@contextmanager
+def during(variable: ContextVar[Value], value: Value) -> Generator[None]:
+    """Set a context variable inside this context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def binding(names: tuple[str, ...]) -> AbstractContextManager[None]:
@@ -405,6 +416,9 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
+    wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    if wanted.intersection(*map(varying, jax.tree.leaves(grads))) == wanted:
+        return
     wanted = tracked(names)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = ", ".join(sorted(wanted - varying(leaf)))

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import jax
 
 from boostax._core import axes, checks
-from boostax._core.context import during
 from boostax._core.describe import PyTree
 from boostax._core.gate import Extended, gate_of, gated, init_inner
 
@@ -155,7 +154,7 @@ def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
 def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
     """Return the axes over which parts inside a gate reduce, as their ``init`` reports them."""
     reduced = set[str]()
-    with during(_REDUCED, reduced):
+    with axes.during(_REDUCED, reduced):
         for inner in tx.update.description.inner.values():
             jax.eval_shape(functools.partial(init_inner, inner), params)
     return reduced

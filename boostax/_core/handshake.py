@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from boostax._core import checks, mismatch, trees
-from boostax._core.context import during
+from boostax._core import axes, checks, mismatch, trees
 
 PyTree = Any
 Grads = TypeVar("Grads")
@@ -138,7 +137,7 @@ def scaling(opt_state: PyTree) -> contextlib.AbstractContextManager[None]:
     scales = _scales(opt_state)
     for scale in scales:
         _mark(scale).loss = True
-    return during(_INSIDE, (*_INSIDE.get(), scales))
+    return axes.during(_INSIDE, (*_INSIDE.get(), scales))
 
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:

@@ -28,7 +28,6 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
-from boostax._core.context import during
 from boostax._core.describe import PyTree, Stepped
 from boostax._core.replicas import PerReplica, is_per_replica, shared_by, specs_like, without
 
@@ -94,7 +93,7 @@ class Placement:
         found: list[Any] = []
 
         def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-            with during(_HERE, self), axes.binding(self.names):
+            with axes.during(_HERE, self), axes.binding(self.names):
                 local, common, result = _apart(fn(*_joined(stacked, shared, tree)))
             _require_common(common)
             found.append(result)
@@ -424,7 +423,7 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
     """
 
     def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        with during(_HERE, None):
+        with axes.during(_HERE, None):
             return call(local[0], local[1], shared)
 
     def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:

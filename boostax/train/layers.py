@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, interpret, norms, trees
-from boostax._core.context import during
+from boostax._core import axes, checks, interpret, norms, trees
 
 PyTree = Any
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -155,7 +154,7 @@ class Run:
 
     def traced(self, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
         """Call a loss in which ``scan_layers`` runs these stacks."""
-        with during(_RUN, self):
+        with axes.during(_RUN, self):
             return fn(*args, **how)
 
 

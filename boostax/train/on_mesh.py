@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -126,7 +127,8 @@ def placed_on(
         swept = grads.raw if isinstance(grads.raw, Swept) else Swept(grads.raw)
         raw = swept.local
         raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
-        bcoo.require_dense(raw.local, _WHO)
+        if bcoo.MODULE in sys.modules:
+            bcoo.require_dense(raw.local, _WHO)
         whole, params = params, trees.arrays_alone(params)
         lead = place.replicas, *[len(terms) for terms in [terms_of(state)] if terms]
         _require_stacked(raw, params, lead)
