@@ -127,14 +127,15 @@ def make_train_step(
     how: Any = {"policy": rules, "microbatches": slices, "accumulator_dtype": accumulator_dtype}
     how |= {"mesh": mesh, "axis_name": names or None, "has_aux": has_aux}
     oracle = value_and_grad(_reporting(loss_fn) if has_aux else loss_fn, **how)
-    placed = rules, param_specs, freeze_driver, shard_optimizer, gather
+    how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
+    how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     if layers is not None:
         hint = "Blocks of int8 are of whole arrays."
         allowed = "'bfloat16' with layers="
         checks.require(gather != "int8", who, "gather", got=gather, allowed=allowed, hint=hint)
         tx, plan = planned(tx, layers, shard_optimizer)
         oracle = layered(plan, oracle, rules)
-    step = TrainStep(tx, oracle, mesh, names, slices, *placed)
+    step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
