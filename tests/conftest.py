@@ -25,6 +25,8 @@ mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # A test function a line, or a law of the contract behind it.
 FAST = (pathlib.Path(__file__).parent / "fast.txt").read_text()
+# A case a line, for `make test-long`: they cost much, and their laws have other cases.
+LATE = set((pathlib.Path(__file__).parent / "late.txt").read_text().splitlines())
 
 
 def pytest_addoption(parser):
@@ -34,6 +36,11 @@ def pytest_addoption(parser):
 def pytest_ignore_collect(collection_path, config):
     test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return (config.getoption("fast") and test and f"{collection_path.name}::" not in FAST) or None
+
+
+def pytest_itemcollected(item):
+    if item.nodeid in LATE:
+        item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(trylast=True)

@@ -26,20 +26,9 @@ OF_THEIR_OWN = set(
 OF_THEIR_OWN |= ALWAYS | INIT_LAWS
 
 
-# An Explicit mesh differs by how arrays enter and leave, not by what is done to them.
-EXPLICIT = {"dynamic_loss_scale"}
-
-
-# The random chains of tests/test_fuzz.py are drawn over placements, too.
-COSTLY = ("any_placement_means_the_same", "results_are_typed_equal")
-
-
 def late(case, law):
-    late = case in VARIANTS and law not in ALWAYS
-    late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
-    late |= law in COSTLY and case.name not in ("accumulate", "int8_reduce", "dynamic_loss_scale")
-    late |= law == COSTLY[0] and case.name == "accumulate"
-    return late or (case.name in GATED and law not in OF_THEIR_OWN)
+    gated = case.name in GATED and law not in OF_THEIR_OWN
+    return gated or (case in VARIANTS and law not in ALWAYS)
 
 
 @each_law(CASES, late)

@@ -14,11 +14,7 @@ def small(monkeypatch):
     gpu.smaller()
 
 
-LONG = ("release", "training")
-PARTS = [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in gpu.PARTS]
-
-
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", gpu.PARTS)
 def test_a_part_runs(small, part):
     rows = gpu.PARTS[part][1](1)
     assert len(rows) > 1 and len({row["form"] for row in rows}) == len(rows)

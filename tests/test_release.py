@@ -37,3 +37,10 @@ def test_the_classifiers_are_those_of_the_versions_that_are_tested():
 def test_each_law_of_the_fast_run_exists():
     laws = (line.split("::") for line in (ROOT / "tests/fast.txt").read_text().splitlines())
     assert all(f"def {law.split()[0]}(" in (ROOT / path).read_text() for path, law in laws)
+
+
+def test_each_law_keeps_a_case_beside_those_in_late_txt(request):
+    kept = {x.nodeid.partition("[")[0] for x in request.session.items}
+    laws = {x.partition("[")[0] for x in (ROOT / "tests/late.txt").read_text().splitlines()}
+    whole = {x.partition("::")[0] for x in kept}
+    assert {x for x in laws if x.partition("::")[0] in whole} <= kept
