@@ -11,7 +11,8 @@ TESTS := $(RUN) -m pytest -n 2 --dist loadfile
 LEAN := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=67108864 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=1 \
   OPENBLAS_NUM_THREADS=1
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.
-PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
+PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
+  --xla_llvm_disable_expensive_passes=true
 QUICK_CODE := $(LEAN) XLA_FLAGS="$(XLA_FLAGS) $(PLAIN) --xla_cpu_use_fusion_emitters=false"
 # The newest XLA knows no more of the last, and ends a process that asks for it.
 QUICK_NEWEST := $(LEAN) XLA_FLAGS="$(XLA_FLAGS) $(PLAIN)"
