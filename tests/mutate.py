@@ -101,7 +101,8 @@ def nearest(path):
     tree = ast.parse((ROOT / f"boostax/{path}.py").read_text())
     words = [path.rpartition("/")[2], *(x.name for x in tree.body if hasattr(x, "name"))]
     tests = {x.stem: x.read_text() for x in sorted((ROOT / "tests").glob("test_*.py"))}
-    score = {name: sum(text.count(word) for word in words) for name, text in tests.items()}
+    rare = {word: 1 / (1 + sum(text.count(word) for text in tests.values())) for word in words}
+    score = {k: sum(x * text.count(word) for word, x in rare.items()) for k, text in tests.items()}
     return sorted(tests, key=score.get, reverse=True)[:5]
 
 
@@ -136,8 +137,7 @@ def main(name, draws, first=0, fast=False):
             target.write_text(mutant(text, seed))
             diff = difflib.unified_diff(text.splitlines(), target.read_text().splitlines(), n=0)
             print(f"{path}, seed {seed}:", *list(diff)[3:], sep="\n  ", flush=True)
-            judges = (killer(checkout, x) for x in commands(path, fast))
-            found = next(filter(None, judges), None)
+            found = next(filter(None, (killer(checkout, x) for x in commands(path, fast))), None)
             survivors += found is None
             print(f"  {found or 'SURVIVES'}", flush=True)
             target.write_text(text)

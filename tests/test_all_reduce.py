@@ -210,9 +210,8 @@ def followed(fn):
         del arg
         code, path = frame.f_code, pathlib.Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(PACKAGE) and code.co_name[0] != "<":
-            if not code.co_flags & inspect.CO_GENERATOR or (
-                begun.setdefault(code, frame.f_lasti) == frame.f_lasti
-            ):
+            generator = code.co_flags & inspect.CO_GENERATOR
+            if not generator or begun.setdefault(code, frame.f_lasti) == frame.f_lasti:
                 ways.append((path.relative_to(PACKAGE), code.co_qualname))
 
     before = sys.getprofile()

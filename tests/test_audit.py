@@ -514,9 +514,10 @@ def test_a_tpu_loop_without_a_trip_count_is_counted_by_its_counter():
     for step, turns in ((1, 10), (3, 4)):
         (found,) = compiled_collectives(written("counter", STEP=str(step)))
         assert found.executions == turns
-    unknown = written("counter", STEP="1", **{"direction=LT": "direction=NE"})
-    (site,) = (s for s in unknown.sites if s.instruction.op == "while")
-    assert unknown.trips(site) is None
+    for step, relation in ((1, "NE"), (0, "LT")):
+        unknown = written("counter", STEP=str(step), **{"direction=LT": f"direction={relation}"})
+        (site,) = (s for s in unknown.sites if s.instruction.op == "while")
+        assert unknown.trips(site) is None
 
 
 def test_the_limit_of_an_inner_loop_may_be_carried_by_the_outer_one():

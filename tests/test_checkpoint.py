@@ -344,9 +344,9 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_rest(copied, state, meta
 
 def test_a_target_with_a_number_is_refused(copied):
     """Defect guarded against: the step of Flax's fresh ``TrainState`` ended in AttributeError."""
-    with Checkpointer(copied) as checkpointer:
-        with pytest.raises(TypeError, match=r"target must be .* got int at step\. Make a"):
-            checkpointer.restore({"step": 0}, reshard=True)
+    error = pytest.raises(TypeError, match=r"target must be .* got int at step\. Make a")
+    with Checkpointer(copied) as checkpointer, error:
+        checkpointer.restore({"step": 0}, reshard=True)
 
 
 def test_a_target_that_orbax_cannot_compare_is_not_called_damage(copied):

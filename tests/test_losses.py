@@ -18,7 +18,7 @@ from lanes import lanes, spread
 import boostax
 from boostax.nnx import Optimizer
 from boostax.testing import check_loss
-from boostax.testing._losses import TRIALS
+from boostax.testing._losses import TRIALS, _spec
 
 ROWS, TIME, WIDTH, WORDS = 16, 5, 8, 12
 KEY = jax.random.key(0)
@@ -223,3 +223,8 @@ def test_a_loss_with_other_collectives_is_not(mesh, name):
     step = boostax.make_train_step(penalized(RIGHT[name]), REDUCED, mesh=mesh, axis_name="data")
     state, reported = step(step.init(jnp.ones(WIDTH)), X[:, 0])
     assert np.isfinite(reported["loss"]) and (np.asarray(state.params) != 1).all()
+
+
+def test_a_trial_shards_the_first_dimension_that_its_axis_divides():
+    shapes = {(3, 8, 4): PartitionSpec(None, "model"), (3,): PartitionSpec(), (): PartitionSpec()}
+    assert {x: _spec("model", 2, np.zeros(x)) for x in shapes} == shapes
