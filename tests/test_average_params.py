@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from lanes import lanes
 from memory import temporary_bytes
 from reducing import mesh_of
 from training import walk
@@ -78,11 +77,10 @@ FORMS = {
     "inside both": lambda tx, average: SCALED(boostax.accumulate(average(tx), 2)),
     "around a check": lambda tx, average: average(boostax.precision.check_updates(tx)),
 }
-SOME = lanes(FORMS, {"around a scaler and a window", "inside both"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", SOME)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
     tx = FORMS[form](optax.adam(0.1), functools.partial(average_params, kind=kind, **KINDS[kind]))
     grads = [example_grads(PARAMS, i) for i in range(9)]
@@ -158,7 +156,7 @@ BIG = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["alone", *SOME])
+@pytest.mark.parametrize("form", ["alone", *FORMS])
 def test_a_donated_step_holds_nothing_more_than_without_the_average(form, kind):
     average = functools.partial(average_params, kind=kind, **KINDS[kind], every=2)
     build = FORMS.get(form, lambda tx, average: average(tx))

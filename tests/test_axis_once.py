@@ -10,7 +10,6 @@ import optax
 import pytest
 from contract_cases import CASES
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from lanes import lanes
 from training import follow, own_step
 
 import boostax
@@ -95,14 +94,7 @@ def require_same(make, mesh, depth=None, **options):
     assert unsaid == told
 
 
-# Other settings of a part are told the axis by the same line.
-SETTINGS = set(
-    "all_reduce_half all_reduce_in_buckets adasum_half_inside_the_scaler top_k_reduce_inside_gates "
-    "top_k_reduce_warming_up_in_blocks_with_momentum local_updates_sparse_in_turn".split()
-)
-
-
-@pytest.mark.parametrize("name", lanes(CHAINS, CHAINS.keys() - SETTINGS))
+@pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_that_names_no_axis_is_the_one_that_names_it_everywhere(name, mesh):
     require_same(CHAINS[name], mesh)
 

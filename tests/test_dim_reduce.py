@@ -149,3 +149,13 @@ def test_a_loss_scale_has_no_effect():
     batches = [jnp.array([0.5, 1.5, 1.0])] * 3
     ends = [fit(loss_fn, tx, jnp.ones(3), batches)[0].params for tx in scaled]
     np.testing.assert_array_equal(*ends)
+
+
+def test_metrics_are_the_shares_of_variance_and_gradient_in_the_span():
+    basis = boostax.subspace.Basis(jnp.eye(2, 3), jnp.zeros(3), jnp.ones(2) / 4)
+    w, loss = jnp.array([-1.0, 2.0, -2.0]), lambda w: w @ w / 2
+    for rows, explained in ((basis, 0.5), (basis.components, None)):
+        tx = boostax.dim_reduce(rows)
+        told = boostax.metrics(tx.update(w, tx.init(w), w, value=loss(w), value_fn=loss)[1])
+        assert told.get("subspace_explained") == explained
+        assert told["subspace_energy"] == pytest.approx(5 / 9)
