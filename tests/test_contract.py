@@ -10,7 +10,7 @@ from contract_cases import CASES, VARIANTS, each_law
 import boostax.testing
 from boostax.testing._single import INIT_LAWS
 
-ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
+ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"} | INIT_LAWS
 
 # Of those that share the gate with the scalers: what is not the gate's.
 GATED = "check_replicas check_updates dim_reduce group_loss_scale scheduled_freeze store".split()
@@ -21,7 +21,7 @@ THEIRS = set(
     "survives_what_python_does_to_objects updates_have_the_dtypes_of_the_params "
     "takes_trees_without_arrays".split()
 )
-THEIRS |= ALWAYS | INIT_LAWS
+THEIRS |= ALWAYS
 
 
 def late(case, law):
