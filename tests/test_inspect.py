@@ -396,8 +396,8 @@ def test_a_right_chain_has_parts_and_no_findings(name):
 def test_each_part_is_one_deeper_than_the_part_around_it():
     tx = boostax.dynamic_loss_scale(window(top_k, optax.adamw(1e-3), **AXIS), **AXIS)
     parts = {part.name: part for part in boostax.explain(tx, PARAMS).parts}
-    names = ("dynamic_loss_scale", "accumulate", "scale")
-    assert [parts[name].depth for name in names] == [0, 1, 2]
+    depths = [parts[name].depth for name in ("dynamic_loss_scale", "accumulate", "scale")]
+    assert depths == [0, 1, 2] and parts["scale"].what.startswith("Scale updates")
 
 
 @pytest.mark.parametrize(("sums", "said"), [("local", "Sum"), ("sharded", "Reduce gradients")])
