@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 import several_processes as example
-from lanes import lanes
 from reducing import mesh_of, own_means
 from training import follow, losses_of
 
@@ -41,7 +40,7 @@ def made(kind, count):
     return boostax.make_train_step(example.loss_fn, KINDS[kind], **how)
 
 
-@pytest.mark.parametrize("kind", lanes(KINDS, ["window"]))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     whole, exact = made(kind, 8), kind == "sharded"
     calls = range(CALLS * len(COUNTS) if exact else CALLS)
