@@ -23,7 +23,7 @@ def assert_adasum(result, leaves, tolerance=None):
     """Each leaf within a tolerance relative to the largest input: the roundings of each level."""
     for actual, rows in zip(result, leaves, strict=True):
         levels = max(1, (len(rows) - 1).bit_length())
-        bound = (tolerance or ROUNDINGS * levels * EPS) * abs(rows).max()
+        bound = (tolerance or min(1e-6, ROUNDINGS * levels * EPS / 2)) * abs(rows).max()
         np.testing.assert_allclose(actual, adasum(rows), rtol=0, atol=bound)
 
 

@@ -24,10 +24,10 @@ def prepared(run, bad=()):
     return run, [run[f"ws{i}"] for i in (1, 2, 3)], list(zip(run["X"], run["Y"], strict=True))
 
 
-def assert_near(params, expected, step):
+def assert_near(params, expected, step, most=1e-6):
     """With the true tanh it would be 1e-4: see golden/README.md."""
     # Each step rounds an update and the params, here and in MindSpore.
-    atol = 2 * (step + 1) * np.finfo(np.float32).eps * np.abs(expected).max()
+    atol = min(most, 2 * (step + 1) * np.finfo(np.float32).eps * np.abs(expected).max())
     np.testing.assert_allclose(params, expected, rtol=0, atol=atol)
 
 
@@ -179,7 +179,8 @@ def test_freezing_equals_mindspore(arrays, train, name):
     states = list(train(make_tx, params, batches[: len(expected)]))
     for t, (state, told) in enumerate(states):
         assert told["frozen_groups"] == depths[t % len(depths)]
-        assert_near(flat(state.params), expected[t], t)
+        # Rates of up to 1.2 make more of a rounding.
+        assert_near(flat(state.params), expected[t], t, 4e-6 if "dynlr" in name else 1e-6)
         if f"{name}_loss" in run:
             np.testing.assert_allclose(told["loss"], run[f"{name}_loss"][t], rtol=1e-5)
     if f"{name}_opt_global_step" in run:
