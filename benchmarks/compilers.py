@@ -4,6 +4,8 @@
 again one by one: ``python benchmarks/compilers.py "Gates"``; the others stay as recorded.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import re
@@ -20,7 +22,6 @@ from compilers_cases import AXIS, BYTES, WINDOW, decoder, mean, perceptron, trai
 from flax.training import dynamic_scale
 
 import boostax
-from boostax.inspect.audit import Audit
 from boostax.train import Layers
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
@@ -99,7 +100,7 @@ def recording() -> Rows:
     return rows
 
 
-def steps(model: cases.Model) -> dict[str, Callable[[Any], Audit]]:
+def steps(model: cases.Model) -> dict[str, Callable[[Any], boostax.auditing.Audit]]:
     """Train steps over all devices of a target."""
     schedule = boostax.freeze_schedule("progressive", total_steps=100, frozen_fraction=0.3)
     frozen = lambda: boostax.scheduled_freeze(mean(), cases.labels(model.params), schedule)  # noqa: E731
@@ -126,7 +127,7 @@ def steps(model: cases.Model) -> dict[str, Callable[[Any], Audit]]:
 
 def train_steps() -> Rows:
     rows: Rows = []
-    peers: dict[str, Audit] = {}
+    peers: dict[str, boostax.auditing.Audit] = {}
     for form, make in steps(perceptron(16, 2048)).items():
         row: dict[str, Any] = {"step": form}
         for name, target in TARGETS.items():
@@ -155,7 +156,7 @@ SAID = {
 
 
 def reductions() -> Rows:
-    found: dict[tuple[str, str], dict[str, Audit]] = {}
+    found: dict[tuple[str, str], dict[str, boostax.auditing.Audit]] = {}
     for (name, target), fsdp in itertools.product(TARGETS.items(), (False, True)):
         audits = cases.in_forms(target, cases.deep(), fsdp)
         for form, said in SAID.items():
@@ -163,7 +164,7 @@ def reductions() -> Rows:
             found.setdefault(key, {})[name] = audits[form]
     split = functools.partial(cases.placed, "FSDP", microbatches=WINDOW)
     narrow = functools.partial(split, gather="bfloat16")
-    forms: dict[tuple[str, str], Callable[..., Audit]] = {}
+    forms: dict[tuple[str, str], Callable[..., boostax.auditing.Audit]] = {}
     forms['boostax, `gather="bfloat16"`', "FSDP"] = narrow
     for weights in ("once", "by layer"):
         said = f'boostax, `gather="bfloat16"`, layers "{weights}"'
@@ -172,7 +173,7 @@ def reductions() -> Rows:
 
 
 def released() -> Rows:
-    forms: dict[tuple[str, str], Callable[..., Audit]] = {}
+    forms: dict[tuple[str, str], Callable[..., boostax.auditing.Audit]] = {}
     for placement in cases.PLACED:
         for said, layers in {"boostax": None, "released": Layers(release=True)}.items():
             forms[said, placement] = functools.partial(cases.placed, placement, layers=layers)
@@ -180,15 +181,15 @@ def released() -> Rows:
 
 
 def compiled(
-    forms: Mapping[tuple[str, str], Callable[..., Audit]],
-) -> dict[tuple[str, str], dict[str, Audit]]:
+    forms: Mapping[tuple[str, str], Callable[..., boostax.auditing.Audit]],
+) -> dict[tuple[str, str], dict[str, boostax.auditing.Audit]]:
     return {
         key: {name: make(target=target) for name, target in TARGETS.items()}
         for key, make in forms.items()
     }
 
 
-def counted(forms: Mapping[tuple[str, str], Mapping[str, Audit]]) -> Rows:
+def counted(forms: Mapping[tuple[str, str], Mapping[str, boostax.auditing.Audit]]) -> Rows:
     """Reductions, temporaries and bytes sent of steps, by form and placement of the params."""
     rows: Rows = []
     for (form, params), audits in forms.items():
@@ -266,12 +267,12 @@ def by_shape() -> Rows:
 
 
 @functools.cache
-def muon_alone(target: str | None, width: int) -> Audit:
+def muon_alone(target: str | None, width: int) -> boostax.auditing.Audit:
     """The mean and Muon on every replica."""
     return cases.muon(next(iter(cases.MUON)), target, {width: 24})
 
 
-def instructions(found: Audit) -> int:
+def instructions(found: boostax.auditing.Audit) -> int:
     """Of the whole program."""
     return sum(" = " in line for line in found.text.splitlines())
 
@@ -293,7 +294,7 @@ def size() -> Rows:
     momentum = optax.sgd(1e-3, momentum=0.9, accumulator_dtype="bfloat16")
     reduced = optax.chain(boostax.all_reduce(AXIS), momentum)
     scaled = boostax.dynamic_loss_scale(reduced, axis_name=AXIS)
-    forms: dict[str, Callable[[str], Audit]] = {
+    forms: dict[str, Callable[[str], boostax.auditing.Audit]] = {
         "`all_reduce`": lambda t: trained(stacked, reduced, t, rows=1),
         "`accumulate(dynamic_loss_scale)`": lambda t: trained(
             stacked, boostax.accumulate(scaled, WINDOW, axis_name=AXIS), t, rows=1
@@ -349,7 +350,7 @@ REDUCTIONS = {
 def sharded_size() -> Rows:
     rows: Rows = []
     for machine, target in {"2 x 16 v5e": "v5e:4x4*2", "256 v5e": "v5e:16x16"}.items():
-        plain: Audit | None = None
+        plain: boostax.auditing.Audit | None = None
         for form, make in REDUCTIONS.items():
             found = cases.sharded(BILLION(), optax.chain(make(), cases.adam()), target)
             plain = plain or found
@@ -370,7 +371,7 @@ def sharded_size() -> Rows:
     return rows
 
 
-def _between(found: Audit) -> float:
+def _between(found: boostax.auditing.Audit) -> float:
     """Bytes that a device sends over the replica axis."""
     return sum(c.wire_bytes for c in found.collectives if AXIS in c.axes)
 

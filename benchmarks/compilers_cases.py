@@ -4,6 +4,8 @@ Shared by ``benchmarks/compilers.py``, which writes the page, and ``tests/test_c
 holds the laws.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +20,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, re
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.inspect.audit import Audit
 from boostax.testing import drawn
 
 AXIS = "data"
@@ -54,7 +55,7 @@ GATES: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 def devices_of(target: str | None) -> tuple[Any, ...]:
     """Of a target, or those at hand."""
-    return tuple(jax.devices()) if target is None else boostax.inspect.target_devices(target)
+    return tuple(jax.devices()) if target is None else boostax.auditing.target_devices(target)
 
 
 def on_one_chip(
@@ -63,7 +64,7 @@ def on_one_chip(
     pure: bool = False,
     params: Any = None,
     **extra: jax.ShapeDtypeStruct,
-) -> Audit:
+) -> boostax.auditing.Audit:
     """The optimizer's part of a step: gradients given, params and state donated."""
     params = LEAVES if params is None else params
     tx = drawn(tx)
@@ -166,8 +167,7 @@ def decoder(
 def mesh_of(target: str | None, shape=None, names=(AXIS,)) -> Mesh:
     """A mesh over all devices of a target."""
     devices = np.array(devices_of(target))
-    shape = (len(devices),) if shape is None else shape
-    return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(devices.reshape(shape or -1), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def trained(
@@ -179,7 +179,7 @@ def trained(
     mesh: Mesh | None = None,
     calls: int = 1,
     **options: Any,
-) -> Audit:
+) -> boostax.auditing.Audit:
     """A train step over all devices of a target."""
     mesh = mesh_of(target) if mesh is None else mesh
     step = boostax.make_train_step(model.loss, tx, mesh=mesh, axis_name=mesh.axis_names, **options)
@@ -188,7 +188,9 @@ def trained(
     return boostax.audit(step, state, batch, target=target, depth=depth, calls=calls)
 
 
-def sharded(model: Model, tx: optax.GradientTransformation, target: str, chips: int = 16) -> Audit:
+def sharded(
+    model: Model, tx: optax.GradientTransformation, target: str, chips: int = 16
+) -> boostax.auditing.Audit:
     """A train step whose params are sharded over so many chips, the others being replicas (HSDP).
 
     The reductions of ``tx`` go over ``AXIS``: between slices, where there are several.
@@ -204,9 +206,8 @@ def sharded(model: Model, tx: optax.GradientTransformation, target: str, chips: 
         return typed(x, P() if dim is None else P(*[None] * dim, "fsdp"))
 
     step = boostax.make_train_step(model.loss, tx, mesh=mesh, axis_name=AXIS)
-    state = step.init(jax.tree.map(split, model.params))
     batch = jax.tree.map(lambda x: typed(x, P((AXIS, "fsdp"))), model.batch(mesh.size))
-    return boostax.audit(step, state, batch, target=target)
+    return boostax.audit(step, step.init(jax.tree.map(split, model.params)), batch, target=target)
 
 
 def mean(**options):
@@ -297,7 +298,7 @@ def placed(placement, target, microbatches=1, rows=2, **options):
 
 def in_forms(
     target: str | None, model: Model | None = None, fsdp: bool = False
-) -> dict[str, Audit]:
+) -> dict[str, boostax.auditing.Audit]:
     """A decoder with a scanned stack, of a window of micro-batches, in all forms of a step."""
     model, mesh = decoder(4, 256, 1024, 4, 64) if model is None else model, mesh_of(target)
     params = over_replicas(model.params, mesh)
@@ -305,7 +306,7 @@ def in_forms(
     batch = model.batch(2 * mesh.size * WINDOW)
     case = forms.Case(model.loss, adam(), mesh, (AXIS,), model.params, specs, batch, WINDOW)
 
-    def audited(build: Callable[[forms.Case], forms.Program]) -> Audit:
+    def audited(build: Callable[[forms.Case], forms.Program]) -> boostax.auditing.Audit:
         run, args, calls = build(case)
         return boostax.audit(run, *args, target=target, calls=calls)
 
@@ -328,7 +329,9 @@ def _muon() -> optax.GradientTransformation:
     return optax.contrib.muon(0.02, weight_decay=0.1)
 
 
-def muon(form: str, target: str | None, counts: Mapping[int, int], placed: str = "whole") -> Audit:
+def muon(
+    form: str, target: str | None, counts: Mapping[int, int], placed: str = "whole"
+) -> boostax.auditing.Audit:
     """The optimizer's part of a step on square matrices: local gradients given, all donated.
 
     Args:
@@ -358,6 +361,6 @@ def muon(form: str, target: str | None, counts: Mapping[int, int], placed: str =
     return boostax.audit(step, params, tx.init(params), grads, target=target)
 
 
-def products(found: Audit) -> int:
+def products(found: boostax.auditing.Audit) -> int:
     """The matrix products that a device runs."""
     return len(re.findall(r'custom_call_target="__cublas|= \S+ (?:dot|convolution)\(', found.text))

@@ -32,7 +32,6 @@ from text_runs import Text
 from workloads import TextConfig
 
 import boostax
-from boostax.inspect.network import Network
 
 PyTree = Any
 # 30 leaves of one width, and micro-batches of 8 rows a host.
@@ -346,7 +345,7 @@ def table(rows: list[dict[str, Any]], peer: str = BY_HAND) -> list[dict[str, Any
         row["bytes / by hand"] = moved / median(peer, "bytes")
         for rate in dict.fromkeys(x["rate"] for x in rows):
             seconds, other = (median(x, "seconds", rate=rate) for x in (name, peer))
-            audited = Network.of(rate)
+            audited = boostax.auditing.network.Network.of(rate)
             row |= {f"s at {rate}": seconds, f"s / by hand at {rate}": seconds / other}
             row[f"s by audit at {rate}"] = audited.seconds(counted, messages)
         found.append(row)

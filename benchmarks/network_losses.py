@@ -22,7 +22,7 @@ from network import TECHNIQUES, TEXT, Technique
 from text_runs import warmed
 
 import boostax
-from boostax.inspect.network import Network
+from boostax.auditing.network import Network
 
 PyTree = Any
 HOSTS, EVERY = 4, 10
@@ -43,7 +43,7 @@ CALLS = {
 # Nats above what a short run of the mean ends with.
 TARGETS = {"the mean's last loss": 0.0, "0.15 nats more": 0.15}
 PICTURE = harness.DOCS / "pictures/network.svg"
-ADVICE = pathlib.Path(boostax.__file__).parent / "inspect/network.toml"
+ADVICE = pathlib.Path(boostax.__file__).parent / "auditing/network.toml"
 Row = dict[str, Any]
 
 
@@ -148,7 +148,7 @@ def advice(sections: Mapping[str, list[Row]]) -> str:
 
 def draw(seconds: list[Row], losses: list[Row]) -> None:
     """Two pictures side by side: seconds a step, and seconds to the mean's loss, by rate."""
-    plt.style.use(pathlib.Path(boostax.__file__).parent / "inspect/boostax.mplstyle")
+    plt.style.use(pathlib.Path(boostax.__file__).parent / "auditing/boostax.mplstyle")
     mpl.rcParams |= {"svg.hashsalt": "boostax", "svg.fonttype": "none"}
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharex=True, layout="constrained")
     pictures = zip(axes, (seconds, losses), ("a step", "to the loss"), strict=True)

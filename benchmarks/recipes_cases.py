@@ -10,7 +10,6 @@ from compilers_cases import Model, mesh_of
 from harness import DOCS
 
 import boostax
-from boostax.inspect.audit import Audit
 
 FOLDER = DOCS / "recipes"
 
@@ -33,7 +32,7 @@ def stepped(
     optimizer: optax.GradientTransformation | None = None,
     rows: int = 8,
     **options: Any,
-) -> Audit:
+) -> "boostax.auditing.Audit":
     """Audit a configuration's step, of so many rows a device and micro-batch."""
     mesh = mesh_of(target)
     if mesh.size > 1:

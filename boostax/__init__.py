@@ -2,8 +2,8 @@
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
 The common names are in ``boostax``; further names are in ``boostax.reduce``, ``freeze``,
-``precision``, ``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``config`` and
-``compat``.
+``precision``, ``subspace``, ``model``, ``train``, ``states``, ``auditing``, ``explaining``,
+``config`` and ``compat``.
 """
 
 from typing import TYPE_CHECKING
@@ -45,23 +45,25 @@ from boostax.train.state import metrics as metrics
 from boostax.train.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
+    from boostax import auditing as auditing
     from boostax import checkpoint as checkpoint
     from boostax import compat as compat
     from boostax import config as config
-    from boostax import inspect as inspect
+    from boostax import explaining as explaining
     from boostax import nnx as nnx
+    from boostax.auditing.audit import audit as audit
     from boostax.config.auto import auto as auto
     from boostax.config.migrate import migrate_state as migrate_state
-    from boostax.inspect.audit import audit as audit
-    from boostax.inspect.explain import explain as explain
+    from boostax.explaining import explain as explain
     from boostax.model.less_bn import less_bn as less_bn
 
 __version__ = "0.4.0.dev0"
 
 # These load on first use, because they import many modules.
 _LATE = {
-    **dict.fromkeys(("config", "compat", "inspect"), ""),
-    **dict.fromkeys(("audit", "explain"), "boostax.inspect"),
+    **{"auditing": "", "audit": "boostax.auditing"},
+    **dict.fromkeys(("config", "compat", "explaining"), ""),
+    "explain": "boostax.explaining",
     **dict.fromkeys(("auto", "migrate_state"), "boostax.config"),
     "less_bn": "boostax.model.less_bn",
 }

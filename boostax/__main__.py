@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 
 from boostax._core.checks import replacement
-from boostax.inspect.command import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,10 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] in (["-h"], ["--help"]):
         given = ["audit", "--help"]
     if given[:1] != ["audit"]:
-        gone = replacement(f"boostax {given[0]}") if given else None
-        said = gone or "the command is boostax audit module:function."
-        print(f"boostax: {said}", file=sys.stderr)
+        new = replacement(f"boostax {given[0]}") if given else None
+        print(f"boostax: {new or 'the command is boostax audit module:function.'}", file=sys.stderr)
         return 2
+    from boostax.auditing.command import run
+
     return run(given[1:])
 
 

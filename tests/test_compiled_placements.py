@@ -171,7 +171,7 @@ BETWEEN_SLICES = {
 
 @functools.cache
 def between_slices(name):
-    devices = boostax.inspect.target_devices("v5e:4x4*2")
+    devices = boostax.auditing.target_devices("v5e:4x4*2")
     devices = sorted(devices, key=lambda x: (x.slice_index, x.id))
     mesh = Mesh(np.array(devices).reshape(2, 16), ("slice", "fsdp"))
     make = BETWEEN_SLICES[name][0] if name else lambda: boostax.all_reduce("slice")

@@ -28,7 +28,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.inspect import hlo
 from boostax.train import Layers
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
@@ -219,7 +218,7 @@ def test_one_program_for_all_freeze_depths_adds_a_copy_and_on_a_tpu_two(target):
 
 def operations(found):
     """Of a program, how often there is an operation with results of these types."""
-    sites = hlo.parse(found.text).sites
+    sites = boostax.auditing.hlo.parse(found.text).sites
     return collections.Counter((s.instruction.op, s.instruction.result) for s in sites)
 
 
@@ -444,7 +443,7 @@ finally:
 DEVICES = """
 import jax, boostax
 before = jax.devices()
-print(len(boostax.inspect.target_devices("h100:1x1x8")), jax.devices() == before)
+print(len(boostax.auditing.target_devices("h100:1x1x8")), jax.devices() == before)
 """
 
 
@@ -644,7 +643,7 @@ def test_released_layers_take_a_fraction_of_the_params(place, target):
     print(f"{place}: {share(found):.3f} P of temporaries")
     assert share(found) <= RELEASED[place][target]
     if target != CPU:
-        sites = [x.instruction for x in hlo.parse(found.text).sites]
+        sites = [x.instruction for x in boostax.auditing.hlo.parse(found.text).sites]
         arrays = {x.name: x.result for x in sites}
         passed = [y for x in sites if x.op == "conditional" for y in x.operands]
         assert all(x.elements < WHOLE_STACK for name in passed for x in arrays[name])

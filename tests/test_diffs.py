@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.inspect import hlo
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 6
@@ -89,7 +88,7 @@ def test_the_lines_of_freezing_shorten_the_backward_pass():
         )
     np.testing.assert_allclose(after, before, rtol=1e-14)
     for audit, least in ((old, 11), (new, 5)):
-        program = hlo.parse(audit.text)
+        program = boostax.auditing.hlo.parse(audit.text)
         dots = [site for site in program.sites if site.instruction.op == "dot"]
         found = program.total((site.branches, 1) for site in dots)
         assert (int(found.least), int(found.most)) == (least, 11)

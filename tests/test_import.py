@@ -1,7 +1,9 @@
 """Importing boostax is cheap and pulls in nothing that the runtime does not need."""
 
+import pathlib
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -26,7 +28,7 @@ print(*traced)
 jax.config.update("jax_num_cpu_devices", 3)
 """
 # What is loaded when it is first asked for.
-LATE = {"config", "cli", "cluster", "compat", "inspect", "run", "testing", "workloads"}
+LATE = {"auditing", "compat", "config", "explaining", "testing"}
 
 
 def test_import_adds_to_optax_nothing_but_its_own_modules():
@@ -34,9 +36,8 @@ def test_import_adds_to_optax_nothing_but_its_own_modules():
     command = [sys.executable, "-c", SCRIPT]
     added, traced = subprocess.check_output(command, text=True).splitlines()
     packages = {tuple(name.split(".")[:2]) for name in added.split()}
-    assert {package for package, *_ in packages} == {"boostax"}
+    assert {package for package, *_ in packages} == {"boostax"} and traced == ""
     assert not {name for _, *rest in packages for name in rest} & LATE
-    assert traced == ""
 
 
 COMMON = {
@@ -48,8 +49,8 @@ COMMON = {
     "value_and_grad",
 }  # fmt: skip
 NAMESPACES = {
-    "config", "compat", "freeze", "inspect", "model", "precision", "reduce", "states",
-    "subspace", "train",
+    "auditing", "compat", "config", "explaining", "freeze", "model", "precision", "reduce",
+    "states", "subspace", "train",
 }  # fmt: skip
 
 
@@ -64,11 +65,53 @@ def named(module):
     }
 
 
-def test_public_names_are_thirty_two_and_ten_packages():
-
+def test_public_names_are_thirty_two_and_eleven_modules():
     packages = {name for name in NAMESPACES if isinstance(getattr(boostax, name), types.ModuleType)}
     assert named(boostax) == COMMON and packages == NAMESPACES
     assert NAMESPACES | COMMON <= set(dir(boostax))
+
+
+ORDERS = """
+import importlib, sys
+for i, name in enumerate(names := sys.argv[1:]):
+    [sys.modules.pop(x) for x in [*sys.modules] if x.partition(".")[0] == "boostax"]
+    [importlib.import_module(x) for x in names[i:] + names[:i]]
+    import boostax
+    assert callable(boostax.audit) and callable(boostax.explain), name
+"""
+
+
+def test_no_module_hides_a_function_in_any_order_of_imports():
+    """A module that is imported after what loads late would take the place of its name."""
+    late = {name for name, module in boostax._LATE.items() if module}
+    assert late.isdisjoint(x.name for x in pkgutil.iter_modules(boostax.__path__))
+    own = [x.name for x in pkgutil.iter_modules(boostax.auditing.__path__, "boostax.auditing.")]
+    command = [sys.executable, "-c", ORDERS, "boostax.explaining", "boostax.auditing", *own]
+    subprocess.run(command, check=True)
+
+
+README = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 8)
+import boostax, tests.test_diffs
+assert not {"audit", "auditing"} & {*dir(boostax)}
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+place = lambda: jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P()))
+known = {"mesh": mesh, "loss_fn": lambda params, batch: jnp.mean((batch @ params) ** 2)}
+for step, state in tests.test_diffs.both("README.md", params=place(), **known):
+    step(place(), state, jnp.ones((8, 8)))
+"""
+
+
+@pytest.mark.long
+def test_without_the_audit_all_else_is_imported_and_the_readme_runs(tmp_path):
+    left_out = shutil.ignore_patterns(".*", "auditing", "build", "dist", "runs")
+    root = shutil.copytree(pathlib.Path(__file__).parents[1], tmp_path / "rest", ignore=left_out)
+    top = root / "boostax/__init__.py"
+    top.write_text("\n".join(x for x in top.read_text().splitlines() if "auditing" not in x))
+    collect = ["-m", "pytest", "--collect-only", "-m", "", "--ignore=tests/test_audit.py"]
+    for command in (["-c", README], collect):
+        subprocess.run([sys.executable, *command], cwd=root, check=True)
 
 
 def test_the_optimizer_of_a_framework_is_loaded_when_asked_for():

@@ -93,7 +93,7 @@ class TrainStep:
         Args:
           params: initial params; copied, so that donation never takes the caller's arrays. With
             ``jax.ShapeDtypeStruct`` the result is a state of types with shardings, to lower the
-            step for devices that are not present (``boostax.inspect.target_devices``).
+            step for devices that are not present (``boostax.auditing.target_devices``).
           key: PRNG key from which the loss gets ``key=``, different at each call, micro-batch and
             replica.
           model_state: passed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.

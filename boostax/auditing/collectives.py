@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from boostax.inspect.hlo import Array, Instruction, Program, Site, bits, repeated, unreadable
+from boostax.auditing.hlo import Array, Instruction, Program, Site, bits, repeated, unreadable
 
 REDUCES = ("all-reduce", "reduce-scatter")
 # Bytes that one of n devices sends on a ring, per byte of its operand.
@@ -339,8 +339,7 @@ def gradient_sizes(shapes: Sequence[Any], mesh: Mesh | None, whole: Any = ()) ->
     shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
     # XLA may also join all leaves, or the matrices of a layer, in one array.
-    counts = {shape[0] for shape in stacks}
-    layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == count) for count in counts]
+    layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == n) for n in {x[0] for x in stacks}]
     layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
     leaves = [math.prod(shape) for shape in shapes]
     sharded = {n // count for n in leaves + layers for count in shards if n % count == 0}

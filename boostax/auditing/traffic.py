@@ -9,7 +9,7 @@ An Adam step on P bytes of params moves 7 P bytes, which matches a count by hand
 
 from collections.abc import Callable, Iterable, Mapping
 
-from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, repeated
+from boostax.auditing.hlo import Array, Instruction, Program, Site, Ways, repeated
 
 # Instructions that only name existing arrays, or that run other instructions, which are counted
 # themselves.

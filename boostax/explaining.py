@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, interpret, trees
+from boostax._core import axes, checks, groups, interpret, trees
 from boostax._core.describe import PyTree
-from boostax._core.groups import few
-from boostax.chain.findings import Finding, finding, findings, scales
-from boostax.chain.parts import UNKNOWN, read, rows
-from boostax.inspect.tables import aligned
+from boostax.chain import findings, parts
+from boostax.chain.findings import Finding as Finding
 from boostax.precision.loss_scale import loss_scale
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
@@ -24,7 +22,7 @@ from boostax.train.state import TrainState
 _WHO = "explain"
 
 
-class ExplainedPart(NamedTuple):
+class _Part(NamedTuple):
     """A part of a chain.
 
     Attributes:
@@ -51,7 +49,7 @@ class Explanation:
       findings: parts in a wrong order or with a wrong setting, with the reason and a fix.
     """
 
-    parts: tuple[ExplainedPart, ...]
+    parts: tuple[_Part, ...]
     findings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,12 +59,14 @@ class Explanation:
     def __str__(self) -> str:
         table = [("part", "what it does")]
         for part in self.parts:
-            name = "  " * part.depth + part.name + " (unknown)" * (part.role == UNKNOWN)
+            name = "  " * part.depth + part.name + " (unknown)" * (part.role == parts.UNKNOWN)
             table.append((name, part.what.replace("`", "")))
-        unknown = any(part.role == UNKNOWN for part in self.parts)
+        width = max(len(name) for name, _ in table)
+        aligned = "\n".join(f"{name:{width}}  {what}".rstrip() for name, what in table)
+        unknown = any(part.role == parts.UNKNOWN for part in self.parts)
         note = "The position of an unknown part is not checked." if unknown else ""
         wrong = "\n".join(f"! {finding}" for finding in self.findings)
-        return "\n\n".join(filter(None, (aligned(table), wrong, note)))
+        return "\n\n".join(filter(None, (aligned, wrong, note)))
 
 
 @checks.arguments
@@ -122,8 +122,7 @@ def explain(
         return _of_step(tx, params, batch, given)
     checks.transformation(_WHO, "tx", tx)
     for name, value in {"batch": batch, **given}.items():
-        removed = checks.replacement(f"explain({name}=)")
-        if removed:
+        if removed := checks.replacement(f"explain({name}=)"):
             raise TypeError(f"{_WHO}: {removed}")
         hint = "boostax.make_train_step makes one."
         checks.absent(_WHO, name, value, "left out without a train step", hint)
@@ -135,15 +134,16 @@ def explain(
 def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Explanation:
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
-    more = _of_scales(step, state, batch, given) if batch is not None and scales(step.tx) else ()
+    scaled = batch is not None and findings.scales(step.tx)
+    more = _of_scales(step, state, batch, given) if scaled else ()
     found = _explained(step.tx, step)
     return dataclasses.replace(found, findings=(*found.findings, *more))
 
 
 def _explained(tx: optax.GradientTransformation, step: TrainStep | None = None) -> Explanation:
-    found = rows(read(tx))
-    said = ((x.part.name, len(x.holders), x.role, x.part.what) for x in found)
-    return Explanation(tuple(itertools.starmap(ExplainedPart, said)), (*findings(found, step),))
+    rows = parts.rows(parts.read(tx))
+    listed = (_Part(x.part.name, len(x.holders), x.role, x.part.what) for x in rows)
+    return Explanation(tuple(listed), tuple(findings.findings(rows, step)))
 
 
 def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) -> list[Finding]:
@@ -168,7 +168,7 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) ->
 
     args = state, step.place(batch), given
     program: Any = jax.make_jaxpr(functools.partial(unscaled, 1.0))(*args).jaxpr
-    found = [finding("not_linear", rule=rule) for rule in dict.fromkeys(rules)]
+    found = [findings.finding("not_linear", rule=rule) for rule in dict.fromkeys(rules)]
     values: Any = [x.aval for eqn, _ in interpret.equations(program) for x in eqn.outvars]
     limits = [jnp.finfo(x.dtype) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
@@ -178,5 +178,5 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) ->
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
     # On a GPU the order of a sum may differ from run to run.
     tolerance = max(float(x.eps) for x in limits) ** 0.5
-    leaves = few([*itertools.compress(trees.names(state.params), jax.jit(apart)(*args))])
-    return [*found, finding("depends_on_scale", leaves=leaves)] if leaves else found
+    leaves = groups.few([*itertools.compress(trees.names(state.params), jax.jit(apart)(*args))])
+    return [*found, findings.finding("depends_on_scale", leaves=leaves)] if leaves else found

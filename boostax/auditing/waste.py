@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from boostax._core import checks
-from boostax.inspect.collectives import RING, CompiledCollective
+from boostax.auditing.adapter import checks
+from boostax.auditing.collectives import RING, CompiledCollective
 
 if TYPE_CHECKING:
-    from boostax.inspect.audit import Audit
+    from boostax.auditing.audit import Audit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Waste:
 
 
 # The texts of each finding.
-WORDS = checks.table("boostax.inspect", "waste")
+WORDS = checks.table("boostax.auditing", "waste")
 # Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
 # Scopes whose collectives are repeated on purpose, to save memory: ``Layers``, and a window with

@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 
-from boostax._core import checks
-from boostax.inspect import waste
-from boostax.inspect.audit import Audit, audit
-from boostax.inspect.targets import target_devices
+from boostax.auditing import waste
+from boostax.auditing.adapter import checks
+from boostax.auditing.audit import Audit, audit
+from boostax.auditing.targets import target_devices
 
 # The counts that can be limited, and their units.
 _LIMITS = {

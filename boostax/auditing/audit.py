@@ -11,19 +11,15 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
-from boostax._core import checks
-from boostax._core.replicas import is_per_replica
-from boostax.accumulate.window import AccumulateState
-from boostax.inspect import collectives, hlo, tables, targets, traffic, waste
-from boostax.inspect import network as networks
-from boostax.inspect.collectives import CompiledCollective
-from boostax.inspect.hlo import Ways
+from boostax.auditing import adapter, collectives, hlo, tables, targets, traffic, waste
+from boostax.auditing import network as networks
+from boostax.auditing.adapter import WHO, checks
+from boostax.auditing.collectives import CompiledCollective
+from boostax.auditing.hlo import Ways
 
 PyTree: TypeAlias = Any
-WHO = "audit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +175,7 @@ def audit(
     Args:
       program: see above.
       *args: the program's arguments; none if it is lowered or compiled.
-      target: see ``boostax.inspect.target_devices``; ``None`` for the devices of the arguments,
+      target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
         which may be target devices. A program over a present mesh can be moved to a target with as
         many devices.
       params: the tree whose size is the unit of counts, or the number of an argument: its
@@ -220,8 +216,8 @@ def audit(
     made = targets.compile_program(program, args, target, depth, given)
     parsed = hlo.parse(made.compiled.as_text(), turns)
     params, unit = _unit(params, args)
-    sizes = _sizes(params)
-    shapes = [shape for shape, _ in sizes]
+    arrays = adapter.arrays(params)
+    shapes = [shape for _, shape in arrays]
     possible = functools.cache(functools.partial(collectives.gradient_sizes, shapes, made.mesh))
     batch = _batch_axes(made.arguments, shapes)
     listed = collectives.compiled_collectives(parsed, made.mesh, possible, batch)
@@ -230,8 +226,8 @@ def audit(
     found = Audit(
         target=target or made.described,
         devices=parsed.partitions,
-        params=sum(math.prod(shape) for shape, _ in sizes),
-        params_bytes=sum(local for _, local in sizes),
+        params=sum(map(math.prod, shapes)),
+        params_bytes=sum(_local_bytes(x, getattr(x, "sharding", None)) for x, _ in arrays),
         calls=calls,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -246,7 +242,7 @@ def audit(
         compile_seconds=made.seconds,
         findings=(),
         text=made.compiled.as_text(),
-        window=_window(args) if calls == 1 else "",
+        window=adapter.window(args) if calls == 1 else "",
         unit=unit,
         advice=links.advice if links else "",
         **_buffers(parsed, made.arguments),
@@ -311,28 +307,10 @@ def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
     tree = getattr(args[number], "params", args[number])
     typed = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
     fits = not typed or any(jnp.issubdtype(dtype, jnp.inexact) for dtype in typed)
-    fits &= not any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+    fits &= not any(map(adapter.is_state, jax.tree.leaves(tree, is_leaf=adapter.is_state)))
     said = f"argument {number}, which holds an optimizer's state or integers alone"
     checks.require(fits, WHO, "params", got=said, allowed="the params", hint=hint)
     return tree, f"{'.params of ' * (tree is not args[number])}argument {number}"
-
-
-def _is_state(x: object) -> bool:
-    """Return whether this is a state of Optax or boostax; params may be a ``LookaheadParams``."""
-    ours = type(x).__module__.startswith(("optax.", "boostax."))
-    return ours and type(x).__name__.endswith("State")
-
-
-def _window(args: tuple[Any, ...]) -> str:
-    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
-
-    def holds(x: object) -> bool:
-        ours = isinstance(x, AccumulateState) and x.window is not None
-        return ours or isinstance(x, optax.MultiStepsState)
-
-    leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=holds)
-    found = (f"{jax.tree_util.keystr(at)}, {type(x).__name__}" for at, x in leaves if holds(x))
-    return next(found, "")
 
 
 def _buffers(program: hlo.Program, arguments: Sequence[targets.Argument]) -> dict[str, Any]:
@@ -358,16 +336,6 @@ def _buffers(program: hlo.Program, arguments: Sequence[targets.Argument]) -> dic
         name: tuple(Buffer(x.path, _local_bytes(x.info, x.sharding)) for x in found)
         for name, found in (("donated_in_vain", in_vain), ("not_donated", not_donated))
     }
-
-
-def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
-    """Return each leaf's shape, without a dimension of replicas, and its bytes on one device."""
-    return [
-        (x.shape[is_per_replica(node) :], _local_bytes(x, getattr(x, "sharding", None)))
-        for node in jax.tree.leaves(params, is_leaf=is_per_replica)
-        for x in jax.tree.leaves(node)
-        if hasattr(x, "shape")
-    ]
 
 
 def _local_bytes(x: Any, sharding: jax.sharding.Sharding | None) -> int:

@@ -5,11 +5,10 @@ import dataclasses
 import math
 import re
 
-from boostax._core import checks
-from boostax.inspect.collectives import CompiledCollective
-from boostax.inspect.hlo import repeated
+from boostax.auditing.adapter import WHO, checks
+from boostax.auditing.collectives import CompiledCollective
+from boostax.auditing.hlo import repeated
 
-_WHO = "audit"
 _FORM = re.compile(
     r"(?P<rate>[\d.]+) ?(?P<unit>[kKmMgG]?)bit(?:/s)?(?:, ?(?P<latency>[\d.]+) ?ms)?"
 )
@@ -38,7 +37,7 @@ class Network:
         found = _FORM.fullmatch(str(text))
         rate = float(found["rate"]) * _UNITS[found["unit"].lower()] if found else 0.0
         allowed, hint = "a rate, and a latency if known", 'Try "100Mbit" or "1Gbit, 0.5 ms".'
-        checks.require(rate > 0, _WHO, "network", got=text, allowed=allowed, hint=hint)
+        checks.require(rate > 0, WHO, "network", got=text, allowed=allowed, hint=hint)
         return cls(rate, float((found and found["latency"]) or 0.5) / 1e3)
 
     def seconds(self, sent: float, messages: float) -> float:
@@ -48,7 +47,7 @@ class Network:
     @property
     def advice(self) -> str:
         """The technique that reached a loss first in the records, at the nearest rate."""
-        record = checks.table("boostax.inspect", "network")
+        record = checks.table("boostax.auditing", "network")
         near = min(record["first"], key=lambda row: abs(math.log(row["rate"] / self.rate)))
         first, rate = near["form"], f"{near['rate'] / 1e6:g} Mbit/s"
         tie = "; all_reduce as soon, within the error" if near["tie"] else ""
@@ -67,6 +66,5 @@ def on_wire(collective: CompiledCollective, apart: bool) -> tuple[float, float]:
     """
     rounds = (collective.devices - 1) * (2 if collective.kind == "all-reduce" else 1)
     rounds = 1 if collective.kind in _SINGLE else rounds
-    each = rounds * (len(collective.operands) if apart else 1)
-    messages = repeated(each, collective.executions)
+    messages = repeated(rounds * (len(collective.operands) if apart else 1), collective.executions)
     return collective.wire_bytes + messages * _BESIDE, messages

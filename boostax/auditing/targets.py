@@ -24,14 +24,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import keystr
 
-from boostax._core import checks
-from boostax.train.compiled import TrainStep
+from boostax.auditing.adapter import WHO, checks, is_step
 
-_AUDIT = "audit"
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)+)(?:\*(?P<slices>\d+))?")
 _FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
-_KNOWN = checks.table("boostax.inspect", "machines")
+_KNOWN = checks.table("boostax.auditing", "machines")
 
 
 @functools.cache
@@ -54,7 +52,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
 
     Example:
       >>> import boostax
-      >>> boostax.inspect.target_devices("v5e")  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
+      >>> boostax.auditing.target_devices("v5e")  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
       Traceback (most recent call last):
         ...
       ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
@@ -157,18 +155,18 @@ def compile_program(
         alone = not (args or given) and target is None
         hint = "Pass the jax.jit function with its arguments to compile it for another target."
         what, allowed = "a lowered or compiled program", "given alone"
-        checks.require(alone, _AUDIT, what, got=got, allowed=allowed, hint=hint)
+        checks.require(alone, WHO, what, got=got, allowed=allowed, hint=hint)
         return _finished(program)
-    if isinstance(program, TrainStep):
+    if is_step(program):
         program, args = program.jitted(*args, depth=depth, **given)
     else:
         hint = "A TrainStep passes them to its loss; else bind: functools.partial(function, ...)."
-        checks.absent(_AUDIT, "keywords", given or None, "left out", hint)
-        checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has depths.")
+        checks.absent(WHO, "keywords", given or None, "left out", hint)
+        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep has depths.")
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."
     is_valid = callable(program)
-    checks.require_type(is_valid, _AUDIT, "program", got=program, allowed=allowed, hint=hint)
+    checks.require_type(is_valid, WHO, "program", got=program, allowed=allowed, hint=hint)
     # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
@@ -182,7 +180,7 @@ def compile_program(
     hint = "Pass the jax.jit function inside, or build the program on the target's devices."
     got = getattr(program, "__name__", type(program).__name__)
     allowed = "a jax.jit function where it is to move to a target"
-    checks.require_type(traced, _AUDIT, "program", got=got, allowed=allowed, hint=hint)
+    checks.require_type(traced, WHO, "program", got=got, allowed=allowed, hint=hint)
     return _moved(program, args, stage.args_info, devices)
 
 
@@ -201,11 +199,11 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
     hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays; on one device "
     hint += "sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
     fits = mesh is not None or len(devices) == 1
-    checks.require(fits, _AUDIT, "args", got=None, allowed=allowed, hint=hint)
+    checks.require(fits, WHO, "args", got=None, allowed=allowed, hint=hint)
     count, fits = len(devices), mesh is None or mesh.size == len(devices)
     allowed = f"one of as many devices as the program's mesh, {mesh and mesh.size}"
     hint = "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
-    checks.require(fits, _AUDIT, "target", got=count, allowed=allowed, hint=hint)
+    checks.require(fits, WHO, "target", got=count, allowed=allowed, hint=hint)
     grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
     there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -238,7 +236,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
             allowed = f"one that compiles for {', '.join({d.device_kind for d in devices})}"
             alone = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
             hint = alone if "CustomSPMDPartitioning" in str(error) else ""
-            words = checks.message(_AUDIT, "program", allowed, str(error).splitlines()[0], hint)
+            words = checks.message(WHO, "program", allowed, str(error).splitlines()[0], hint)
             raise RuntimeError(words) from error
         seconds = time.perf_counter() - begun
 

@@ -207,9 +207,8 @@ def found_in(tx):
 
 @pytest.mark.parametrize(("wrong", "right", "what", "mend"), CASES)
 def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right, what, mend):
-    mine = [finding for finding in found_in(wrong) if finding.what == what]
-    assert len(mine) == 1
-    assert mend in mine[0].mend and mine[0].why.endswith(".")
+    (mine,) = (finding for finding in found_in(wrong) if finding.what == what)
+    assert mend in mine.mend and mine.why.endswith(".")
     assert found_in(right) == []
     found = found_in(wrong)
     assert list(boostax.explain(wrong, PARAMS).findings) == found
@@ -235,23 +234,21 @@ LACKING = {
 
 @pytest.mark.parametrize("lack", LACKING)
 def test_a_step_whose_replicas_would_part_or_hang_is_refused(mesh, lack):
-    options = {"mesh": mesh, "axis_name": "data"}
     with pytest.raises(ValueError, match="make_train_step: tx must be a chain whose ") as error:
-        boostax.make_train_step(loss, LACKING[lack], **options)
+        boostax.make_train_step(loss, LACKING[lack], mesh=mesh, **AXIS)
     assert f", got {lack}: " in str(error.value)
 
 
 def test_a_step_whose_chain_cannot_be_read_must_reduce_too(mesh):
     """Without JAX's checking the params of eight replicas parted."""
-    options = {"mesh": mesh, "axis_name": "data"}
     pmean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "data"))
     hidden = optax.GradientTransformation(adam.init, lambda *args: adam.update(*args))
     batch = jnp.ones((16, 16))
-    step = boostax.make_train_step(loss, hidden, **options)
+    step = boostax.make_train_step(loss, hidden, mesh=mesh, **AXIS)
     said = "params and updates must be the same on all replicas, .* Put a reduction"
     with pytest.raises(ValueError, match=said):
         step(step.init(PARAMS), batch)
-    step = boostax.make_train_step(loss, chain(pmean, hidden), **options)
+    step = boostax.make_train_step(loss, chain(pmean, hidden), mesh=mesh, **AXIS)
     state, reported = step(step.init(PARAMS), batch)
     assert bool(reported["applied"]) and int(state.step) == 1
 
@@ -363,8 +360,7 @@ def test_a_part_of_another_package_is_unknown_and_not_judged():
     assert found.findings == () and "(unknown)" in str(found)
     # What it may do to the sign is unknown too.
     assert found_in(chain(mine(), optax.scale_by_adam())) == []
-    injected = optax.inject_hyperparams(optax.adam)(1e-3)
-    parts = boostax.explain(injected, PARAMS).parts
+    parts = boostax.explain(inject(optax.adam)(1e-3), PARAMS).parts
     assert [part.name for part in parts] == ["scale_by_adam", "scale"]
 
     # Its numbers are in its state, and this one does not do with another in their place.

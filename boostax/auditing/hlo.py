@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from boostax._core import checks
+from boostax.auditing.adapter import checks
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 # In the text a table is a heading with numbered rows, and a computation is a header and lines up to

@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from boostax.inspect.collectives import CompiledCollective
-from boostax.inspect.hlo import Ways
+from boostax.auditing.collectives import CompiledCollective
+from boostax.auditing.hlo import Ways
 
 if TYPE_CHECKING:
-    from boostax.inspect.audit import Audit
+    from boostax.auditing.audit import Audit
 
 Cells = list[tuple[str, ...]]
 # The maximum of rows of collectives; further collectives are added up in one more row.
