@@ -22,7 +22,7 @@ from compilers_cases import AXIS, BYTES, WINDOW, decoder, mean, perceptron, trai
 from flax.training import dynamic_scale
 
 import boostax
-from boostax.train import Layers
+from boostax import train
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
 TARGETS = {"CPU": CPU, "v5e": V5E, "H100": H100}
@@ -168,14 +168,14 @@ def reductions() -> Rows:
     forms['boostax, `gather="bfloat16"`', "FSDP"] = narrow
     for weights in ("once", "by layer"):
         said = f'boostax, `gather="bfloat16"`, layers "{weights}"'
-        forms[said, "FSDP"] = functools.partial(narrow, layers=Layers(weights=weights))
+        forms[said, "FSDP"] = functools.partial(narrow, layers=train.Layers(weights=weights))
     return counted(found | compiled(forms))
 
 
 def released() -> Rows:
     forms: dict[tuple[str, str], Callable[..., boostax.auditing.Audit]] = {}
     for placement in cases.PLACED:
-        for said, layers in {"boostax": None, "released": Layers(release=True)}.items():
+        for said, layers in {"boostax": None, "released": train.Layers(release=True)}.items():
             forms[said, placement] = functools.partial(cases.placed, placement, layers=layers)
     return counted(compiled(forms))
 

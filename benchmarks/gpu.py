@@ -28,7 +28,6 @@ from text_runs import Text, warmed
 from workloads import TextConfig
 
 import boostax
-from boostax.train import Layers
 
 PyTree = Any
 NAME, TITLE = "gpu", "On one GPU"
@@ -131,10 +130,11 @@ def release(rounds: int) -> list[Row]:
     tokens = jax.random.randint(jax.random.key(1), (ROWS, STACK[-1] + 1), 0, STACK[2])
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
     stored_ = boostax.precision.store(ADAMW, params="stochastic", moments=EACH)
+    released = boostax.train.Layers(release=True)
     ways: dict[str, tuple[Any, Any, PyTree]] = {
         "lax.scan with remat": (ADAMW, None, wide),
-        "released": (ADAMW, Layers(release=True), wide),
-        "released, params stochastic, moments int8 and log8": (stored_, Layers(release=True), low),
+        "released": (ADAMW, released, wide),
+        "released, params stochastic, moments int8 and log8": (stored_, released, low),
     }
     made, held = dict[str, Form](), dict[str, float]()
     for name, (tx, layers, params) in ways.items():
@@ -175,9 +175,9 @@ def training(rounds: int) -> list[Row]:
     del rounds
     task = Text(TEXT, judged=64)
     model = decoder(TEXT.depth, TEXT.width, 128, TEXT.heads, TEXT.sequence_length)
-    ways: dict[str, tuple[Any, Layers | None]] = {
+    ways: dict[str, tuple[Any, Any]] = {
         "AdamW, clip_by_global_norm": (optax.clip_by_global_norm(1.0), None),
-        "released AdamW, adagc": (boostax.model.adagc(), Layers(release=True)),
+        "released AdamW, adagc": (boostax.model.adagc(), boostax.train.Layers(release=True)),
     }
     runs = {name: jax.jit(functools.partial(_run, model, *way)) for name, way in ways.items()}
     found: dict[tuple[str, int, float], Row] = {}
@@ -208,7 +208,7 @@ def training(rounds: int) -> list[Row]:
 
 
 def _run(
-    model: Model, clip: Any, layers: Layers | None, rate: jax.Array, key: jax.Array, *batches: Any
+    model: Model, clip: Any, layers: Any, rate: jax.Array, key: jax.Array, *batches: Any
 ) -> tuple[jax.Array, jax.Array]:
     """A run in one program: what to choose its rate by, and what to report."""
     training, chosen, reported = batches

@@ -96,10 +96,10 @@ def public_names():
     return len(names - {"TYPE_CHECKING"})
 
 
-def words(name, tables=True):
-    """Count the words that a reader sees; the template of a table is a comment."""
+def words(name, rows=r"(?!)"):
+    """Count the words that a reader sees without ``rows``; a template of a table is a comment."""
     text = re.sub(r"(?s)<!--.*?-->", "", (ROOT / name).read_text())
-    return len((text if tables else re.sub(r"(?m)^ *\|.*$", "", text)).split())
+    return len(re.sub(rows, "", text).split())
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def sizes():
         "code lines of a function": max(functions),
         "words of README": (words("README.md"), ""),
         "words before `pip install`": (len(before.split()), ""),
-        "words of a card": max((words(x, tables=False), x) for x in cards),
+        "words of a card": max((words(x, r"(?m)^ *\|.*$"), x) for x in cards),
         "lines of a whole loop": max((len((ROOT / x).read_text().splitlines()), x) for x in loops),
     }
 

@@ -28,7 +28,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.train import Layers
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
 pytestmark = pytest.mark.compilers
@@ -638,7 +637,7 @@ def share(found):
 def test_released_layers_take_a_fraction_of_the_params(place, target):
     """Nothing holds the gradients of all layers, and no branch hands on a stack."""
     how = {"gather": "bfloat16"} if "SDP" in place else {}
-    given = scanning(place, target, layers=Layers(release=True), **how)
+    given = scanning(place, target, layers=boostax.train.Layers(release=True), **how)
     found = boostax.audit(*given, target=target)
     print(f"{place}: {share(found):.3f} P of temporaries")
     assert share(found) <= RELEASED[place][target]
@@ -655,7 +654,7 @@ GATHERED = [("once", H100, 1.7, 1.35), ("by layer", H100, 0.7, 14.5), ("by layer
 
 @pytest.mark.parametrize(("weights", "target", "most", "most_sent"), GATHERED)
 def test_weights_are_gathered_once_or_held_a_layer_at_a_time(weights, target, most, most_sent):
-    how = {"layers": Layers(weights=weights), "gather": "bfloat16", "microbatches": 8}
+    how = {"layers": boostax.train.Layers(weights=weights), "gather": "bfloat16", "microbatches": 8}
     given = scanning("FSDP", target, (24, 1920, 16384, 30, 128), **how)
     found = boostax.audit(*given, target=target)
     sent = found.wire_bytes.most / (4 * found.params)
@@ -667,7 +666,7 @@ def test_weights_are_gathered_once_or_held_a_layer_at_a_time(weights, target, mo
 def test_a_stored_state_of_released_layers_takes_five_bytes_a_param(target):
     """Params, moments and scales; with all temporaries, the gradients of the tables among them."""
     wrap = functools.partial(boostax.precision.store, params="stochastic", moments=EIGHT_BITS)
-    how = {"wrap": wrap, "dtype": jnp.bfloat16, "layers": Layers(release=True)}
+    how = {"wrap": wrap, "dtype": jnp.bfloat16, "layers": boostax.train.Layers(release=True)}
     found = boostax.audit(*scanning("whole", target, **how), target=target)
     kept, beside = found.argument_bytes / found.params, found.temporary_bytes / found.params
     print(f"{kept:.3f} bytes a param of params and state, {beside:.3f} of temporaries")

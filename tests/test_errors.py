@@ -80,7 +80,6 @@ REFUSED = [
     (make_train_step, {"freeze_driver": ["device"]}),
     (of(make_train_step, mesh=ONE), {"gather": ["int4"]}),
     (of(boostax.train.gather_params, SHARDED, axis_name="data"), {"dtype": ["int4"]}),
-    (of(boostax.train.Layers, "blocks"), {"weights": ["by_layer"]}),
     (dynamic, {"init_scale": (*SCALES, 0.5, 2.0**25), "min_scale": SCALES, "max_scale": SCALES}),
     (dynamic, {"growth_factor": [1, 1.0, 0.5, -2, inf, nan, "2", None], "axis_name": AXES}),
     (dynamic, {"backoff_factor": [0, 1, 1.5, -0.5, nan, "0.5", None], "hysteresis": COUNTS}),

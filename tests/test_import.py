@@ -48,26 +48,16 @@ COMMON = {
     "reshard_state", "scheduled_freeze", "skip_bad_steps", "static_loss_scale", "top_k_reduce",
     "value_and_grad",
 }  # fmt: skip
-NAMESPACES = {
-    "auditing", "compat", "config", "explaining", "freeze", "model", "precision", "reduce",
-    "states", "subspace", "train",
-}  # fmt: skip
-
-
-def named(module):
-    """What a module offers of boostax's."""
-    return {
-        name
-        for name in dir(module)
-        if not name.startswith("_")
-        and getattr(module, name).__doc__
-        and (getattr(getattr(module, name), "__module__", None) or "").startswith("boostax.")
-    }
+NAMESPACES = set(
+    "auditing compat config explaining freeze model precision reduce states subspace train".split()
+)
 
 
 def test_public_names_are_thirty_two_and_eleven_modules():
+    origin = lambda name: getattr(getattr(boostax, name), "__module__", None) or ""  # noqa: E731
+    named = {x for x in dir(boostax) if x[0] != "_" and origin(x).startswith("boostax.")}
     packages = {name for name in NAMESPACES if isinstance(getattr(boostax, name), types.ModuleType)}
-    assert named(boostax) == COMMON and packages == NAMESPACES
+    assert named == COMMON and packages == NAMESPACES
     assert NAMESPACES | COMMON <= set(dir(boostax))
 
 
@@ -90,28 +80,24 @@ def test_no_module_hides_a_function_in_any_order_of_imports():
     subprocess.run(command, check=True)
 
 
-README = """
-import jax, jax.numpy as jnp
-jax.config.update("jax_num_cpu_devices", 8)
-import boostax, tests.test_diffs
-assert not {"audit", "auditing"} & {*dir(boostax)}
-mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-place = lambda: jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P()))
-known = {"mesh": mesh, "loss_fn": lambda params, batch: jnp.mean((batch @ params) ** 2)}
-for step, state in tests.test_diffs.both("README.md", params=place(), **known):
-    step(place(), state, jnp.ones((8, 8)))
-"""
+WITHOUT = {
+    "auditing": ("boostax/__init__.py", r".*auditing.*", "test_audit"),
+    "layers": ("boostax/train/__init__.py", r"from boostax\.layers .*", "test_scan_layers"),
+}
 
 
 @pytest.mark.long
-def test_without_the_audit_all_else_is_imported_and_the_readme_runs(tmp_path):
-    left_out = shutil.ignore_patterns(".*", "auditing", "build", "dist", "runs")
-    root = shutil.copytree(pathlib.Path(__file__).parents[1], tmp_path / "rest", ignore=left_out)
-    top = root / "boostax/__init__.py"
-    top.write_text("\n".join(x for x in top.read_text().splitlines() if "auditing" not in x))
-    collect = ["-m", "pytest", "--collect-only", "-m", "", "--ignore=tests/test_audit.py"]
-    for command in (["-c", README], collect):
-        subprocess.run([sys.executable, *command], cwd=root, check=True)
+@pytest.mark.parametrize("package", WITHOUT)
+def test_all_else_works_without_a_package(package, tmp_path):
+    """Without its folder and the lines that import it: README's program, and the other tests."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", package)
+    copy = shutil.copytree(pathlib.Path(__file__).parents[1], tmp_path / "copy", ignore=ignored)
+    door, line, tests = WITHOUT[package]
+    (copy / door).write_text(re.sub(rf"(?m)^{line}\n", "", (copy / door).read_text()))
+    run = ["env", f"PYTHONPATH={copy}", sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    readme = "tests/test_diffs.py::test_the_lines_of_the_readme_reduce_once_and_train_as_before"
+    for options in ([readme], ["--collect-only", "-m", "", f"--ignore=tests/{tests}.py"]):
+        subprocess.run([*run, *options], cwd=copy, check=True)
 
 
 def test_the_optimizer_of_a_framework_is_loaded_when_asked_for():

@@ -198,10 +198,6 @@ def decayed(weight):
     return optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(weight), optax.scale(-0.1))
 
 
-def multi_stepped(every):
-    return optax.MultiSteps(ADAM(), every).gradient_transformation()
-
-
 # A chain of a constant, or without the part; and the schedule that it gets.
 SCHEDULES = {
     "rate": (optax.adamw, 1e-2, decay),
@@ -214,7 +210,7 @@ SCHEDULES = {
     ),
     "window": (lambda x: window(ADAM(), x) if x != 1 else ADAM(), 1, lambda step: 1 + step // 11),
     "MultiSteps": (
-        lambda x: multi_stepped(x) if x != 1 else ADAM(),
+        lambda x: optax.MultiSteps(ADAM(), x).gradient_transformation() if x != 1 else ADAM(),
         1,
         lambda step: 1 + step // 11,
     ),

@@ -18,8 +18,8 @@ from training import follow
 
 import boostax
 from boostax.checkpoint import Checkpointer
+from boostax.layers.release import LayersState
 from boostax.train import Layers, scan_layers
-from boostax.train.release import LayersState
 
 COUNT, WIDTH, WORDS, ROWS = 4, 16, 32, 16
 RELEASE = Layers(release=True)
@@ -471,8 +471,7 @@ def test_layers_of_flax_are_scanned_by_their_body(library, layers):
 
 
 def twice(params, batch):
-    x, _ = scan_layers(layer, features(params, batch), params["layers"])
-    return x.mean()
+    return scan_layers(layer, features(params, batch), params["layers"])[0].mean()
 
 
 def mapped(params, batch):
@@ -537,6 +536,11 @@ def test_a_step_that_cannot_run_its_layers_is_refused(name):
         how = {"tx": ADAM_OF(), "layers": RELEASE} | how
         step = step_of(loss_fn, how.pop("tx"), place, **how)
         step(step.init(first_params()), next(batches()))
+
+
+def test_weights_are_gathered_in_one_of_two_ways():
+    with pytest.raises(ValueError, match=r"Layers: weights must be .*, got 'by_layer'\. .+\.$"):
+        Layers("blocks", weights="by_layer")
 
 
 def test_layers_are_not_sharded_over_the_replicas_along_their_number():

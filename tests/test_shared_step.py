@@ -113,10 +113,6 @@ def test_it_trains_what_the_whole_does(name):
     assert {program._cache_size() for program in compiled} == {1}
 
 
-def bytes_on_a_device(tree):
-    return sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
-
-
 def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
     """An all-reduce of which each replica uses its part is a reduce-scatter on a TPU and a GPU."""
     tx = boostax.dynamic_loss_scale(optax.chain(mean(), optax.adamw(1e-2)), axis_name=AXIS)
@@ -125,7 +121,7 @@ def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
         loss = lambda p, b: jnp.mean((b @ p["w"] @ p["v"]) ** 2)  # noqa: E731
         step = made(tx, share, loss)
         state = step.init({"w": jnp.zeros((512, 64)), "v": jnp.zeros((64, 256))})
-        sizes[share] = bytes_on_a_device(state.opt_state)
+        sizes[share] = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state.opt_state))
         audits[share] = boostax.audit(step, state, jnp.ones((16, 512)))
     shared, whole = audits[True], audits[False]
     assert sizes[True] <= 1.1 / DEVICES * sizes[False], sizes

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,24 @@ AxisName = str | tuple[str, ...]
 COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"
 # A placeholder for the axis that the step around a part binds later.
 UNNAMED = ("the axis of the step",)
-# Marks bound axes over which a window averages the gradients of each call, for the parts inside.
-AVERAGED = ("averaged already",)
-# Marks bound axes of a loop over layers, where the gradients of other layers do not exist.
-ONE_LAYER = (*AVERAGED, "of one layer")
+
+
+class Bound(NamedTuple):
+    """What a step binds for the parts that it calls.
+
+    Attributes:
+      names: the replica axes; empty outside a step of boostax.
+      averaged: whether the gradients are averaged over these axes already.
+      partial: whether the gradients of other leaves do not exist in this trace.
+    """
+
+    names: tuple[str, ...] = ()
+    averaged: bool = False
+    partial: bool = False
+
+
 # The caches of jax.jit know this context: a trace with one axis bound does not serve another.
-_BOUND = jax.make_user_context(())
+_BOUND = jax.make_user_context(Bound())
 
 
 @contextmanager
@@ -50,24 +62,16 @@ def during(variable: ContextVar[Value], value: Value) -> Generator[None]:
         variable.reset(token)
 
 
-def binding(names: tuple[str, ...]) -> AbstractContextManager[None]:
-    """Bind the replica axes for the parts that are called inside this context."""
-    return _BOUND(names)
+def binding(
+    names: tuple[str, ...], *, averaged: bool = False, partial: bool = False
+) -> AbstractContextManager[None]:
+    """Bind the replica axes for the parts that are called inside this context; see ``Bound``."""
+    return _BOUND(Bound(names, averaged, partial))
 
 
-def bound() -> tuple[str, ...]:
-    """Return the bound replica axes; empty outside a step of boostax."""
+def bound() -> Bound:
+    """Return what a step binds around this part."""
     return _BOUND.value
-
-
-def averaged() -> bool:
-    """Return whether a window around this part has averaged the gradients over the replicas."""
-    return _BOUND.value[:1] == AVERAGED
-
-
-def of_one_layer() -> bool:
-    """Return whether the gradients in this trace are of one layer only."""
-    return _BOUND.value[:2] == ONE_LAYER
 
 
 def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def averaged(names: tuple[str, ...]) -> Generator[None]:
     reduced = _REDUCED.get()
     if reduced is not None:
         reduced.update(names)
-    with axes.binding(axes.AVERAGED + names if names else axes.bound()):
+    with axes.binding(names, averaged=True) if names else contextlib.nullcontext():
         yield
 
 
@@ -55,7 +55,7 @@ def reduction(factory: Factory) -> Factory:
         known: dict[tuple[str, ...], Extended] = {axes.UNNAMED: sample}
 
         def bound(params: PyTree) -> Extended:
-            over = axes.UNNAMED if axes.averaged() else axes.bound()
+            over = axes.UNNAMED if axes.bound().averaged else axes.bound().names
             hint = f"Leave it to make_train_step or on_mesh around it, or name it, {call}; "
             hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
             checks.require(bool(over), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
@@ -78,9 +78,9 @@ def gate(factory: Factory) -> Factory:
         known: dict[tuple[str, ...], Extended] = {(): alone}
 
         def bound(params: PyTree) -> Extended:
-            over = axes.bound()
-            if named or axes.averaged():
-                return _called(factory, given, None) if axes.averaged() else alone
+            over, averaged = axes.bound().names, axes.bound().averaged
+            if named or averaged:
+                return _called(factory, given, None) if averaged else alone
             if over not in known:
                 reduced = _reduced_inside(alone, params)
                 wanted = sorted(reduced) if over == axes.UNNAMED else over
@@ -130,7 +130,7 @@ def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
     """Refuse reductions other than a plain mean inside a window that averages gradients itself."""
     default, asked = given.signature.parameters, given.arguments.items()
     options = {name for name, x in asked if x != default[name].default} - {"axis_name", "divide"}
-    options |= {*tx.update.description.axes} - {*axes.bound(), *axes.UNNAMED}
+    options |= {*tx.update.description.axes} - {*axes.bound().names, *axes.UNNAMED}
     mean, allowed = tx.update.description.role == "mean", "'local' around all but all_reduce()"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
     hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
@@ -139,10 +139,10 @@ def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
 
 def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
     """Report the axes of a reduction to outer gates; refuse axes that are not bound."""
-    if axes.averaged():
+    if axes.bound().averaged:
         _require_mean(tx, who, given)
         return tx
-    bound, reduced, over = axes.bound(), _REDUCED.get(), tx.update.description.axes
+    bound, reduced, over = axes.bound().names, _REDUCED.get(), tx.update.description.axes
     fits, hint = set(over) <= set(bound), "Leave it out: the step binds its own axis."
     allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
     checks.require(free or fits, who, "axis_name", got=over, allowed=allowed, hint=hint)

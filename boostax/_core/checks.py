@@ -24,7 +24,6 @@ _ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goe
 # Notes on calls by argument, and the names by which users know the classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}
 _CALLS = {
-    "Layers.__init__": "Layers",
     "TrainStep": "step",
     "TrainStep.init": "step.init",
     "Oracle": "value_and_grad(loss_fn)",
@@ -190,7 +189,8 @@ def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundAr
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        who = _CALLS.get(factory.__qualname__.removesuffix(".__call__"), factory.__name__)
+        name = factory.__qualname__.removesuffix(".__call__").removesuffix(".__init__")
+        who = _CALLS.get(name, name.rpartition(".")[2])
         known = [x for x in signature.parameters.values() if x.name != "self"]
         wanted = [x.name for x in known if x.default is x.empty and "VAR" not in x.kind.name]
         shown, names = ", ".join(_SHOWN.get(x, x) for x in wanted), [x.name for x in known]

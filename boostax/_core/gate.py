@@ -38,7 +38,6 @@ from jax import lax
 from boostax._core import axes, checks, interpret, mismatch, norms, trees
 from boostax._core.describe import PyTree, Stepped
 from boostax._core.placement import settled
-from boostax._core.replicas import Swept, is_per_replica
 
 Extended = optax.GradientTransformationExtraArgs
 
@@ -225,40 +224,6 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     return jax.tree.unflatten(
         traced.structure, interpret.flow(traced.program, known, each, unite, none)
     )
-
-
-def applied(
-    tx: Any,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, Any],
-    counted: jax.Array | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Apply gradients like ``apply_gradients``, without its explanations of errors.
-
-    ``counted`` is described in ``Pending``.
-    """
-    apart = is_per_replica(grads) and not is_per_replica(params)
-    like, own = grads.local if apart else grads, params
-    if isinstance(grads, Swept):
-        like = grads.local.local if is_per_replica(grads.local) else grads.local
-    holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
-    if holes:
-        # Equinox's filters leave None for the gradient of a function in a module.
-        ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-        pick = lambda g, p: None if g is None else p  # noqa: E731
-        own = jax.tree.map(pick, like, params, is_leaf=ends)
-    gate = gate_of(tx)
-    if gate is not None:
-        pending = Pending(grads, counted=counted)
-        new, opt_state = gate.step(pending, opt_state, own, apply=True, **extra_args)
-    else:
-        tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
-        new = trees.applied(own, updates)
-    new = axes.placed_like(new, own)
-    return (trees.put_back(new, params) if holes else new), opt_state
 
 
 def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:

@@ -85,7 +85,7 @@ def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *gr
     require_order(who, call, grads=grads, opt_state=opt_state, params=params)
     wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_as_made(who, "opt_state", opt_state, wanted)
-    # The gradients of a loss that scans layers contain per-replica gradients.
+    # Gradients on a mesh are per-replica, or contain per-replica gradients.
     local = lambda x: local(x.local) if hasattr(x, "local") else x  # noqa: E731
     odd = {*trees.names([local(x) for x in grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."

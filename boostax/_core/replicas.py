@@ -49,37 +49,6 @@ class PerReplica(NamedTuple):
     local: PyTree
 
 
-class Swept(NamedTuple):
-    """Gradients of a loss that scans layers, some already reduced or applied; see ``train.Layers``.
-
-    Attributes:
-      local: gradients of all params outside the layers; a ``PerReplica`` in plain ``jit``.
-      sums: reduced gradients of the layers, a tree like the params; or ``()``.
-      done: the layers' params and state after the optimizer ran in the backward loop, or ``()``.
-    """
-
-    local: PyTree
-    sums: PyTree = ()
-    done: Any = ()
-
-    def as_row(self) -> "Swept":
-        """Return one replica's gradients with a leading dimension of size 1."""
-        return self._replace(local=PerReplica(as_row(self.local)))
-
-    def entered(self) -> PyTree:
-        """Return one replica's gradients without the leading dimension; ``done`` is kept."""
-        local = self.local.local if is_per_replica(self.local) else self.local
-        if self.sums:
-            either = lambda x, y: y if trees.is_masked(x) else x  # noqa: E731
-            local = jax.tree.map(either, local, self.sums, is_leaf=trees.is_masked)
-        return Swept(local, done=self.done) if self.done else local
-
-
-def as_row(tree: PyTree) -> PyTree:
-    """Return the arrays of one replica with a leading dimension, ``[1, ...]``."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
-
-
 # ``jax.tree`` functions call this for every node, so a C function is faster.
 is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
 

@@ -141,9 +141,8 @@ def adagc(
         whole = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
-            # In a loop over layers there is no global norm, because other layers' gradients do not
-            # exist.
-            total = size if axes.of_one_layer() else whole
+            # Where other leaves' gradients do not exist, there is no global norm.
+            total = size if axes.bound().partial else whole
             finite = jnp.isfinite(total)
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)
             by_leaf = jnp.where(past > 0, jnp.minimum(size, factor * past), size)

@@ -102,7 +102,7 @@ def all_reduce(
     dividing: Divide = divide if op == "mean" else "never"
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-        if axes.averaged():
+        if axes.bound().averaged:
             return updates, state
         axes.require_local(updates, names, who)
         if op == "sum":  # A mean of equal gradients is correct, a sum is not.

@@ -15,18 +15,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from boostax._core import axes, checks, mismatch, replicas, trees, types
 from boostax._core.describe import PyTree, asked, variants_of
-from boostax._core.gate import applied, outermost_passed, passed
+from boostax._core.gate import outermost_passed, passed
 from boostax._core.norms import all_finite
-from boostax._core.replicas import PerReplica, Swept, is_per_replica
+from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.transfer import own_rows
 from boostax._core.trees import Pruning
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
 from boostax.accumulate.window import AccumulateState, flush, require_weighted
 from boostax.precision.policy import Policy
+from boostax.train.apply import applied
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
-from boostax.train.oracle import Oracle
+from boostax.train.oracle import Gradients, Oracle, PlacedOracle
 from boostax.train.state import Placing, TrainState, metrics
 
 FreezeDriver = Literal["host", "switch"]
@@ -304,7 +305,11 @@ class Programs:
         self._where: Any = step.placing and step.shardings(state)
         if self._placement is not None:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
-        self._oracle = step.oracle.placed(local_types(state.params), self._placement, step.gather)
+        self._oracle, self._exact = step.oracle, ()
+        if isinstance(step.oracle, PlacedOracle):
+            types = local_types(state.params)
+            self._exact = step.oracle.gathers(types)
+            self._oracle = step.oracle.placed(types, self._placement, step.gather)
         self._kept = None if step.placing else _placed(state.params)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
@@ -404,13 +409,13 @@ class Programs:
             return lambda params: params
         # A carried leaf is not a weight, so it is not rounded.
         exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
-        exact = exact | dict.fromkeys(self._oracle.gathers(params))
+        exact = exact | dict.fromkeys(self._exact)
         return gathering("make_train_step", self._step.gather, self._placement, exact)
 
 
 def _mean_gradient(grads: PyTree) -> PyTree:
     """Return the gradient of the mean loss, in the units of the local gradients."""
-    wide = trees.at_least_float32(grads if isinstance(grads, Swept) else Swept(grads))
+    wide = trees.at_least_float32(grads if isinstance(grads, Gradients) else Gradients(grads))
     own = is_per_replica(wide.local)
     local = jax.tree.map(lambda g: g.mean(0), wide.local.local) if own else wide.local
     return wide._replace(local=local).entered()

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,13 +12,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, bcoo, checks, handshake, replicas, trees
-from boostax._core.gate import Pending, flush_inner, gate_of, gated
+from boostax._core.gate import GatedUpdate, Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, settled
-from boostax._core.replicas import PerReplica, PyTree, Swept, is_per_replica
+from boostax._core.replicas import PerReplica, PyTree, is_per_replica
 from boostax.accumulate.window import terms_of
-from boostax.train.layered import on_place
-from boostax.train.release import planned
-from boostax.train.stacks import Layers
+from boostax.precision.policy import Policy
+from boostax.train.oracle import Backward, Gradients, Oracle, planned
 
 _WHO = "on_mesh"
 
@@ -29,7 +29,7 @@ def on_mesh(
     *,
     axis_name: axes.AxisName | None = None,
     shard_optimizer: bool = False,
-    layers: Layers | str | None = None,
+    layers: Backward | str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run ``tx`` in plain ``jit`` on params with any sharding over a mesh.
 
@@ -91,11 +91,29 @@ def on_mesh(
     place = placement_of(_WHO, params, axis_name)
     if layers is None:
         return placed_on(tx, place, shard_optimizer)
-    tx, plan = planned(tx, layers, shard_optimizer)
-    made = placed_on(tx, place, shard_optimizer)
+    tx, make = planned(tx, layers, shard_optimizer)
     typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     types = jax.tree.map(typed, trees.arrays_alone(params))
-    return made._replace(update=on_place(made.update, plan, types, place))
+
+    def around(oracle: Oracle, policy: Policy | None) -> Oracle:
+        got, ours = (oracle.mesh, oracle.names), (place.mesh, place.names)
+        hint = "Pass value_and_grad the mesh and the axis of on_mesh: mesh=mesh, axis_name=..."
+        checks.require(got == ours, "value_and_grad", "mesh", got=got, allowed=f"{ours}", hint=hint)
+        return make(oracle, policy).placed(types, place, None)
+
+    made = placed_on(tx, place, shard_optimizer)
+    return made._replace(update=MeshUpdate(**vars(made.update), around=around))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeshUpdate(GatedUpdate):
+    """The ``update`` of an optimizer on a mesh with ``layers=``.
+
+    Attributes:
+      around: makes the gradient function from that of the whole loss and its policy.
+    """
+
+    around: Callable[[Oracle, Policy | None], Oracle]
 
 
 def placed_on(
@@ -124,8 +142,8 @@ def placed_on(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
-        swept = grads.raw if isinstance(grads.raw, Swept) else Swept(grads.raw)
-        raw = swept.local
+        parts = grads.raw if isinstance(grads.raw, Gradients) else Gradients(grads.raw)
+        raw = parts.local
         raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
         if bcoo.MODULE in sys.modules:
             bcoo.require_dense(raw.local, _WHO)
@@ -150,8 +168,8 @@ def placed_on(
         # Gradients are pinned to the params' shardings, so that XLA shards them where they are
         # computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
-        swept = grads._replace(raw=swept._replace(local=raw))
-        new, state = run(change, params, state, swept, arrays)
+        parts = grads._replace(raw=parts._replace(local=raw))
+        new, state = run(change, params, state, parts, arrays)
         return (trees.put_back(new, whole) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:

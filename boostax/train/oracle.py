@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient function, which returns scaled, local gradients of a loss."""
 
+import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, Literal, TypedDict, Unpack, overload
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import axes, checks, handshake, interpret, mismatch, placement, trees
-from boostax._core.replicas import PerReplica, Swept, as_row, is_per_replica
+from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.types import Grads, Params, Value
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
@@ -168,6 +169,33 @@ def value_and_grad(
     return around(made, precision)  # pyright: ignore[reportOptionalCall]
 
 
+class Gradients(NamedTuple):
+    """The gradients of a step in which some leaves are averaged, or updated, already.
+
+    Attributes:
+      local: gradients of each replica; a ``PerReplica`` in plain ``jit``. The leaves of the other
+        fields are an ``optax.MaskedNode``.
+      averaged: gradients that are averaged over the replicas, a tree like the params; or ``()``.
+      applied: new params and optimizer state that the backward pass computed; or ``()``.
+    """
+
+    local: PyTree
+    averaged: PyTree = ()
+    applied: Any = ()
+
+    def as_row(self) -> "Gradients":
+        """Return one replica's gradients with a leading dimension of size 1."""
+        return self._replace(local=PerReplica(_as_row(self.local)))
+
+    def entered(self) -> PyTree:
+        """Return one replica's gradients without that dimension; ``applied`` is kept."""
+        local = self.local.local if is_per_replica(self.local) else self.local
+        if self.averaged:
+            either = lambda x, y: y if trees.is_masked(x) else x  # noqa: E731
+            local = jax.tree.map(either, local, self.averaged, is_leaf=trees.is_masked)
+        return Gradients(local, applied=self.applied) if self.applied else local
+
+
 @dataclasses.dataclass(frozen=True)
 class Oracle(Generic[Value, Params, Grads]):
     """The gradient function that ``value_and_grad`` returns.
@@ -194,26 +222,12 @@ class Oracle(Generic[Value, Params, Grads]):
     mesh: Mesh | None = None
     watch: Callable[[list[str]], None] | None = None
 
-    def placed(self, types: PyTree, place: Any, wire: str | None) -> "Oracle":
-        """Return the gradient function for params of these types and this placement."""
-        return self
+    def inputs(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, Gradients]:
+        """Return what ``local`` differentiates, with the specs of it and of its gradients.
 
-    def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the arguments that ``swept`` differentiates, and their specs, if it has layers."""
-        return params, None
-
-    def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
-        """Return the specs of a ``Swept``'s fields besides local gradients."""
-        return ()
-
-    def swept(self, params: PyTree, *args: Any) -> tuple[Any, Swept]:
-        """Return loss, aux and gradients of one replica; for the arguments see ``_local``."""
-        value, grads = self._local(params, *args)
-        return value, Swept(grads)
-
-    def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that this function gathers itself."""
-        return ()
+        The first specs are ``None`` for params that each replica gets unsharded, or has itself.
+        """
+        return params, None, Gradients(PartitionSpec(self.names))
 
     @property
     def reads(self) -> bool:
@@ -223,6 +237,11 @@ class Oracle(Generic[Value, Params, Grads]):
     def judge(self, program: Any, trained: PyTree) -> None:
         """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
         _require_own(program, self.names)
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas, where their axes are bound."""
+        return axes.size(self.names) if self.names else 1
 
     @property
     def rows(self) -> PartitionSpec:
@@ -265,32 +284,31 @@ class Oracle(Generic[Value, Params, Grads]):
         given = _given(kwargs | {"scales": scales})
         apart = terms_of(opt_state)
         with handshake.scaling(opt_state):
-            params, specs = self.entering(params, opt_state)
+            params, specs, of_grads = self.inputs(params, opt_state)
             if self.mesh is None:
-                value, swept = self.swept(params, given_batch, scale, given, active, rules, apart)
-                return value, trees.without_gradient(swept.entered(), said)
+                value, grads = self.local(params, given_batch, scale, given, active, rules, apart)
+                return value, trees.without_gradient(grads.entered(), said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
             given_aux: PyTree = Aux()
 
             def each(
                 params: PyTree, batch: PyTree, given: dict[str, Any], scale: jax.Array, at: Any
-            ) -> tuple[Any, PyTree, Swept]:
+            ) -> tuple[Any, PyTree, Gradients]:
                 nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else Choice(at, options)
-                value, swept = self.swept(params, batch, scale, given, chosen, rules, apart)
+                value, grads = self.local(params, batch, scale, given, chosen, rules, apart)
                 loss, given_aux = value
-                return (loss, as_aux(given_aux)), as_row(own_of(given_aux)), swept.as_row()
+                return (loss, as_aux(given_aux)), _as_row(own_of(given_aux)), grads.as_row()
 
-            local = PartitionSpec(self.names)
-            handed = PartitionSpec(), local, Swept(local, *self.leaving(specs))
+            handed = PartitionSpec(), PartitionSpec(self.names), of_grads
             run = self._mapped(each, handed, specs)
-            (loss, told), own, swept = run(params, given_batch, given, scale, at)
+            (loss, told), own, grads = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        said = said if said is True else Swept(PerReplica(said))
-        swept = trees.without_gradient(swept, said)
-        return (loss, aux), swept if any(swept[1:]) else swept.local
+        said = said if said is True else Gradients(PerReplica(said))
+        grads = trees.without_gradient(grads, said)
+        return (loss, aux), grads if any(grads[1:]) else grads.local
 
     def loss_at(self, batch: PyTree, /, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """Return the loss of a batch as a function of the params."""
@@ -303,7 +321,7 @@ class Oracle(Generic[Value, Params, Grads]):
         loss = placement.differentiable(*both, args)
         return lambda params: loss(trees.aside(params))
 
-    def _local(
+    def local(
         self,
         params: PyTree,
         batch: PyTree,
@@ -312,14 +330,14 @@ class Oracle(Generic[Value, Params, Grads]):
         active: PyTree,
         rules: carried.Rules,
         apart: tuple[str, ...] | None = None,
-    ) -> tuple[Any, PyTree]:
+        /,
+    ) -> tuple[Any, Gradients]:
         """Return one replica's loss, aux and gradient; with ``apart``, a gradient per term."""
         hint = "boostax.states.enter_replica(params).local is."
         got, fits = type(params).__name__, not is_per_replica(params)
         checks.require(fits, _WHO, "params", got=got, allowed="those of this replica", hint=hint)
         active, names = _active(active, params), self.names
         mismatch.require_trainable(_WHO, _trained(params, active))
-        replicas = axes.size(names) if names else 1
 
         def evaluate(params: PyTree, rows: PyTree, counts: Any, scale: Any, /, **given: Any) -> Any:
             """Return the loss and the gradient of one micro-batch."""
@@ -327,7 +345,7 @@ class Oracle(Generic[Value, Params, Grads]):
             def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
                 result = self._loss_and_aux(trained, params, rows, given, scale)
                 loss, by_term, aux = auxiliary.of_slice(
-                    result, counts, apart, replicas / self._slices(batch)
+                    result, counts, apart, self.replicas / self._slices(batch)
                 )
                 # In a typed map a loss that is averaged over the replicas is typed as equal, and
                 # its gradient would be 1/n of the gradient in an untyped map.
@@ -359,9 +377,9 @@ class Oracle(Generic[Value, Params, Grads]):
             grads = jax.tree.map(lambda g: g * parts, grads)
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
-        aux = auxiliary.reported(aux, terms, replicas)
+        aux = auxiliary.reported(aux, terms, self.replicas)
         grads = carried.put(grads, new)
-        return (loss, aux), grads
+        return (loss, aux), Gradients(grads)
 
     def _sliced(
         self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, more: Any = (), **how: Any
@@ -391,7 +409,7 @@ class Oracle(Generic[Value, Params, Grads]):
     def _slices(self, batch: PyTree) -> int:
         """Return the number of micro-batches of all replicas."""
         count = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
-        return count * (axes.size(self.names) if self.names else 1)
+        return count * self.replicas
 
     def _loss_and_aux(
         self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any, scale: Any = None
@@ -433,8 +451,9 @@ class Oracle(Generic[Value, Params, Grads]):
 
     def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
         """Return the gradient of the loss, averaged over the replicas."""
-        _, grads = self._local(params, batch, jnp.ones(()), given, True, {})
-        return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads))
+        _, grads = Oracle.local(self, params, batch, jnp.ones(()), given, True, {})
+        wide = trees.at_least_float32(grads.local)
+        return jax.tree.map(lambda g: axes.mean(g, self.names), wide)
 
     def _mapped(
         self, fn: Callable[..., Any], out_specs: Any, of_params: Any = None
@@ -473,6 +492,49 @@ class Oracle(Generic[Value, Params, Grads]):
             return (mapped if traced else jax.jit(mapped))(*args)
 
         return run
+
+
+class PlacedOracle(Oracle, abc.ABC):
+    """A gradient function that gathers some params itself, so it needs their placement."""
+
+    @abc.abstractmethod
+    def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
+        """Return the function for params of these types and placement, gathered in ``wire``."""
+
+    @abc.abstractmethod
+    def gathers(self, params: PyTree) -> tuple[str, ...]:
+        """Return the names of the params that this function gathers itself."""
+
+
+# Makes a gradient function from that of the whole loss and its policy.
+Around = Callable[[Oracle, Policy | None], PlacedOracle]
+
+
+class Backward(abc.ABC):
+    """What ``layers=`` takes, work in the backward pass: the base of ``boostax.train.Layers``."""
+
+    @abc.abstractmethod
+    def planned(
+        self, tx: optax.GradientTransformation, shard_optimizer: bool
+    ) -> tuple[optax.GradientTransformation, Around]:
+        """Return the optimizer of a step with this work, and what makes its gradient function."""
+
+
+def planned(
+    tx: optax.GradientTransformation, layers: Backward | str, shard_optimizer: bool
+) -> tuple[optax.GradientTransformation, Around]:
+    """Return what ``layers=`` makes of a step; a string is the path of stacked layers."""
+    if isinstance(layers, str):
+        # This module is loaded before the package has all its names.
+        from boostax.train import Layers
+
+        layers = Layers(layers)
+    return layers.planned(tx, shard_optimizer)
+
+
+def _as_row(tree: PyTree) -> PyTree:
+    """Return the arrays of one replica with a leading dimension, ``[1, ...]``."""
+    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
 def _require_own(program: Any, names: tuple[str, ...]) -> None:

@@ -17,10 +17,7 @@ from boostax.accumulate.aux import as_metrics
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
-from boostax.train.layered import layered
-from boostax.train.oracle import value_and_grad
-from boostax.train.release import planned
-from boostax.train.stacks import Layers
+from boostax.train.oracle import Backward, planned, value_and_grad
 
 PyTree = Any
 # The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
@@ -42,7 +39,7 @@ def make_train_step(
     freeze_driver: FreezeDriver = "host",
     shard_optimizer: bool = False,
     gather: Gather | None = None,
-    layers: Layers | str | None = None,
+    layers: Backward | str | None = None,
 ) -> TrainStep:
     """Make a jitted, donating train step over one device or the axes of a mesh.
 
@@ -130,11 +127,10 @@ def make_train_step(
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
     how |= {"shard_optimizer": shard_optimizer, "gather": gather}
     if layers is not None:
-        hint = "Blocks of int8 are of whole arrays."
-        allowed = "'bfloat16' with layers="
+        hint, allowed = "Blocks of int8 are of whole arrays.", "'bfloat16' with layers="
         checks.require(gather != "int8", who, "gather", got=gather, allowed=allowed, hint=hint)
-        tx, plan = planned(tx, layers, shard_optimizer)
-        oracle = layered(plan, oracle, rules)
+        tx, around = planned(tx, layers, shard_optimizer)
+        oracle = around(oracle, rules)
     step = TrainStep(tx, oracle, mesh, names, slices, **how)
     watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))

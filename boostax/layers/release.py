@@ -9,9 +9,9 @@ import optax
 
 from boostax._core import axes, checks, gate
 from boostax._core.describe import Stepped, asked, describe
-from boostax._core.replicas import Swept
 from boostax.chain.parts import REDUCTIONS, read, rows
-from boostax.train.stacks import Layers, Plan
+from boostax.layers.stacks import Stacked
+from boostax.train.oracle import Gradients
 
 PyTree = Any
 _WHO = "Layers"
@@ -62,7 +62,7 @@ class Released(NamedTuple):
 
 
 def released(
-    tx: optax.GradientTransformation, layers: Layers
+    tx: optax.GradientTransformation, layers: Stacked
 ) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` in a form that takes the stacks' updates from the backward loop."""
     inner = optax.with_extra_args_support(tx)
@@ -72,7 +72,7 @@ def released(
         layers.require_stacked(params)
         _require_apart(inner, params)
         rest = gate.init_inner(inner, layers.split(params)[0])
-        stacks = layers.first_states(tx, params, axes.bound())
+        stacks = layers.first_states(tx, params, axes.bound().names)
         return LayersState(stacks, rest, jnp.asarray(True), jnp.zeros((), jnp.int32))
 
     @describe("layers", "storage", inner={"rest": tx}, what="Update layers in the backward loop")
@@ -80,12 +80,11 @@ def released(
         grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         hint = "Make them by boostax.value_and_grad(loss, mesh=mesh, layers=tx)."
-        swept, fits = grads.raw, isinstance(grads.raw, Swept)
-        allowed = "those of scan_layers"
-        checks.require(fits, "layers", "gradients", got="others", allowed=allowed, hint=hint)
-        new: Released = swept.done
+        got = None if isinstance(grads.raw, Gradients) else "others"
+        checks.absent("layers", "gradients", got, "those of scan_layers", hint)
+        new: Released = grads.raw.applied
         head = layers.split(params)[0]
-        grads = grads._replace(raw=swept.local)
+        grads = grads._replace(raw=grads.raw.local)
         made = gate.run(inner, grads, state.rest, head, apply=True, extra=extra)
         # A branch around the params would contain the backward pass, for which a GPU copies the
         # params.
@@ -99,37 +98,21 @@ def released(
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
-def planned(
-    tx: optax.GradientTransformation, layers: Layers | str, shard_optimizer: bool
-) -> tuple[optax.GradientTransformation, Plan]:
-    """Return the optimizer for a step with ``layers=``, and the plan of its layers."""
-    layers = Layers(layers) if isinstance(layers, str) else layers
-    fits, hint = not (shard_optimizer and layers.release), "Shard the params of the layers (FSDP)."
-    allowed = "False with release=True"
-    checks.require(fits, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
-    if not layers.once:
-        _require_mean(tx)
-    return released(tx, layers) if layers.release else tx, Plan(layers, tx)
-
-
 def _require_by_layer(tx: optax.GradientTransformation) -> None:
     """Refuse parts that need all gradients, several calls, or the loss."""
     needed = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
     hint = "Layers are updated before the loss is returned: leave release= out."
-    allowed = "an optimizer without them with release=True"
-    got = f"one that asks for {needed}"
-    checks.require(not needed, _WHO, "tx", got=got, allowed=allowed, hint=hint)
-    gates = [row.part.name for row in rows(read(tx)) if row.role in _REFUSED]
+    got = f"one that asks for {needed}" if needed else None
+    checks.absent(_WHO, "tx", got, "an optimizer without them with release=True", hint)
+    got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
     hint = "A layer's gradient is gone when the next one exists."
-    got, allowed = " around ".join(gates), "an optimizer without gates with release=True"
-    checks.require(not gates, _WHO, "tx", got=got, allowed=allowed, hint=hint)
+    checks.absent(_WHO, "tx", got or None, "an optimizer without gates with release=True", hint)
 
 
-def _require_mean(tx: optax.GradientTransformation) -> None:
+def require_mean(tx: optax.GradientTransformation) -> None:
     """Refuse reductions other than a plain mean, because the loop averages gradients."""
     for row in rows(read(tx)):
-        asked = {x: row.part.settings.get(x) for x in ("clip", "wire", "decay")}
-        options = [name for name, x in asked.items() if x is not None]
+        options = [x for x in ("clip", "wire", "decay") if row.part.settings.get(x) is not None]
         fits = row.role not in REDUCTIONS or (row.part.name == "all_reduce" and not options)
         got, hint = (row.part.name, *options), "The loop averages gradients: boostax.all_reduce()."
         allowed = "one with the plain mean where layers are reduced in the loop"
@@ -138,7 +121,7 @@ def _require_mean(tx: optax.GradientTransformation) -> None:
 
 def _require_apart(tx: gate.Extended, params: PyTree) -> None:
     """Refuse an optimizer whose update of a leaf depends on other leaves' gradients."""
-    with axes.binding(axes.ONE_LAYER + axes.bound()):
+    with axes.binding(axes.bound().names, averaged=True, partial=True):
         found = jax.tree.leaves(gate.sources(tx, params)[0])
     fits = all(facts <= {i} for i, facts in enumerate(found))
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."

@@ -2,29 +2,29 @@
 """The gradient function of a step whose loss scans layers, with work in the backward loop.
 
 The loop sums a stack's gradients, unsharded or in the shards of the params, or runs the stack's
-optimizer. See ``boostax.train.layers`` for the loop, and ``boostax.train.stacks`` for the stacks.
+optimizer. See ``boostax.layers.scan`` for the loop, and ``boostax.layers.stacks`` for the stacks.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks, gate, handshake, norms, placement, trees
+from boostax._core import axes, checks, handshake, norms, placement, trees
 from boostax._core.placement import Placement
-from boostax._core.replicas import Swept, is_per_replica
+from boostax._core.replicas import is_per_replica
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import as_aux, drop_empty
+from boostax.layers.release import LayersState, Released, released, require_mean
+from boostax.layers.scan import Run, Sink, Stack, received, require_scanned, sent, showing
+from boostax.layers.stacks import Arrays, Plan, Stacked, masked, zeros
 from boostax.precision.policy import Policy, autocast
-from boostax.train.layers import Run, Sink, Stack, received, require_scanned, sent, showing
-from boostax.train.oracle import Oracle
-from boostax.train.release import LayersState, Released
-from boostax.train.stacks import Arrays, Layers, Plan, masked, zeros
+from boostax.train.oracle import Around, Backward, Gradients, Oracle, PlacedOracle
 
 PyTree = Any
 Stacks = dict[str, Arrays]
@@ -32,14 +32,14 @@ _WHO = "Layers"
 
 
 @dataclasses.dataclass(frozen=True)
-class LayeredOracle(Oracle):
+class LayeredOracle(PlacedOracle):
     """The gradient function of a step with ``layers=``.
 
     Attributes:
       plan: the layers.
     """
 
-    plan: Any = None
+    plan: Plan = dataclasses.field(kw_only=True)
 
     def placed(self, types: PyTree, place: Placement | None, wire: str | None) -> "LayeredOracle":
         """Return the gradient function for params of these types and this placement."""
@@ -48,46 +48,40 @@ class LayeredOracle(Oracle):
         plan.cuts  # noqa: B018, it refuses layers that are sharded along their number
         return dataclasses.replace(self, plan=plan)
 
-    def entering(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return params and the states of released layers, and the specs of their shards."""
-        plan: Plan = self.plan
-        own, hint = is_per_replica(params), "Its layers would be gathered from other replicas."
-        got = "those of each replica"
-        checks.require(not own, _WHO, "params", got=got, allowed="common with layers=", hint=hint)
+    def inputs(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, Gradients]:
+        """Return params and the states of released layers, with specs; see ``Oracle.inputs``."""
+        hint = "Its layers would be gathered from other replicas."
+        got = "those of each replica" if is_per_replica(params) else None
+        checks.absent(_WHO, "params", got, "common with layers=", hint)
         # An optimizer's state keeps the nodes of its params, which may be Variables of NNX.
         states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
+        local = Gradients(PartitionSpec(self.names))
         if self.mesh is None:
-            return (params, states), None
-        (head, stacks), (_, of_stacks) = map(plan.layers.split, (params, plan.specs(params)))
-        of_head = jax.tree.map(lambda _: PartitionSpec(), head)
+            return (params, states), None, local
+        plan, layers = self.plan, self.plan.layers
+        (head, stacks), (_, of_stacks) = map(layers.split, (params, plan.specs(params)))
+        whole: Any = PartitionSpec()
         of_states = {k: plan.specs(x) for k, x in states.items()}
-        params = plan.layers.joined(placement.gathered(self.mesh, self.names, head), stacks)
-        return (params, states), (plan.layers.joined(of_head, of_stacks), of_states)
-
-    def leaving(self, specs: PyTree) -> tuple[PyTree, ...]:
-        """Return the specs of a ``Swept``'s fields besides local gradients."""
-        layers: Layers = self.plan.layers
-        if layers.once:
-            return ()
-        head, of_stacks = layers.split(specs[0])
+        params = layers.joined(placement.gathered(self.mesh, self.names, head), stacks)
+        specs = layers.joined(jax.tree.map(lambda _: whole, head), of_stacks), of_states
         if layers.release:
-            whole: Any = PartitionSpec()
-            return (), Released(of_stacks, specs[1], whole, whole)
-        return (layers.joined(masked(head), of_stacks),)
+            local = local._replace(applied=Released(of_stacks, of_states, whole, whole))
+        elif not layers.once:
+            local = local._replace(averaged=layers.joined(masked(head), of_stacks))
+        return (params, states), specs, local
 
-    def swept(self, params: PyTree, *args: Any) -> tuple[Any, Swept]:
-        """Return loss, aux and gradients of one replica; for the arguments see ``_local``."""
+    def local(self, params: PyTree, *args: Any) -> tuple[Any, Gradients]:
+        """Return loss, aux and gradients of one replica; for the arguments see ``Oracle.local``."""
         batch, scale, given, active, rules, _ = args
         hint = "A frozen layer's gradient would be computed in the loop."
-        allowed = "None with freezing"
-        got = "a frozen stack"
-        checks.require(active is True, _WHO, "layers", got=got, allowed=allowed, hint=hint)
+        got = None if active is True else "a frozen stack"
+        checks.absent(_WHO, "layers", got, "None with freezing", hint)
         params, states = params
         rules = carried.resolve(rules, params)
         allowed, hint = "None with boostax.carry", "A carried leaf's cotangent is no gradient."
         checks.require(not rules, _WHO, "layers", got=[*rules][:3], allowed=allowed, hint=hint)
         head, stacks = self.plan.layers.split(params)
-        return _Sweep(self, stacks, states, batch).run(head, given, scale)
+        return _Sweep(self, self.plan, stacks, states, batch).run(head, given, scale)
 
     @property
     def reads(self) -> bool:
@@ -112,30 +106,22 @@ class _Sweep:
 
     Attributes:
       oracle: the gradient function.
+      plan: the layers.
       given: the params of the stacks, as stored on the device.
       states: with ``release``, the states of the stacks' layers.
       batch: the batch of this replica.
     """
 
     oracle: LayeredOracle
+    plan: Plan
     given: Stacks
     states: dict[str, PyTree]
     batch: PyTree
 
     @functools.cached_property
-    def plan(self) -> Plan:
-        """The layers."""
-        return self.oracle.plan
-
-    @functools.cached_property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return axes.size(self.plan.names) if self.plan.names else 1
-
-    @functools.cached_property
     def slices(self) -> int:
         """The number of micro-batches of this replica."""
-        return self.oracle._slices(self.batch) // self.replicas
+        return self.oracle._slices(self.batch) // self.oracle.replicas
 
     @functools.cached_property
     def stacks(self) -> Stacks:
@@ -145,7 +131,7 @@ class _Sweep:
 
     def run(
         self, head: PyTree, given: dict[str, Any], scale: jax.Array
-    ) -> tuple[tuple[jax.Array, PyTree], Swept]:
+    ) -> tuple[tuple[jax.Array, PyTree], Gradients]:
         """Return loss, aux and gradients; with ``once`` the stacks' gradients are local."""
         names, layers, oracle = self.plan.names, self.plan.layers, self.oracle
         # The loss gets zeros in place of the layers.
@@ -162,19 +148,19 @@ class _Sweep:
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
         weight = as_aux(aux).weight
-        aux = auxiliary.reported(aux, terms, self.replicas)
+        aux = auxiliary.reported(aux, terms, oracle.replicas)
         if layers.once:
-            return (loss, aux), Swept(grads)
+            return (loss, aux), Gradients(grads)
         if not layers.release:
             # The mean of the weighted sums over the replicas is divided by the mean of the weights.
             total = self.slices if weight is None else weight
             sums = {k: _mean(x, total) for k, x in sinks.items()}
-            return (loss, aux), Swept(grads, layers.joined(masked(head), sums))
+            return (loss, aux), Gradients(grads, layers.joined(masked(head), sums))
         new = {k: received(x.bits, self.states[k]) for k, x in sinks.items()}
         params = {k: x.params for k, x in sinks.items()}
         skipped = jnp.stack([x.skipped.sum() for x in sinks.values()]).sum()
         done = Released(params, new, finite, skipped.astype(jnp.int32))
-        return (loss, aux), Swept(grads, done=done)
+        return (loss, aux), Gradients(grads, applied=done)
 
     def sinks(self) -> dict[str, PyTree]:
         """Return the initial sinks of the backward loop."""
@@ -235,7 +221,7 @@ class _Sweep:
         if not self.plan.layers.release:
             return local
         total = auxiliary.total(local, self.plan.names)
-        return local * self.replicas / jnp.where(total > 0, total, 1)
+        return local * self.oracle.replicas / jnp.where(total > 0, total, 1)
 
     def traced(self, sinks: Any, factor: Any) -> Run:
         """Return the stacks for a trace of the loss; without sinks, for a forward pass."""
@@ -287,9 +273,8 @@ def _weighed(g: jax.Array, factor: jax.Array | None) -> jax.Array:
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
     """Return a gradient function that runs layers; its params are set later by ``placed``."""
     hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
-    fits = oracle.count == 1 or not plan.layers.release
-    allowed = "1 with release=True"
-    checks.require(fits, _WHO, "microbatches", got=oracle.count, allowed=allowed, hint=hint)
+    got = oracle.count if plan.layers.release and oracle.count != 1 else None
+    checks.absent(_WHO, "microbatches", got, "1 with release=True", hint)
 
     @functools.wraps(oracle.loss_fn)
     def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
@@ -301,26 +286,46 @@ def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
     return LayeredOracle(**fields, plan=dataclasses.replace(plan, policy=policy))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayeredUpdate(gate.GatedUpdate):
-    """The ``update`` of an optimizer on a mesh, with the plan of its layers.
+@dataclasses.dataclass(frozen=True)
+class Layers(Stacked, Backward):
+    """Options for stacked layers that a loss scans with ``boostax.train.scan_layers``.
 
     Attributes:
-      around: returns a gradient function that runs the layers, from a plain gradient function and
-        its policy.
+      path: the path of the stacked params, such as ``"decoder/blocks"``, or several paths.
+      weights: when to gather params that are sharded over the replicas (FSDP). ``"once"`` gathers
+        them once per call, in the dtype in which the loss computes, sums unsharded gradients on
+        each device and leaves the reduction to the optimizer. ``"by layer"`` gathers each layer
+        before its computation, in both passes, and reduce-scatters its gradient immediately, so
+        that a device has only one gathered layer besides its shards; the reduction is the plain
+        mean.
+      release: whether to run the stacks' optimizer in the backward loop, layer by layer, so that
+        only one layer's gradient exists at a time. Weights are then gathered by layer.
+
+    Raises:
+      ValueError: an unknown value of ``weights``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> def loss(params, x):
+      ...   layer = lambda x, w: (jnp.tanh(x * w), None)
+      ...   return boostax.train.scan_layers(layer, x, params["layers"])[0].sum()
+      >>> layers = boostax.train.Layers("layers", release=True)
+      >>> step = boostax.make_train_step(loss, optax.sgd(0.1), layers=layers)
+      >>> state, metrics = step(step.init({"layers": jnp.ones(3)}), jnp.ones(4))
+      >>> int(metrics["skipped_layers"])
+      0
     """
 
-    around: Callable[[Oracle, Policy | None], Oracle]
+    def planned(
+        self, tx: optax.GradientTransformation, shard_optimizer: bool
+    ) -> tuple[optax.GradientTransformation, Around]:
+        """Return the optimizer of a step with layers, and what makes its gradient function."""
+        hint, got = "Shard the params of the layers (FSDP).", shard_optimizer and self.release
+        checks.absent(_WHO, "shard_optimizer", got or None, "False with release=True", hint)
+        if not self.once:
+            require_mean(tx)
+        plan = Plan(self, tx)
+        return released(tx, self) if self.release else tx, functools.partial(layered, plan)
 
 
-def on_place(update: Any, plan: Plan, types: PyTree, place: Placement) -> LayeredUpdate:
-    """Return the ``update`` of an optimizer on a mesh, for params of these types and placement."""
-
-    def around(oracle: Oracle, policy: Policy | None) -> Oracle:
-        got, wanted = (oracle.mesh, oracle.names), (place.mesh, place.names)
-        hint = "Pass value_and_grad the mesh and the axis of on_mesh: mesh=mesh, axis_name=..."
-        allowed = f"{wanted}"
-        checks.require(got == wanted, "value_and_grad", "mesh", got=got, allowed=allowed, hint=hint)
-        return layered(plan, oracle, policy).placed(types, place, None)
-
-    return LayeredUpdate(update.step, update.flush, around, init=update.init)
+Layers.__init__ = checks.arguments(Layers.__init__)

@@ -16,6 +16,7 @@ from boostax._core import axes, checks, gate, interpret, replicas, trees
 from boostax._core.placement import Placement
 from boostax.precision.entries import BY_ELEMENT
 from boostax.precision.policy import Policy
+from boostax.train.apply import applied
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -28,34 +29,8 @@ Cut = Sequence[tuple[int, tuple[str, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers:
-    """Options for stacked layers that a loss scans with ``boostax.train.scan_layers``.
-
-    Attributes:
-      path: the path of the stacked params, such as ``"decoder/blocks"``, or several paths.
-      weights: when to gather params that are sharded over the replicas (FSDP). ``"once"`` gathers
-        them once per call, in the dtype in which the loss computes, sums unsharded gradients on
-        each device and leaves the reduction to the optimizer. ``"by layer"`` gathers each layer
-        before its computation, in both passes, and reduce-scatters its gradient immediately, so
-        that a device has only one gathered layer besides its shards; the reduction is the plain
-        mean.
-      release: whether to run the stacks' optimizer in the backward loop, layer by layer, so that
-        only one layer's gradient exists at a time. Weights are then gathered by layer.
-
-    Raises:
-      ValueError: an unknown value of ``weights``.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp, optax
-      >>> def loss(params, x):
-      ...   layer = lambda x, w: (jnp.tanh(x * w), None)
-      ...   return boostax.train.scan_layers(layer, x, params["layers"])[0].sum()
-      >>> layers = boostax.train.Layers("layers", release=True)
-      >>> step = boostax.make_train_step(loss, optax.sgd(0.1), layers=layers)
-      >>> state, metrics = step(step.init({"layers": jnp.ones(3)}), jnp.ones(4))
-      >>> int(metrics["skipped_layers"])
-      0
-    """
+class Stacked:
+    """The fields of ``boostax.train.Layers``, and which params belong to its stacks."""
 
     path: str | tuple[str, ...] = "layers"
     weights: Weights = "by layer"
@@ -124,11 +99,8 @@ class Layers:
             return gate.init_inner(tx, self.alone(params, name, leaves))
 
         stacks = self.split(params)[1]
-        with axes.binding(axes.ONE_LAYER + names):
+        with axes.binding(names, averaged=True, partial=True):
             return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
-
-
-Layers.__init__ = checks.arguments(Layers.__init__)
 
 
 def masked(tree: PyTree) -> PyTree:
@@ -141,7 +113,7 @@ class Plan:
     """The layers of a step on its mesh.
 
     Attributes:
-      layers: see ``Layers``.
+      layers: see ``boostax.train.Layers``.
       tx: the optimizer, for ``release``.
       policy: the precision policy.
       place: the placement of the params; ``None`` without a mesh.
@@ -149,7 +121,7 @@ class Plan:
       types: the types of the params.
     """
 
-    layers: Layers
+    layers: Stacked
     tx: optax.GradientTransformation
     policy: Policy | None = None
     place: Placement | None = None
@@ -256,8 +228,8 @@ class Plan:
             grads, params = (list(map(joined, x, self.cuts[name])) for x in (grads, params))
             state = treedef.unflatten(map(joined, leaves, self.state_cuts[name]))
         tree = functools.partial(self.layers.alone, self.types, name)
-        with axes.binding(axes.ONE_LAYER + self.names):
-            new, state = gate.applied(self.tx, tree(grads), state, tree(params), {})
+        with axes.binding(self.names, averaged=True, partial=True):
+            new, state = applied(self.tx, tree(grads), state, tree(params), {})
         if not self.gathers_state[name]:
             return jax.tree.leaves(new), state
         params = list(map(_own, jax.tree.leaves(new), self.cuts[name]))
@@ -299,8 +271,8 @@ def _own(x: jax.Array, cut: Cut) -> jax.Array:
 
 def _by_entry(tx: optax.GradientTransformation, layer: PyTree, names: tuple[str, ...]) -> bool:
     """Return whether an optimizer is elementwise in a layer's params."""
-    update = lambda g, s, w: gate.applied(tx, g, s, w, {})  # noqa: E731
-    with axes.binding(axes.ONE_LAYER + names):
+    update = lambda g, s, w: applied(tx, g, s, w, {})  # noqa: E731
+    with axes.binding(names, averaged=True, partial=True):
         state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(zeros, layer)))
         program = jax.make_jaxpr(update)(layer, state, layer)
 

@@ -175,9 +175,8 @@ def require_scanned(program: Any, shown: Sequence[bool]) -> None:
     either = lambda eqn, facts: [any(facts)] * len(eqn.outvars)  # noqa: E731
     used = interpret.flow(program, [*shown], either, any, False)
     hint = "No gradient would arrive there: move it into the body, or leave layers= out."
-    fits = not any(used)
-    allowed = "used in scan_layers alone"
-    checks.require(fits, _WHO, "params of layers", got="used outside", allowed=allowed, hint=hint)
+    got = "used outside" if any(used) else None
+    checks.absent(_WHO, "params of layers", got, "used in scan_layers alone", hint)
 
 
 def showing(params: PyTree) -> PyTree:
