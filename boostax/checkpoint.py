@@ -3,26 +3,29 @@
 
 import asyncio
 import copy
+import functools
 import json
 import pathlib
 import shutil
 import sys
 import zlib
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import boostax
 from boostax._core import checks, copies, mismatch, replicas, transfer, trees, types
+from boostax._core.types import PyTree
 from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
-PyTree = Any
 _WHO = "Checkpointer"
 # Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
@@ -105,7 +108,7 @@ class Checkpointer:
         leaves = _require_arrays("state", state, lambda leaf: isinstance(leaf, jax.Array))
         mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
         replicas.require_stacked(_WHO, state)
-        copies.require_equal(_WHO, state)
+        _require_equal(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": mismatch.parts(state), "versions": versions}
@@ -198,8 +201,8 @@ class Checkpointer:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
         # On CPU restored arrays share the host's memory, which XLA does not donate.
-        own = lambda x: jax.device_put(x, x.sharding, may_alias=False)  # noqa: E731
-        return jax.tree.map(own, state), record["meta"]
+        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
+        return state, record["meta"]
 
     def close(self) -> None:
         """Wait for the last save and release the directory."""
@@ -312,8 +315,7 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
     named = {field for name in was.keys() - now.keys() for field in name.split("/")}
     saved = record.get("parts", [part for field, part in _FIELDS.items() if field in named])
-    versions = record.get("versions", {"boostax": "0.2 or before"})
-    by = ", ".join(map(" ".join, versions.items()))
+    by = ", ".join(map(" ".join, record.get("versions", {"boostax": "0.2 or before"}).items()))
     if saved != parts and (saved or "parts" in record):
         rows = {x: checks.replacement(f"boostax.{x}") or "" for x in saved if x not in parts}
         gone = " ".join(f"{name}: {text}" for name, text in rows.items() if " gone" in text)
@@ -369,3 +371,31 @@ def _checksum(leaf: jax.Array) -> jax.Array:
 def _text_checksum(record: dict[str, Any]) -> int:
     """Return the checksum of a JSON record."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _require_equal(who: str, state: PyTree) -> None:
+    """Refuse arrays whose copies differ between devices of this mesh.
+
+    Cost: one read of the state on its devices, and 8 bytes sent by each device.
+    """
+    meshes: dict[Any, dict[str, jax.Array]] = {}
+    for name, x in trees.named(state):
+        at = getattr(x, "sharding", None)
+        if isinstance(at, NamedSharding) and len(at.device_set) > 1:
+            # Arrays in host memory are left out.
+            if at.memory_kind in (None, next(iter(at.device_set)).default_memory().kind):
+                meshes.setdefault(at.mesh, {})[name] = x
+    hint = "Other bits stand there than on the other devices. Go back to a checkpoint; or, where "
+    hint += "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
+    for mesh, arrays in meshes.items():
+        specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
+        found = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True)).culprits
+        rows = zip(arrays, np.asarray(found), strict=True)
+        got = ", ".join([f"{name!r} on {mesh.devices.flat[i]}" for name, i in rows if i >= 0][:6])
+        allowed = "the same on all devices that hold a copy"
+        checks.require(not got, who, "state", got=got, allowed=allowed, hint=hint)
+
+
+@functools.cache
+def _jitted(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., copies.Copies]:
+    return jax.jit(copies.on_mesh(mesh, tuple(mesh.axis_names), specs))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, groups, interpret, trees
-from boostax._core.describe import PyTree
+from boostax._core.types import PyTree
 from boostax.chain import findings, parts
 from boostax.chain.findings import Finding as Finding
 from boostax.precision.loss_scale import loss_scale
@@ -119,7 +120,11 @@ def explain(
       'dynamic_loss_scale after clip'
     """
     if isinstance(tx, TrainStep):
-        return _of_step(tx, params, batch, given)
+        state = params
+        if not isinstance(state, TrainState):
+            state = tx.init(jax.eval_shape(lambda p: p, params))
+        scaled = batch is not None and findings.scales(tx.tx)
+        return _explained(tx.tx, tx, _of_scales(tx, state, batch, given) if scaled else ())
     checks.transformation(_WHO, "tx", tx)
     for name, value in {"batch": batch, **given}.items():
         if removed := checks.replacement(f"explain({name}=)"):
@@ -131,19 +136,10 @@ def explain(
     return _explained(tx)
 
 
-def _of_step(step: TrainStep, state: PyTree, batch: PyTree, given: Any) -> Explanation:
-    if not isinstance(state, TrainState):
-        state = step.init(jax.eval_shape(lambda p: p, state))
-    scaled = batch is not None and findings.scales(step.tx)
-    more = _of_scales(step, state, batch, given) if scaled else ()
-    found = _explained(step.tx, step)
-    return dataclasses.replace(found, findings=(*found.findings, *more))
-
-
-def _explained(tx: optax.GradientTransformation, step: TrainStep | None = None) -> Explanation:
+def _explained(tx: Any, step: TrainStep | None = None, more: Iterable[Finding] = ()) -> Explanation:
     rows = parts.rows(parts.read(tx))
     listed = (_Part(x.part.name, len(x.holders), x.role, x.part.what) for x in rows)
-    return Explanation(tuple(listed), tuple(findings.findings(rows, step)))
+    return Explanation(tuple(listed), (*findings.findings(rows, step), *more))
 
 
 def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) -> list[Finding]:

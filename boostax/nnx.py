@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, describe, mismatch, placement, replicas, trees
 from boostax._core.norms import all_finite
-from boostax._core.replicas import PerReplica, PyTree
+from boostax._core.replicas import PerReplica
+from boostax._core.types import PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
@@ -122,8 +123,7 @@ class Optimizer(nnx.Optimizer[_M]):
             is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
             for variable in jax.tree.leaves(self.opt_state, is_leaf=is_variable):
                 if variable.has_metadata("out_sharding"):
-                    spec = variable.get_value().sharding.spec
-                    variable.set_metadata(out_sharding=tuple(spec))
+                    variable.set_metadata(out_sharding=tuple(variable.get_value().sharding.spec))
         allowed = "one with the same params on all replicas"
         got = "local_updates or partial_average"
         hint = "A module has one of each param: train its state with boostax.make_train_step."
@@ -200,12 +200,10 @@ class Optimizer(nnx.Optimizer[_M]):
             given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
             # A mean over three replicas would round unchanged variables, too.
-            mean = aux.told.model_state
-            new = jax.tree.map(lambda x, y, old: y if x else old, moved, mean, rest)
+            new = jax.tree.map(lambda x, y, old: y if x else old, moved, aux.told.model_state, rest)
             # An overflow in the forward pass affects the statistics even if gradients are skipped.
             keep = all_finite(new)
-            choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
-            nnx.update(model, jax.tree.map(choose, new, rest))
+            nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, rest))
             aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, given_aux)
             return ((value, aux) if has_aux else value), grads
 

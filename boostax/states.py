@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state classes of the transformations, and the markers of state that differs per replica."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from boostax._core import axes, checks, handshake, replicas
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late
 from boostax._core.replicas import PerReplica as PerReplica
-from boostax._core.replicas import enter_replica as enter_replica
-from boostax._core.replicas import leave_replica as leave_replica
 from boostax._core.replicas import reshard_state as reshard_state
+from boostax._core.replicas import specs_like as _specs_like
 from boostax._core.replicas import stack_replicas as stack_replicas
-from boostax._core.replicas import state_specs as state_specs
 from boostax._core.rule import GateState as GateState
+from boostax._core.types import PyTree
 from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
@@ -30,3 +37,93 @@ from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.train.state import metrics as metrics
 
 _late(__name__)
+
+
+def enter_replica(opt_state: PyTree) -> PyTree:
+    """Remove the leading dimension of size 1, at the beginning of a function in ``shard_map``.
+
+    Raises:
+      ValueError: the dimension has another size, so the state is for another number of replicas.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.states.enter_replica(boostax.PerReplica(jnp.zeros((1, 3)))).local.shape
+      (3,)
+    """
+    replicas.require_replicas("enter_replica", opt_state, 1)
+    entered = _map_local(lambda x: x[0], opt_state)
+    handshake.hand_on_state(opt_state, entered)
+    return entered
+
+
+def leave_replica(opt_state: PyTree) -> PyTree:
+    """Put the leading dimension back at the end of a function in ``shard_map``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.states.leave_replica(boostax.PerReplica(jnp.zeros(3))).local.shape
+      (1, 3)
+    """
+    return _map_local(lambda x: x[None], opt_state)
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    axis_name: axes.AxisName,
+    *,
+    param_specs: PyTree | None = None,
+    replicas: int | None = None,
+    shard_optimizer: bool = False,
+) -> PyTree:
+    """Return partition specs for an optimizer state, for ``shard_map`` or ``NamedSharding``.
+
+    A state leaf belongs to a parameter if the leaf's path ends with the parameter's path, and the
+    shapes are equal: ``.inner_state[0].mu['dense']['kernel']`` belongs to
+    ``params['dense']['kernel']``. Such a leaf gets the parameter's spec, also with one more leading
+    dimension (snapshots, components of a basis). All other leaves are replicated. Inside a
+    ``PerReplica`` the replica axis comes first. Matching by paths also works through
+    ``optax.masked``, ``partition`` and ``inject_hyperparams``, which change the structure of the
+    state.
+
+    Args:
+      tx: the transformation whose ``init`` makes the state.
+      params: arrays or ``jax.ShapeDtypeStruct``.
+      axis_name: the replica axis, or a tuple of axes.
+      param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
+      replicas: the size of the replica axis; needed with ``shard_optimizer``.
+      shard_optimizer: shard over the replicas every state leaf that has a parameter's shape and is
+        equal on all replicas, as ``make_train_step(shard_optimizer=True)`` does.
+
+    Returns:
+      A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
+      ``init``; no arrays are made.
+
+    Raises:
+      ValueError: ``param_specs`` does not fit the params, or ``replicas`` is missing.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(0.1), every=4, axis_name="data")
+      >>> specs = boostax.states.state_specs(tx, {"w": jnp.zeros(3)}, "data")
+      >>> specs.window.local.grads["w"]
+      P('data',)
+    """
+    names = axes.canonical("state_specs", axis_name)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    specs = jax.tree.leaves([PartitionSpec()] * len(leaves) if param_specs is None else param_specs)
+    allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
+    fits, hint = len(specs) == len(leaves), "Use PartitionSpec() for a replicated leaf, not None."
+    checks.require(fits, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint)
+    allowed = "the size of the replica axis with shard_optimizer"
+    given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
+    checks.require(given, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
+    owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
+    state = jax.eval_shape(tx.init, params)
+    return _specs_like(owners, state, names, replicas if shard_optimizer else None)
+
+
+def _map_local(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """Apply ``fn`` to the arrays inside every ``PerReplica``."""
+    inside = lambda node: jax.tree.map(fn, node) if replicas.is_per_replica(node) else node  # noqa: E731
+    return jax.tree.map(inside, state, is_leaf=replicas.is_per_replica)

@@ -162,11 +162,10 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
 FREEZES = {"mode": "manual", "grad_freeze": True}
 HALF, TOP_K = {"dist_option": "half"}, {"dist_option": "sparseTopK"}
 SPARSE = TOP_K | {"spars": 2.0}
-FREEZE_P, FREEZE_TYPE = (
-    {"boost": FREEZES, "grad_freeze": x} for x in ({"freeze_p": 2}, {"freeze_type": 2})
-)
+FREEZE_P = {"boost": FREEZES, "grad_freeze": {"freeze_p": 2}}
+FREEZE_TYPE = {"boost": FREEZES, "grad_freeze": {"freeze_type": 2}}
 TWO = "must be left out beside"
-Manager = type("DynamicLossScaleManager", (), {})  # MindSpore's own.
+Theirs = type("DynamicLossScaleManager", (), {})  # MindSpore's own.
 MISTAKES = (
     ({"acumulate": 4}, "auto: keys must be among 'check_up.*'acumulate'. Did you mean 'accumu"),
     ({"accumulate": {"evry": 4}}, "auto: arguments of accumulate must be .* Did you mean 'every'"),
@@ -174,10 +173,7 @@ MISTAKES = (
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
     ({"reduce": "sum"}, 'auto: reduce.kind .* got .sum.. {"all_reduce": {"op": "sum"}} adds up'),
     ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum: .*, auto's kind"),
-    (
-        {"loss_scale_manager": Manager()},
-        "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic",
-    ),
+    ({"loss_scale_manager": Theirs()}, "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic"),
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
     ({"reduce": "partial"}, "partial_average: partitions must be a positive integer or a tree"),
     ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends 1%"),
@@ -600,8 +596,7 @@ def test_centralization_stands_behind_the_decay_that_moments_take_in():
     whole, alone = np.asarray(g + 0.1 * w), np.asarray(g) - np.asarray(g).mean(0)
     behind = update(True, decay, momentum)
     np.testing.assert_allclose(behind, -0.5 * (whole - whole.mean(0)), atol=1e-6)
-    before = update(False, decay, momentum)
-    np.testing.assert_allclose(before, -0.5 * (alone + own), atol=1e-6)
+    np.testing.assert_allclose(update(False, decay, momentum), -0.5 * (alone + own), atol=1e-6)
     spares = optax.add_decayed_weights(0.1, mask=lambda w: jax.tree.map(lambda _: True, w))
     np.testing.assert_array_equal(update(True, spares, momentum), behind)
     # A decoupled decay stays whole, as there.

@@ -94,8 +94,7 @@ def test_formula_in_float64(shape, axes, dtype, tolerance):
 
 def test_half_precision_means_are_taken_in_f32():
     """Defect guarded against: a sum in f16 overflows at 65504, and one in bf16 stalls at 256."""
-    g = jnp.full((4096, 2), 100.0, jnp.float16).at[0].set(200.0)
-    got = update(centralize_gradients(), g)
+    got = update(centralize_gradients(), jnp.full((4096, 2), 100.0, jnp.float16).at[0].set(200.0))
     assert float(got[0, 0]) == 100.0 and abs(float(got[1, 0])) < 0.03
     assert not update(centralize_gradients(), jnp.ones((4096, 2), jnp.bfloat16)).any()
 
@@ -178,10 +177,7 @@ CASES = {
     # Defect guarded against: the mean over one input is the gradient, which would always be zero.
     "one input": ({}, ONE_INPUT),
     "one input, by a pattern": ({"axes": {"first": 0}}, ONE_INPUT),
-    "one input, by a function": (
-        {"axes": lambda path, leaf: tuple(range(leaf.ndim - 1))},
-        ONE_INPUT,
-    ),
+    "one input, by a function": ({"axes": lambda _, x: tuple(range(x.ndim - 1))}, ONE_INPUT),
 }
 
 
@@ -216,14 +212,10 @@ def test_flax_layouts():
 
     grads = gradients_of(lambda: Model().init(jax.random.key(0), jnp.ones((2, 4), int))["params"])
     assert grads["mix"]["query"]["bias"].shape == (3, 2), "a bias of two axes"
-    assert kernels_of(centralize_gradients(), grads) == {
-        "conv/kernel": (0, 1, 2),
-        "up/kernel": (0, 1, 2),
-        "dense/kernel": (0,),
-        "depthwise/kernel": (0, 1),
-        "mix/out/kernel": (0, 1),
-        **{f"mix/{name}/kernel": (0,) for name in ("query", "key", "value")},
-    }
+    expected = dict.fromkeys(("conv/kernel", "up/kernel"), (0, 1, 2))
+    expected |= dict.fromkeys(("depthwise/kernel", "mix/out/kernel"), (0, 1))
+    expected |= {f"mix/{name}/kernel": (0,) for name in ("query", "key", "value")}
+    assert kernels_of(centralize_gradients(), grads) == expected | {"dense/kernel": (0,)}
 
 
 def test_nnx_and_partitioned_params_are_read_by_the_same_names():
@@ -311,11 +303,8 @@ def test_what_may_be_of_several_layouts_is_refused(params):
             call(params)
 
 
-LAYOUTS = [
-    ({"layout": "equinox"}, (1,)),
-    ({"axes": {"weight": 1}}, (1,)),
-    ({"layout": "linen"}, (0,)),
-]
+LAYOUTS = [({"layout": "equinox"}, (1,)), ({"axes": {"weight": 1}}, (1,))]
+LAYOUTS += [({"layout": "linen"}, (0,))]
 
 
 @pytest.mark.parametrize(("options", "axes"), LAYOUTS)

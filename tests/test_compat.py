@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from contract_cases import each_law
+from contract_cases import around, each_law
 
 import boostax
 from boostax import compat
@@ -59,12 +59,8 @@ def beside(ours, theirs, fields, grads):
 WINDOW = ("mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state")
 
 
-SKIPS = [
-    (2, None),
-    (3, optax.skip_not_finite),
-    (3, LARGE),
-    (lambda step: jnp.where(step < 2, 1, 3), optax.skip_not_finite),
-]
+SKIPS = [(2, None), (3, optax.skip_not_finite), (3, LARGE)]
+SKIPS += [(lambda step: jnp.where(step < 2, 1, 3), optax.skip_not_finite)]
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -143,30 +139,18 @@ def test_a_scaler_inside_says_which_windows_were_applied():
 
 # The contract.
 
+checked = lambda inner, axis: windows(inner, axis, optax.skip_not_finite)  # noqa: E731
 CASES = [
-    Case(
-        "MultiSteps",
-        lambda inner, axis: windows(inner, axis, optax.skip_not_finite),
-        calls=2,
-        skips=True,
-        skip_view=lambda state: state.window,
-    ),
-    Case(
-        "apply_if_finite",
-        lambda inner, axis: compat.apply_if_finite(inner, 100, axis_name=axis),
-        skips=True,
-    ),
+    Case("MultiSteps", checked, calls=2, skips=True, skip_view=lambda state: state.window),
+    Case("apply_if_finite", around(compat.apply_if_finite, 100), skips=True),
 ]
 # As in Optax a finite gradient passes, however large its square is.
 SQUARES = {"skip_inserted_anywhere_never_was"}
 # What depends on how a state is wrapped; the rest is the gate's and the window's.
-ALWAYS = {
-    "an_unbound_axis_is_named",
-    "cut_anywhere_is_whole",
-    "scan_eager_and_disabled_jit_agree",
-    "results_are_typed_equal",
-    "skip_is_agreed_when_one_replica_is_bad",
-}
+ALWAYS = set(
+    "an_unbound_axis_is_named cut_anywhere_is_whole scan_eager_and_disabled_jit_agree "
+    "results_are_typed_equal skip_is_agreed_when_one_replica_is_bad".split()
+)
 
 
 @each_law(CASES, lambda case, law: law not in ALWAYS, lambda case, law: law in SQUARES)

@@ -19,6 +19,7 @@ def finished(**settings):
 
 
 FIXED = mindspore.FixedLossScaleManager(16.0, False)
+SENS = {"step_size": 16.0}
 SCALED = {"kind": "static", "scale": 16.0, "skip_nonfinite": False}
 FREEZE = {"param_groups": 5, "freeze_type": 0, "freeze_p": 0.25, "total_steps": 99}
 OURS = {"cut": "mindspore", "moments": "per_group"}
@@ -27,57 +28,32 @@ SEARCH = {"rho": 0.3, "gamma": 0.8, "alpha": 0.05, "sigma": 0.9}
 READ = {"shrink": 0.3, "residual_momentum": 0.8, "residual_rate": 0.05, "slope": 0.9}
 DEFAULTS = {"shrink": 0.55, "residual_momentum": 0.9, "residual_rate": 0.016, "slope": 0.4}
 FILES = {"pca_mat_path": None, "weight_load_dir": None, "rule": "mindspore"}
-CENTRAL = {"multiple_of": 16, "after_decay": True}
+CENTRAL = {"centralize": {"multiple_of": 16, "after_decay": True}}
 HALF = {"dist_option": "half", "clipping": True}
 SPARSE = {"dist_option": "sparseThreshold"}
+LESS_BN = switched(less_bn=True)
+MANAGED = {"loss_scale_manager": FIXED}
+LISTED = READ | FILES | {"n_components": 5, "weight_load_dir": "w"}
+LOADED = DEFAULTS | FILES | {"n_components": 32, "pca_mat_path": "p.npy"}
+CONTINUOUS = {"groups": 5, "kind": "continuous", "freeze_p": 0.25, "total_steps": 99}
+INTERVAL = {"groups": 10, "kind": "interval", "freeze_p": 0.7, "total_steps": 65536}
+WINDOW = {"loss_scale": SCALED, "sens": SENS, "accumulate": {"every": 1}}
+SENT = {"kind": "mean", "dtype": "float16", "bucket_bytes": 20, "clip": 100.0}
+OVER = {"kind": "threshold", "threshold": 0.05, "bucket_bytes": 36}
 
 # A dictionary, and the whole configuration that it is.
 CONFIGS = (
-    (
-        finished(**SEARCH, n_components=5, weight_load_dir="w"),
-        {"dim_reduce": READ | {"n_components": 5} | FILES | {"weight_load_dir": "w"}},
-    ),
-    (
-        finished(pca_mat_path="p.npy") | {"loss_scale_manager": FIXED},
-        {
-            "loss_scale": SCALED,
-            "dim_reduce": DEFAULTS | FILES | {"n_components": 32, "pca_mat_path": "p.npy"},
-        },
-    ),
-    (
-        switched(grad_freeze=True) | {"grad_freeze": FREEZE},
-        {"freeze": OURS | {"groups": 5, "kind": "continuous", "freeze_p": 0.25, "total_steps": 99}},
-    ),
-    (
-        switched(grad_freeze=True) | {"loss_scale_manager": FIXED},
-        {
-            "sens": {"step_size": 16.0},
-            "freeze": OURS
-            | {"groups": 10, "kind": "interval", "freeze_p": 0.7, "total_steps": 65536},
-        },
-    ),
-    (
-        switched(grad_accumulation=True) | {"loss_scale_manager": FIXED},
-        {"loss_scale": SCALED, "sens": {"step_size": 16.0}, "accumulate": {"every": 1}},
-    ),
-    (
-        switched(less_bn=True) | {"less_bn": {"fn_flag": False}},
-        {"centralize": CENTRAL, "less_bn": {"normalized_head": False}},
-    ),
-    (
-        switched(less_bn=True) | {"less_bn": {"gc_flag": False}},
-        {"less_bn": {"normalized_head": True}},
-    ),
-    (
-        {"singa": HALF | {"threshold": 5}},
-        {"reduce": {"kind": "mean", "dtype": "float16", "bucket_bytes": 20, "clip": 100.0}},
-    ),
+    (finished(**SEARCH, n_components=5, weight_load_dir="w"), {"dim_reduce": LISTED}),
+    (finished(pca_mat_path="p.npy") | MANAGED, {"loss_scale": SCALED, "dim_reduce": LOADED}),
+    (switched(grad_freeze=True) | {"grad_freeze": FREEZE}, {"freeze": OURS | CONTINUOUS}),
+    (switched(grad_freeze=True) | MANAGED, {"sens": SENS, "freeze": OURS | INTERVAL}),
+    (switched(grad_accumulation=True) | MANAGED, WINDOW),
+    (LESS_BN | {"less_bn": {"fn_flag": False}}, CENTRAL | {"less_bn": {"normalized_head": False}}),
+    (LESS_BN | {"less_bn": {"gc_flag": False}}, {"less_bn": {"normalized_head": True}}),
+    ({"singa": HALF | {"threshold": 5}}, {"reduce": SENT}),
     (
         {"singa": SPARSE | {"capacity": 0.5, "corr": False, "threshold": 9}},
-        {
-            "reduce": {"kind": "threshold", "threshold": 0.05, "bucket_bytes": 36}
-            | {"capacity": 0.5, "error_feedback": False}
-        },
+        {"reduce": OVER | {"capacity": 0.5, "error_feedback": False}},
     ),
 )
 

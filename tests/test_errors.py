@@ -13,11 +13,12 @@ import pytest
 from contract_cases import half
 from contract_cases import two as two_of
 from jax.sharding import PartitionSpec as P
+from recorded import plain
 
 import boostax
 from boostax import model, precision, reduce, subspace
-from boostax._core import layouts
 from boostax.config import dictionary
+from boostax.model import layouts
 from boostax.precision import formats
 from boostax.precision.flax import apply_policy
 from boostax.precision.store import Moments
@@ -47,6 +48,7 @@ local_updates = functools.partial(reduce.local_updates, SGD)
 freeze = functools.partial(boostax.scheduled_freeze, SGD)
 top_k, threshold = boostax.top_k_reduce, reduce.threshold_reduce
 record = subspace.record_trajectory
+interval = functools.partial(boostax.freeze_schedule, "interval", total_steps=9)
 WRAPPERS = (
     functools.partial(boostax.accumulate, every=2),
     boostax.dynamic_loss_scale,
@@ -121,18 +123,12 @@ REFUSED = [
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
     (of(local_updates, axis_name="data", every=2), {"every": [0], "reduction": ["mean"]}),
     (of(local_updates, axis_name="data", every=2, outer=None), {"reduction": ["sum"]}),
-    (
-        of(local_updates, axis_name="data", every=2),
-        {"outer": [3.0], "fragments": [0], "warmup": [-1]},
-    ),
+    (of(local_updates, "data", every=2), {"outer": [3.0], "fragments": [0], "warmup": [-1]}),
     (of(freeze, groups=half, schedule=1), {"moments": ["own"], "schedule": ["interval"]}),
     (of(boostax.freeze_schedule, total_steps=9), {"kind": ["Interval", None, 1, [0, 1]]}),
-    (of(boostax.freeze_schedule, "interval"), {"total_steps": COUNTS}),
+    (interval, {"total_steps": COUNTS, "frozen_fraction": SHARES, "freeze_p": SHARES[:-1]}),
+    (interval, {"seed": [-1, 2**32, True, 0.5, "0"]}),
     (of(boostax.freeze.prefix_groups, PARAMS, n=1), {"n": [0, True, 2.0], "level": [0]}),
-    (
-        of(boostax.freeze_schedule, "interval", total_steps=9),
-        {"frozen_fraction": SHARES, "seed": [-1, 2**32, True, 0.5, "0"], "freeze_p": SHARES[:-1]},
-    ),
     (of(record, size=3), {"size": [0, 1], "every": [0], "start": [-1, 0.5], "dtype": ["int8"]}),
     (of(boostax.dim_reduce, two_of), {"rule": ["armijo"], "dtype": ["int8", "int4"]}),
     (of(boostax.dim_reduce, two_of), {"residual": [3.0], "axis_name": AXES}),
@@ -152,11 +148,9 @@ REFUSED = [
     (of(audit, jnp.sin, 1.0), {"calls": [0], "depth": [2]}),
 ]
 CASES = [
-    pytest.param(
-        factory, argument, value, id=f"{who} {argument} {getattr(value, '__name__', value)}"
-    )
-    for factory, arguments in REFUSED
-    for who in [getattr(factory, "func", factory).__name__]
+    pytest.param(make, argument, value, id=f"{who} {argument} {getattr(value, '__name__', value)}")
+    for make, arguments in REFUSED
+    for who in [getattr(make, "func", make).__name__]
     for argument, values in arguments.items()
     for value in values
 ]
@@ -200,15 +194,11 @@ def test_a_misspelt_word_is_refused_with_those_that_a_checker_knows(function, ar
     assert any(all(repr(word) in message for word in known) for message in messages)
 
 
-@pytest.mark.parametrize(
-    ("literal", "table"),
-    [
-        (Moments, formats.FORMATS),
-        (layouts.LayoutName, layouts.LAYOUTS),
-        (RuleName, RULES),
-        (dictionary.Level, dictionary.LEVELS),
-    ],
-)
+TABLES = [(Moments, formats.FORMATS), (layouts.LayoutName, layouts.LAYOUTS)]
+TABLES += [(RuleName, RULES), (dictionary.Level, dictionary.LEVELS)]
+
+
+@pytest.mark.parametrize(("literal", "table"), TABLES)
 def test_the_words_of_a_type_are_those_of_the_table_that_is_read(literal, table):
     assert typing.get_args(literal) == tuple(table)
 
@@ -313,23 +303,28 @@ def test_gradients_that_are_none_are_refused(who, leaf):
         tx.update(params, state, params)
 
 
+def weighed(w, batch):
+    return jnp.sum(w) * jnp.mean(batch["x"])
+
+
+def refuse(microbatches, batch, match):
+    """Assert that no function of micro-batches splits this batch."""
+    split = boostax.train.microbatch(jax.value_and_grad(weighed), microbatches)
+    with pytest.raises(ValueError, match=match):
+        split(jnp.ones(2), batch)
+    with pytest.raises(ValueError, match=match):
+        boostax.value_and_grad(weighed, microbatches=microbatches)(jnp.ones(2), (), batch)
+
+
 @pytest.mark.parametrize("other", [jnp.ones((3, 2)), jnp.float32(1.0), jnp.ones((0, 2))])
 def test_a_stacked_batch_leads_with_as_many_micro_batches_everywhere(other):
-    loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
-    batch = {"x": jnp.ones((4, 2)), "y": other}
-    batch = {"y": other} if other.size == 0 else batch
-    for f in (
-        lambda: boostax.train.microbatch(jax.value_and_grad(loss), "stacked")(jnp.ones(2), batch),
-        lambda: boostax.value_and_grad(loss, microbatches="stacked")(jnp.ones(2), (), batch),
-    ):
-        with pytest.raises(ValueError, match=r"microbatch: .* be \[micro-batches, rows, .*got {"):
-            f()
+    batch = {"y": other} if other.size == 0 else {"x": jnp.ones((4, 2)), "y": other}
+    refuse("stacked", batch, r"microbatch: .* be \[micro-batches, rows, .*got {")
 
 
 def test_a_stacked_batch_has_rows_to_split(mesh):
     """Of the whole batch, not of a replica's part of it."""
-    loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
-    fn = boostax.value_and_grad(loss, mesh=mesh, axis_name="data", microbatches="stacked")
+    fn = boostax.value_and_grad(weighed, mesh=mesh, axis_name="data", microbatches="stacked")
     w = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P()))
     for other in ({"y": jnp.ones(4)}, {"a/b": jnp.ones((3, 8))}):
         with pytest.raises(ValueError, match=r"value_and_grad: .*micro-batches, rows.*: \(4, 8\)"):
@@ -338,16 +333,10 @@ def test_a_stacked_batch_has_rows_to_split(mesh):
 
 @pytest.mark.parametrize("batch", [jnp.ones((6, 2)), jnp.float32(1.0)], ids=["6 rows", "0-d"])
 def test_a_batch_that_does_not_divide(mesh, batch):
-    loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
     got = re.escape(f"at 'x', got {batch.shape}")
-    for f in (
-        lambda: boostax.train.microbatch(jax.value_and_grad(loss), 4)(jnp.ones(2), {"x": batch}),
-        lambda: boostax.value_and_grad(loss, microbatches=4)(jnp.ones(2), (), {"x": batch}),
-    ):
-        with pytest.raises(ValueError, match=f"microbatch: .* by microbatches=4 .* {got}"):
-            f()
+    refuse(4, {"x": batch}, f"microbatch: .* by microbatches=4 .* {got}")
     tx = REDUCING["all_reduce"](SGD, axis_name="data")
-    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", microbatches=2)
+    step = boostax.make_train_step(weighed, tx, mesh=mesh, axis_name="data", microbatches=2)
     state = step.init(jnp.ones(2))
     with pytest.raises(ValueError, match=f"make_train_step: batch .* = 8 x 2 in its .* {got}"):
         step(state, {"x": batch})
@@ -389,13 +378,6 @@ def misplaced(what, found):
 def donated(tree):
     jax.tree.map(lambda x: x.delete(), tree := jax.tree.map(jnp.copy, tree))
     return tree
-
-
-def plain(tree):
-    """A state as serialisers write it."""
-    if hasattr(tree, "_asdict"):
-        return {name: plain(value) for name, value in tree._asdict().items()}
-    return [*map(plain, tree)] if isinstance(tree, tuple) else tree
 
 
 WINDOW = "opt_state must be that of AccumulateState, Window, ScaleByAdamState, got that of "

@@ -96,17 +96,9 @@ decayed, clipped = chain(adam, decay), chain(adam, clip)
 adamw, zero = optax.adamw(0.001), optax.set_to_zero()
 
 # Short names of those that the findings name.
-NAMES = {
-    "scaler": "dynamic_loss_scale",
-    "clip": "clip_by_global_norm",
-    "decay": "add_decayed_weights",
-    "mean": "all_reduce",
-    "moments": "scale_by_adam",
-    "top_k": "top_k_reduce",
-    "centralize": "centralize_gradients",
-    "recorder": "record_trajectory",
-    "delta": "adasum_delta",
-}
+NAMES = {"scaler": "dynamic_loss_scale", "clip": "clip_by_global_norm", "mean": "all_reduce"}
+NAMES |= {"decay": "add_decayed_weights", "top_k": "top_k_reduce", "recorder": "record_trajectory"}
+NAMES |= {"centralize": "centralize_gradients", "moments": "scale_by_adam", "delta": "adasum_delta"}
 # By what the mend says of the two that are named: the name, the wrong chain, the same mended.
 WRONG = {
     "Put {1} inside {0}": [
@@ -403,15 +395,11 @@ def test_a_window_says_where_it_reduces(sums, said):
 
 
 REDUCTIONS = {
-    "all_reduce": mean,
-    "adasum": adasum,
-    "adasum_delta": delta,
-    "by_shape": boostax.by_shape(sgd, "data"),
-    "top_k_reduce": top_k,
+    **{"all_reduce": mean, "adasum": adasum, "adasum_delta": delta, "top_k_reduce": top_k},
+    **{"local_updates": local(sgd), "by_shape": boostax.by_shape(sgd, "data")},
     "threshold_reduce": boostax.reduce.threshold_reduce("data", 0.1),
     "int8_reduce": boostax.int8_reduce("data"),
     "partial_average": boostax.reduce.partial_average(sgd, "data", 2),
-    "local_updates": local(sgd),
     "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
 }
 
@@ -440,8 +428,7 @@ def test_it_goes_to_json_and_to_a_table():
     data = json.loads(json.dumps(found.to_dict()))
     assert [part["name"] for part in data["parts"]][:2] == ["dynamic_loss_scale", "accumulate"]
     table = str(found).split("\n\n")[0].splitlines()
-    assert table[0].split()[:2] == ["part", "what"]
-    assert table[2].startswith("  accumulate ")
+    assert table[0].split()[:2] == ["part", "what"] and table[2].startswith("  accumulate ")
 
 
 def test_a_step_that_is_explained_is_as_before(mesh):

@@ -21,7 +21,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from boostax._core import trees
-from boostax._core.groups import as_groups, mindspore_groups, param_groups, prefix_groups
+from boostax._core.groups import as_groups
+from boostax.freeze.groups import mindspore_groups, param_groups, prefix_groups
 from boostax.freeze.order import forward_order
 
 MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -122,9 +123,8 @@ class Layer:
 
 
 def test_other_containers_by_field_and_by_index():
-    assert prefix_groups(Pair(DENSE, [DENSE] * 2), 3) == Pair(
-        {"kernel": 0, "bias": 0}, [{"kernel": 1, "bias": 1}, {"kernel": 2, "bias": 2}]
-    )
+    first, *others = ({"kernel": i, "bias": i} for i in range(3))
+    assert prefix_groups(Pair(DENSE, [DENSE] * 2), 3) == Pair(first, others)
     groups = prefix_groups((Layer(), None, Layer()), 2)
     assert jax.tree.leaves(groups) == [0, 0, 1, 1]
     assert groups[1] is None and groups[2].name == "layer"
@@ -229,21 +229,19 @@ def halved(p):
 halved.defvjp(lambda p: (halved(p), None), lambda _, g: (g,))
 
 
-AHEAD = [
-    lambda p: p,
-    lambda p: jax.tree.map(lambda w: w.astype(jnp.float16), p),
-    lambda p: jax.tree.map(lambda w: 2 * w.reshape(-1)[::-1].reshape(w.shape).T + 0, p),
-    lambda p: jax.tree.map(jnp.copy, p),
-    jax.jit(lambda p: jax.tree.map(jnp.negative, p)),
-    jax.checkpoint(lambda p: jax.tree.map(jnp.sin, p)),
-    halved,
-    lambda p: lax.fori_loop(0, 3, lambda _, p: jax.tree.map(jnp.sin, p), p),
-]
+AHEAD = {
+    "plain": lambda p: p,
+    "cast": lambda p: jax.tree.map(lambda w: w.astype(jnp.float16), p),
+    "reshape": lambda p: jax.tree.map(lambda w: 2 * w.reshape(-1)[::-1].reshape(w.shape).T + 0, p),
+    "copy": lambda p: jax.tree.map(jnp.copy, p),
+    "jit": jax.jit(lambda p: jax.tree.map(jnp.negative, p)),
+    "remat": jax.checkpoint(lambda p: jax.tree.map(jnp.sin, p)),
+    "custom_vjp": halved,
+    "loop": lambda p: lax.fori_loop(0, 3, lambda _, p: jax.tree.map(jnp.sin, p), p),
+}
 
 
-@pytest.mark.parametrize(
-    "ahead", AHEAD, ids=["plain", "cast", "reshape", "copy", "jit", "remat", "custom_vjp", "loop"]
-)
+@pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD.keys())
 def test_what_is_done_to_params_alone_reads_nothing(ahead):
     assert forward_order(lambda p, x: three(ahead(p), x), ZMA, X) == ZMA_ORDER
 
@@ -335,8 +333,7 @@ def test_branches_and_loops_over_data():
 def test_lookups_read_and_what_is_never_read_comes_last():
     def fn(p, tokens, scale=1.0, name="", train=False, *, factor):
         assert name == "batch" and train is True
-        table = p["z_table"].astype(jnp.float16)
-        x = table[tokens] + p["positions"][: tokens.shape[0]]
+        x = p["z_table"].astype(jnp.float16)[tokens] + p["positions"][: tokens.shape[0]]
         return {"loss": (x @ p["m"]).sum() * factor * scale, "name": name, "none": None}
 
     params = dict.fromkeys(["unread_2", "m", "positions", "unread_10", "z_table"], MATRIX)
@@ -359,8 +356,7 @@ def test_the_order_costs_one_trace():
         return three(p, x)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), X)
-    assert forward_order(fn, ZMA, shapes) == ZMA_ORDER
-    assert len(calls) == 1
+    assert forward_order(fn, ZMA, shapes) == ZMA_ORDER and len(calls) == 1
 
 
 # What users give
@@ -531,11 +527,8 @@ def test_a_dictionary_of_names_is_groups():
 
 
 def listed():
-    return {
-        "conv1": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
-        "fc[0]": {"kernel": jnp.ones((2, 2))},
-        "fc*": jnp.ones(3),
-    }
+    conv = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    return {"conv1": conv, "fc[0]": {"kernel": jnp.ones((2, 2))}, "fc*": jnp.ones(3)}
 
 
 def test_lists_of_params_are_groups_by_name():
@@ -544,11 +537,8 @@ def test_lists_of_params_are_groups_by_name():
     lists = [[params["fc*"], params["conv1"]["bias"]], params["conv1"]["kernel"], [params["fc[0]"]]]
     groups = param_groups(params, lists)
     assert [len(group) for group in groups] == [2, 1, 1]
-    assert tree_of("scheduled_freeze", groups, jax.tree.map(lambda x: x + 1, params)) == {
-        "conv1": {"kernel": 1, "bias": 0},
-        "fc[0]": {"kernel": 2},
-        "fc*": 0,
-    }
+    labels = tree_of("scheduled_freeze", groups, jax.tree.map(lambda x: x + 1, params))
+    assert labels == {"conv1": {"kernel": 1, "bias": 0}, "fc[0]": {"kernel": 2}, "fc*": 0}
 
 
 def test_params_that_are_listed_twice_or_not_at_all_are_refused():

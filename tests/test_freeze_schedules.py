@@ -52,8 +52,7 @@ def test_a_schedule_is_the_golden_sequence_cut_off(sequences, kind, freeze_type)
         steps, fraction = golden["total_steps"], 1 - golden["freeze_p"]
         made = freeze_schedule(kind, total_steps=steps, frozen_fraction=fraction, seed=42)
         depths = made.depths(golden["groups"])
-        assert depths.shape == (steps,)
-        assert depths[:200].tolist() == golden["head"][:steps]
+        assert depths.shape == (steps,) and depths[:200].tolist() == golden["head"][:steps]
 
 
 def drawn_one_by_one(groups, freeze_p, length, seed):
@@ -213,8 +212,7 @@ def test_what_is_no_depth_is_named_with_its_step(depth):
         f"freeze_schedule: the depth at step 17 must be an integer in [0, 4), got {depth!r}. "
         "Depth d freezes groups 0 to d-1, and the last group always trains."
     )
-    error = ValueError if type(depth) is int else TypeError
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(ValueError if type(depth) is int else TypeError, match=re.escape(message)):
         schedule.depths(4)
 
 

@@ -124,8 +124,7 @@ def test_a_skip_that_no_group_of_its_own_explains_still_ends(overflow):
     state = start(**options)
     for _ in range(24):
         state = updated(state, jnp.inf, 1.0, 1.0, **options)
-    lowered = 40 - 2 * np.log2(np.asarray(state.table))
-    np.testing.assert_allclose(lowered, [24, 16, 8], atol=1e-3)
+    np.testing.assert_allclose(40 - 2 * np.log2(np.asarray(state.table)), [24, 16, 8], atol=1e-3)
 
 
 def test_every_group_can_start_at_a_scale_of_its_own():
@@ -150,10 +149,8 @@ def test_a_true_overflow_in_f16_is_found_and_mended():
     step = jax.jit(functools.partial(by_hand, tx, loss))
     for _ in range(40):
         _, state = step(params, state, x)
-    assert bool(state.last_finite)
-    assert int(state.skipped_steps) >= 1
-    assert float(state.table[0]) < float(state.table[2])
-    assert float(state.scale) == 4096.0
+    assert bool(state.last_finite) and int(state.skipped_steps) >= 1
+    assert float(state.table[0]) < float(state.table[2]) and float(state.scale) == 4096.0
 
 
 def by_hand(tx, loss_fn, params, state, batch):
@@ -293,9 +290,9 @@ def test_scale_boundary_reads_the_state_and_does_nothing_without_one():
     state = (state[0]._replace(table=SCALES),)
     assert float(jax.grad(lambda x: scale_boundary(x, state, 2, 0))(1.0)) == 2.0**-5
     x = jnp.ones(3)
-    assert scale_boundary(x, optax.adam(1.0).init(x), 0, 1) is x
-    assert scale_boundary(x, None, 0, 1) is x
-    assert group_scales(optax.adam(1.0).init(x)) is None
+    adam = optax.adam(1.0).init(x)
+    assert all(scale_boundary(x, given, 0, 1) is x for given in (adam, None))
+    assert group_scales(adam) is None
 
 
 @pytest.mark.parametrize(("edge", "spoiled"), list(enumerate("aaba")))

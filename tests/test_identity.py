@@ -11,8 +11,8 @@ from lanes import lanes
 
 import boostax
 from boostax._core import trees
-from boostax._core.describe import asked
 from boostax.testing import drawn
+from boostax.train.compiled import asked
 
 # Beside ``learning_rate=1e-2``, or in its place.
 SETTINGS = {

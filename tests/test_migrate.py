@@ -14,12 +14,14 @@ import pytest
 from flax import serialization
 from flax.training.dynamic_scale import DynamicScale
 from lanes import lanes
+from recorded import plain
 
 import boostax
 from boostax.config.migrate import migrate_state
 from boostax.testing import drawn
 
 ADAM = functools.partial(optax.adamw, 1e-2)
+moments = optax.scale_by_adam
 LABELS = {"a": "left", "b": "right"}
 
 
@@ -92,11 +94,7 @@ def removed(wrap, _, inner):
 
 # Old and new transformation, and the new state by hand from the old one and a fresh one.
 CHANGES = {
-    **{
-        f"{name} {do.__name__}": do(*part)
-        for name, part in PARTS.items()
-        for do in (added, removed)
-    },
+    **{f"{x} {do.__name__}": do(*part) for x, part in PARTS.items() for do in (added, removed)},
     "scaler moved": (
         lambda: scaled(window(ADAM(), 3)),
         lambda: window(scaled(ADAM()), 3),
@@ -127,19 +125,11 @@ CHANGES = {
             nu=new.nu | {"a": old.inner_state.nu["a"]},
         ),
     ),
-    "momentum to adam": (
-        lambda: optax.sgd(0.1, 0.9),
-        lambda: optax.adam(0.1),
-        lambda old, new: new,
-    ),
+    "momentum to adam": (lambda: optax.sgd(0.1, 0.9), lambda: optax.adam(0.1), lambda _, new: new),
     "partition": (
-        optax.scale_by_adam,
-        lambda: optax.partition(
-            {"left": optax.scale_by_adam(), "right": optax.scale_by_adam(b1=0.8)}, LABELS
-        ),
-        lambda old, new: new._replace(
-            inner_states={"left": only(old, "a"), "right": only(old, "b")}
-        ),
+        moments,
+        lambda: optax.partition({"left": moments(), "right": moments(b1=0.8)}, LABELS),
+        lambda old, new: new._replace(inner_states={y: only(old, x) for x, y in LABELS.items()}),
     ),
 }
 
@@ -175,14 +165,14 @@ def test_a_donated_old_state_does_not_take_the_new_one_with_it():
     assert not buffers(migrate_state(optax.EmptyState(), tx, params)[0]) & buffers(params)
 
 
-def multi_steps(steps):
-    tx = optax.MultiSteps(ADAM(), 4).gradient_transformation()
-    return tx, *trained(tx, steps)
+def multi(every):
+    return optax.MultiSteps(ADAM(), every).gradient_transformation()
 
 
 @pytest.mark.parametrize("steps", [0, 4])
 def test_multi_steps_becomes_accumulate_and_back(steps):
-    old_tx, params, old = multi_steps(steps)
+    old_tx = multi(4)
+    params, old = trained(old_tx, steps)
     new_tx = boostax.accumulate(ADAM(), 4)
     state, _ = migrate_state(old, new_tx, params)
     counts = {"optimizer_steps": old.gradient_step, "inner_state": old.inner_opt_state}
@@ -203,17 +193,9 @@ SCHEDULES = {
     "rate": (optax.adamw, 1e-2, decay),
     "weight decay": (decayed, 0.1, decay),
     "injected": (optax.inject_hyperparams(optax.adamw), 1e-2, decay),
-    "freeze": (
-        lambda x: freeze(ADAM(), schedule=x) if x else ADAM(),
-        0,
-        lambda step: step // 12 % 2,
-    ),
+    "freeze": (lambda x: freeze(ADAM(), schedule=x) if x else ADAM(), 0, lambda n: n // 12 % 2),
     "window": (lambda x: window(ADAM(), x) if x != 1 else ADAM(), 1, lambda step: 1 + step // 11),
-    "MultiSteps": (
-        lambda x: optax.MultiSteps(ADAM(), x).gradient_transformation() if x != 1 else ADAM(),
-        1,
-        lambda step: 1 + step // 11,
-    ),
+    "MultiSteps": (lambda x: multi(x) if x != 1 else ADAM(), 1, lambda step: 1 + step // 11),
 }
 
 
@@ -318,29 +300,24 @@ def test_a_leaf_of_another_precision_is_cast_and_named(before, after):
     params, old = trained(old_tx)
     state, report = migrate_state(old, new_tx, params)
     dtypes = [str(jnp.dtype(x or "float32")) for x in (before, after)]
-    expected = (old[0]._replace(mu=optax.tree.cast(old[0].mu, dtypes[1])), *old[1:])
-    assert_same(state, expected)
-    note = "mu of ScaleByAdamState at 0 is cast from {} to {}."
-    assert report.notes == (note.format(*dtypes),)
+    assert_same(state, (old[0]._replace(mu=optax.tree.cast(old[0].mu, dtypes[1])), *old[1:]))
+    assert report.notes == ("mu of ScaleByAdamState at 0 is cast from {} to {}.".format(*dtypes),)
     assert report.anew == report.dropped == ()
 
 
 def test_a_cast_that_leaves_the_range_is_refused():
-    tx = optax.trace(0.9)
-    params, old = trained(tx)
+    params, old = trained(optax.trace(0.9))
     large = jax.tree.map(lambda x: jnp.full_like(x, 1e6), old)
     with pytest.raises(ValueError, match=r"new_tx must be wide enough .* float16 at trace/a"):
         migrate_state(large, optax.trace(0.9, accumulator_dtype="float16"), params)
 
 
 def test_of_several_states_the_best_fit_is_taken_and_named():
-    chain = optax.chain(masked_adam(), optax.scale_by_adam())
-    params, old = trained(chain)
+    params, old = trained(optax.chain(masked_adam(), moments()))
     state, report = migrate_state(old, optax.scale_by_adam(), params)
     assert_same(state, old[1])
-    assert report.notes == (
-        "ScaleByAdamState: 2 in the old state, 1 in the new one; 1 -> the root.",
-    )
+    (note,) = report.notes
+    assert note == "ScaleByAdamState: 2 in the old state, 1 in the new one; 1 -> the root."
     params, old = trained(optax.named_chain(("x", optax.trace(0.9)), ("y", optax.trace(0.5))))
     more = optax.named_chain(*[(name, optax.trace(0.9)) for name in "wxy"])
     state, report = migrate_state(old, more, params)
@@ -376,20 +353,13 @@ def test_params_of_other_shapes_are_refused_by_name():
         migrate_state(old, scaled(ADAM()), params)
 
 
-def dicts(tree):
-    """A state as Orbax restores it without a target."""
-    if hasattr(tree, "_asdict"):
-        return {name: dicts(value) for name, value in tree._asdict().items()}
-    return [*map(dicts, tree)] if isinstance(tree, tuple) else tree
-
-
 @pytest.mark.parametrize("change", ["scaler moved", "partition", "unmasked"])
 def test_a_state_without_its_classes_is_read_by_the_names_of_fields(change):
     """Defect guarded against: nothing of it was kept, also with another chain's units."""
     make_old, make_new, _ = CHANGES[change]
     params, old = trained(make_old())
     expected, said = migrate_state(old, make_new(), params)
-    for saved in (dicts(old), serialization.msgpack_restore(serialization.to_bytes(old))):
+    for saved in (plain(old), serialization.msgpack_restore(serialization.to_bytes(old))):
         state, report = migrate_state(saved, make_new(), params)
         assert_same(state, expected)
         assert report.kept == said.kept and report.dropped == said.dropped
@@ -450,8 +420,7 @@ def test_shared_moments_become_those_of_each_replica_and_not_the_other_way():
     back, report = migrate_state(state, ADAM(), params)
     assert_same(back, ADAM().init(params))
     assert report.dropped
-    single = boostax.reshard_state(state, 1)
-    assert_same(migrate_state(single, ADAM(), params)[0], old)
+    assert_same(migrate_state(boostax.reshard_state(state, 1), ADAM(), params)[0], old)
     inside, _ = migrate_state(new_tx.init(params), scaled(new_tx), params)
     assert_same(inside, scaled(new_tx).init(params))
 
@@ -476,14 +445,14 @@ def test_placement_and_keys_follow_the_new_state():
     assert jnp.all(jax.random.key_data(state[1].rng_key) == jax.random.key_data(old.rng_key))
 
 
-def plain(x):
+def keeping(x):
     """A transformation whose state is no NamedTuple."""
     return optax.GradientTransformation(lambda params: x, optax.identity().update)
 
 
 UNCHANGED = {
-    "a tuple": lambda: plain((jnp.zeros(2), {"x": jnp.zeros(3)})),
-    "an array": lambda: plain(jnp.zeros(2)),
+    "a tuple": lambda: keeping((jnp.zeros(2), {"x": jnp.zeros(3)})),
+    "an array": lambda: keeping(jnp.zeros(2)),
     "per group": lambda: freeze(ADAM(), schedule=[0, 1], moments="per_group"),
     "factored": lambda: optax.adafactor(1e-2),
     "lbfgs": optax.lbfgs,
@@ -498,3 +467,10 @@ def test_the_same_chain_keeps_everything(name):
     state, report = migrate_state(old, tx, params)
     assert_same(state, old)
     assert report.anew == report.dropped == ()
+
+
+def test_a_moment_that_was_not_needed_may_be_needed_now():
+    """Adafactor has one element in place of the full moment of a leaf that it factors."""
+    params = make_params()
+    factored = optax.adafactor(1e-2, min_dim_size_to_factor=2).init(params)
+    assert migrate_state(factored, optax.adafactor(1e-2), params)[1].anew

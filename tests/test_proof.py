@@ -105,16 +105,9 @@ def sizes(*counts):
     return types.SimpleNamespace(unpack=lambda: tuple((None,) * n for n in counts))
 
 
-SCANS = [
-    ({"num_consts": 1, "num_carry": 2}, True),
-    ({"ft_in": sizes(1, 2, 3)}, True),
-    ({}, False),
-    ({"num_consts": 1}, False),
-    ({"num_consts": 4, "num_carry": 9}, False),
-    ({"ft_in": sizes(1, 2)}, False),
-    ({"ft_in": sizes(1, 2, 4)}, False),
-    ({"ft_in": None}, False),
-]
+SCANS = [({"num_consts": 1, "num_carry": 2}, True), ({"ft_in": sizes(1, 2, 3)}, True)]
+SCANS += [(x, False) for x in ({}, {"num_consts": 1}, {"num_consts": 4, "num_carry": 9})]
+SCANS += [({"ft_in": x}, False) for x in (sizes(1, 2), sizes(1, 2, 4), None)]
 
 
 @pytest.mark.parametrize(("params", "readable"), SCANS)
@@ -122,8 +115,7 @@ def test_the_operands_of_a_scan_are_read_by_what_is_there_or_refused(params, rea
     scan = types.SimpleNamespace(params=params)
     refused = pytest.raises(RuntimeError, match="the parameters of scan of JAX")
     with contextlib.nullcontext() if readable else refused:
-        found = interpret.scan_operands(scan, "cabxyz")
-        assert found == (["c"], ["a", "b"], ["x", "y", "z"])
+        assert interpret.scan_operands(scan, "cabxyz") == (["c"], ["a", "b"], ["x", "y", "z"])
 
 
 def test_a_call_without_its_program_is_refused():

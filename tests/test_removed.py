@@ -7,14 +7,13 @@ import pytest
 import boostax
 from boostax._core import checks
 
+SGD = optax.sgd(0.1)
 # By the key in names.toml: a call with an argument that was removed.
 CALLS = {
     "Layers(host=)": lambda: boostax.train.Layers("layers", release=True, host=True),
-    "check_replicas(replay=)": lambda: boostax.precision.check_replicas(optax.sgd(0.1), replay=4),
+    "check_replicas(replay=)": lambda: boostax.precision.check_replicas(SGD, replay=4),
     "all_reduce(noise=)": lambda: boostax.all_reduce("data", noise=0.9),
-    "explain(axis_sizes=)": lambda: boostax.explain(
-        optax.sgd(0.1), jnp.zeros(2), axis_sizes={"data": 8}
-    ),
+    "explain(axis_sizes=)": lambda: boostax.explain(SGD, jnp.zeros(2), axis_sizes={"data": 8}),
 }
 
 
@@ -26,5 +25,4 @@ def test_a_removed_argument_is_answered_with_the_call_to_write_instead(key):
 
 
 def test_every_removed_argument_in_the_table_has_a_call():
-    table = checks.table("boostax", "names")
-    assert {key for key in table if key.endswith("=)")} == set(CALLS)
+    assert {x for x in checks.table("boostax", "names") if x.endswith("=)")} == set(CALLS)

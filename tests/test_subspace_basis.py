@@ -36,8 +36,7 @@ def draw(count, seed=0, mean=0.0, decay=0.7, dtype=np.float32):
 
 
 def flat(tree, rows):
-    leaves = [np.float64(x).reshape(rows, -1) for x in jax.tree.leaves(tree)]
-    return np.concatenate(leaves, 1)
+    return np.concatenate([np.float64(x).reshape(rows, -1) for x in jax.tree.leaves(tree)], 1)
 
 
 def reference(snapshots, rows):
@@ -84,8 +83,7 @@ def test_directions_five_thousand_times_narrower_than_the_first_are_found_in_flo
     s, _ = reference(run["samples"], 40)
     # A rounding of the widest direction turns the fifth by this angle.
     assert gap(rows[:5], run["full_svd"][:5]) < np.finfo(np.float32).eps * s[0] / s[4]
-    assert gap(rows, run["full_svd"]) < 2e-4
-    assert skew(rows) < 1e-6
+    assert gap(rows, run["full_svd"]) < 2e-4 and skew(rows) < 1e-6
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -96,8 +94,7 @@ def test_basis_is_orthonormal_for_a_mean_a_thousand_times_the_spread(jitted):
     got = (jax.jit(fn) if jitted else fn)(snapshots)
     rows = flat(got.components, 8)
     s, vt = reference(snapshots, 20)
-    assert skew(rows) < 1e-5
-    assert gap(rows, vt[:8]) < 1e-5
+    assert skew(rows) < 1e-5 and gap(rows, vt[:8]) < 1e-5
     assert (rows[np.arange(8), np.abs(rows).argmax(1)] > 0).all()
     np.testing.assert_allclose(got.explained, (s**2 / (s**2).sum())[:8], rtol=1e-4)
     mean = flat(snapshots, 20).mean(0)
@@ -111,8 +108,7 @@ def test_trees_are_read_from_lists_and_iterators():
     for given_as in (each, iter(each), (tree for tree in each)):
         chex.assert_trees_all_equal(pca_basis(given_as, 3), expected)
     # A tree whose root is a list.
-    leaves = jax.tree.leaves(stacked)
-    got = pca_basis(leaves, 3, stacked=True)
+    got = pca_basis(jax.tree.leaves(stacked), 3, stacked=True)
     chex.assert_trees_all_equal(got.components, jax.tree.leaves(expected.components))
 
 
@@ -161,11 +157,9 @@ def test_a_basis_of_other_params_or_a_broken_file_is_refused(tmp_path):
 
 
 def test_complex_leaves_count_as_pairs_of_reals():
-    rng = np.random.default_rng(0)
-    real = rng.normal(size=(8, 2, 6)).astype(np.float32)
+    real = np.float32(np.random.default_rng(0).normal(size=(8, 2, 6)))
     got = pca_basis({"z": jnp.asarray(real[:, 0] + 1j * real[:, 1])}, 3).components["z"]
-    rows = np.concatenate([got.real, got.imag], 1)
-    assert gap(rows, reference(real, 8)[1][:3]) < 1e-5
+    assert gap(np.concatenate([got.real, got.imag], 1), reference(real, 8)[1][:3]) < 1e-5
 
 
 def test_storage_in_bfloat16():
@@ -175,8 +169,7 @@ def test_storage_in_bfloat16():
     assert {x.dtype for x in jax.tree.leaves(got.mean)} == {jnp.dtype("float32")}
     assert skew(flat(got.components, 4)) < 4e-3
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), snapshots)
-    rows = flat(jitted(low, 4).components, 4)
-    assert gap(rows, reference(low, 10)[1][:4]) < 1e-5
+    assert gap(flat(jitted(low, 4).components, 4), reference(low, 10)[1][:4]) < 1e-5
     first = jax.tree.map(lambda x: x[0], lift(got.components, jnp.eye(4, 1)))
     unit = np.eye(4, dtype=np.float32)[0]
     np.testing.assert_allclose(project(got.components, first), unit, atol=4e-3, strict=True)
@@ -298,8 +291,7 @@ def test_ring_holds_the_last_snapshots_oldest_first(steps):
 def test_recorded_basis_is_that_of_the_snapshots(count):
     path = draw(21, mean=50.0)
     tx = record_trajectory(8)
-    point = jax.tree.map(lambda x: x[0], path)
-    state = tx.init(point)
+    state = tx.init(jax.tree.map(lambda x: x[0], path))
     update = jax.jit(lambda state, p: tx.update(p, state, p)[1])
     for i in range(count):
         state = update(state, jax.tree.map(lambda x, i=i: x[i], path))

@@ -11,8 +11,7 @@ with checking off and in ``pmap``.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -22,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import checks, interpret, jaxprs, trees
-from boostax._core.types import Params, Value
+from boostax._core import checks, jaxprs, trees
+from boostax._core.types import Params, PyTree, Value
 
-PyTree = Any
 AxisName = str | tuple[str, ...]
 # The primitives of collectives. One whose name ends with "_invariant" has a result that is typed as
 # equal on all replicas.
@@ -123,15 +121,6 @@ def require_bound(
             ) from error
 
 
-def are_bound(names: tuple[str, ...]) -> bool:
-    """Return whether the traced code is mapped over all of these axes."""
-    try:
-        require_bound(names, "")
-    except ValueError:
-        return False
-    return True
-
-
 def size(names: tuple[str, ...]) -> int:
     """Return the number of replicas along the axes."""
     return lax.axis_size(names)
@@ -152,48 +141,9 @@ def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the named axes over which a program communicates, bound around it or inside it."""
-    return _named(eqn for eqn, _ in interpret.equations(program.jaxpr))
-
-
-def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
+def named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
     """Return the named axes over which equations communicate."""
     return frozenset(name for eqn in eqns for name in sent_over(eqn) if isinstance(name, str))
-
-
-def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a tangent program communicates values that depend on its inputs.
-
-    The constants of a tangent program are values of the forward pass, or values recomputed under a
-    checkpoint. Gradients are communicated over the returned axes.
-    """
-    found: set[str] = set()
-
-    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
-        if any(fed):
-            # An unknown body could do anything to its operands, so the worst is assumed.
-            found.update(_named(inner for inner, _ in interpret.equations([eqn])))
-        return [any(fed)] * len(eqn.outvars)
-
-    interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
-    return frozenset(found)
-
-
-def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a program sums in a backward pass inside the program."""
-
-    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
-        return itertools.repeat(backward or _backward(eqn))
-
-    found = interpret.equations(program.jaxpr, False, enter)
-    backward = (eqn for eqn, inside in found if inside or _backward(eqn))
-    kinds = "psum", "reduce_scatter"
-    return _named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
-
-
-def _backward(eqn: jaxprs.JaxprEqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def tracked(names: tuple[str, ...]) -> frozenset[str]:
@@ -223,13 +173,6 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
 def _manual() -> frozenset[str]:
     """Return the axes over which ``shard_map`` maps the traced code."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Give each replica a copy of leaves that replicas may share, also under ``jax.vmap``."""
-    if not vmapped(names):
-        return to_varying(tree, names)
-    return jax.tree.map(lambda x: jnp.where(index(names) >= 0, x, x), tree)
 
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
@@ -270,29 +213,6 @@ def index(names: tuple[str, ...]) -> jax.Array:
     return lax.axis_index(names)
 
 
-def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Exchange rows by an all-to-all: replica ``k`` receives row ``k`` of each replica, in order.
-
-    Both ``x`` and the result have one row per replica.
-    """
-    if not vmapped(names):
-        if len(x) == 2:
-            return _swapped(x, names)
-        return lax.all_to_all(x, names, 0, 0, tiled=True)
-    # vmap has no rule for several axes at once, so the permutation goes one axis after the other.
-    blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
-    for dim, name in enumerate(names):
-        blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
-    return blocks.reshape(x.shape)
-
-
-def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Exchange the rows of two replicas by ``ppermute``; a TPU's all-to-all would send both."""
-    other = 1 - index(names)
-    row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
-    return lax.dynamic_update_slice_in_dim(x, row, other, 0)
-
-
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     """Stack the values of all replicas on a new dimension; the result is typed as equal."""
     if not vmapped(names):
@@ -303,59 +223,9 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
 
 
-def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Join the slices of all replicas along a dimension; the result is typed as equal."""
-    if not vmapped(names):
-        return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
-    return gather(x, names, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-
-
-def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Sum over the replicas, and return this replica's slice of the sum."""
-    how: Any = {"scatter_dimension": dim, "tiled": True}
-    # vmap has no rule for several axes at once.
-    steps = names if vmapped(names) else (names,)
-    return functools.reduce(lambda x, over: lax.psum_scatter(x, over, **how), steps, x)
-
-
 def sent_apart() -> bool:
     """Return whether each array is sent as its own message, as gloo does between processes."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
-
-
-def platform() -> str:
-    """Return the platform of the surrounding mesh, whose devices may be absent, or the default."""
-    device: Any = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device is not None else jax.default_backend()
-
-
-def ring(x: jax.Array, name: str) -> jax.Array:
-    """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
-
-    Each replica sends its partial sum of a row to the next replica, ``n - 1`` times: half the bytes
-    of an all-reduce. A backend's own reduce-scatter may be an all-reduce.
-    """
-    count, here = lax.axis_size(name), lax.axis_index(name)
-    onward = [(i, (i + 1) % count) for i in range(count)]
-    row = lambda turn: lax.dynamic_index_in_dim(x, (here - turn) % count, keepdims=False)  # noqa: E731
-    step = lambda turn, sent: lax.ppermute(sent, name, onward) + row(turn + 1)  # noqa: E731
-    with jax.named_scope("ring_reduce_scatter"):
-        return lax.fori_loop(1, count, step, row(1))
-
-
-def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sum over the axes over which ``x`` varies, or over all axes with ``check_vma=False``."""
-    known = varying(x)
-    return lax.psum(x, tuple(name for name in names if name in known) if known else names)
-
-
-def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...] = ()) -> jax.Array:
-    """Sum one number per leaf over the replicas, and over the shards of each leaf.
-
-    A leaf that is not sharded counts once. There is one collective for each set of axes over which
-    leaves are sharded.
-    """
-    return _summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
@@ -368,10 +238,10 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     allowed = "left out where JAX does not track which leaves are sharded"
     fits = not names or bool(tracked(names))
     checks.require(fits, who, "shard_axes", got=names, allowed=allowed, hint="Leave check_vma on.")
-    return _summed(parts, lambda x: varying(x) & frozenset(names))
+    return summed(parts, lambda x: varying(x) & frozenset(names))
 
 
-def _summed(
+def summed(
     parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]], names: tuple[str, ...] = ()
 ) -> jax.Array:
     """Sum the parts over ``names`` and each part's own axes, by one collective per set of axes."""

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import axes, checks
-from boostax._core.trees import PyTree, path_name, wide_dtype
+from boostax._core import axes, checks, trees
+from boostax._core.types import PyTree
 
 # A program that holds a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
-_DENSE = "Convert with .todense()."
+DENSE = "Convert with .todense()."
 
 
-def _is_sparse(node: object) -> bool:
+def is_sparse(node: object) -> bool:
     return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
 
 
@@ -27,23 +27,16 @@ def dense(tree: PyTree, who: str) -> PyTree:
     """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
 
     def on_leaf(path: Any, x: Any) -> Any:
-        if not _is_sparse(x):
+        if not is_sparse(x):
             return x
-        got = type(x).__name__, path_name(path)
+        got = type(x).__name__, trees.path_name(path)
         fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
         allowed = "dense arrays or BCOO with n_batch=0"
-        checks.require_type(fits, who, "gradients", got=got, allowed=allowed, hint=_DENSE)
+        checks.require_type(fits, who, "gradients", got=got, allowed=allowed, hint=DENSE)
         # x.todense() loses the varying axes of the type. The sum is in f32 or wider, so that rows
         # with the same index are rounded once.
-        zeros = jnp.zeros(x.shape, wide_dtype(x))
+        zeros = jnp.zeros(x.shape, trees.wide_dtype(x))
         zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
         return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=_is_sparse)
-
-
-def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
-    """Raise if a leaf is sparse."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
-    got = [(type(x).__name__, path_name(path)) for path, x in leaves if _is_sparse(x)]
-    checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=_DENSE)
+    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=is_sparse)

@@ -23,11 +23,7 @@ _AROUND = " It stands around an optimizer, not beside it in optax.chain."
 _ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
 # Notes on calls by argument, and the names by which users know the classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}
-_CALLS = {
-    "TrainStep": "step",
-    "TrainStep.init": "step.init",
-    "Oracle": "value_and_grad(loss_fn)",
-}
+_CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
 
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:

@@ -2,28 +2,26 @@
 """Compare the devices' copies of replicated arrays.
 
 JAX treats a replicated array as one array, even if the devices' copies differ after a flipped bit
-or with another seed in one process. ``compare`` finds such copies. Every device reduces the words
-of its copy to two sums mod 2**32, a plain one and one weighted by odd numbers, and the sums of all
-devices are compared. An odd factor is invertible, so one altered word always changes the weighted
-sum. Integer sums are exact in any order.
+or with another seed in one process. ``check_replicas`` and ``Checkpointer`` find such copies. Every
+device reduces the words of its copy to two sums mod 2**32, a plain one and one weighted by odd
+numbers, and the sums of all devices are compared. An odd factor is invertible, so one altered word
+always changes the weighted sum. Integer sums are exact in any order.
 
 Each device sends 8 bytes for each distinct sharding among the leaves. The sums of each leaf are
 sent only if these 8 bytes differ.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, checks, placement, trees
+from boostax._core import axes
 from boostax._core.norms import add_both
-from boostax._core.replicas import PyTree, is_per_replica, specs_like
 
 
 class Copies(NamedTuple):
@@ -79,94 +77,23 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.stack(pair) for pair in reduced])
 
 
-def leaves_of(params: PyTree, state: PyTree, value: Any = None) -> list[tuple[str, Any]]:
-    """Return the leaves that ``compare`` compares, with their names."""
-    rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica)
-    common = [(trees.path_name(path), x) for path, x in rows if not is_per_replica(x)]
-    common += [] if value is None else [("value", value)]
-    return [*((f"params/{name}", x) for name, x in trees.named(params)), *common]
-
-
-def replicas(names: tuple[str, ...]) -> jax.Array:
-    """Return the number of replicas that ``compare`` compares; i32."""
-    here = placement.placed_here()
-    alone = axes.size(names) if names else 1
-    return jnp.asarray(alone if here is None else here.replicas, jnp.int32)
-
-
-def compare(
-    params: PyTree,
-    state: PyTree,
-    said: Sequence[int],
-    due: jax.Array,
-    names: tuple[str, ...],
-    value: jax.Array | None = None,
-) -> Copies:
-    """Compare the copies of params and state, and numbers of each process, over the replicas.
-
-    Arrays in a ``PerReplica`` may differ, and so may params that each replica owns. A shard of a
-    leaf is compared with the copies of the same shard.
-
-    Args:
-      params: the params.
-      state: a state whose arrays outside a ``PerReplica`` are equal on all replicas.
-      said: numbers of this process, such as checksums of its program; they come first.
-      due: bool scalar, whether to compare now.
-      names: the replica axes of a mapped function; on global arrays they come from the placement.
-      value: the loss. If given, the comparison runs after the all-reduce of the loss, so that
-        processes with different programs still issue their collectives in the same order.
-    """
-    here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state, value)]
-    nothing = Copies(jnp.asarray(True), jnp.full(len(said) + len(leaves), -1, jnp.int32))
-    if here is None and not names:
-        return nothing
-    if here is None:
-        apart = [frozenset(axes.varying(x)) & {*names} for x in leaves]
-        kept = [jnp.zeros(()) if {*names} <= by else x for x, by in zip(leaves, apart, strict=True)]
-        groups, kinds = _classes(names, [axes.size((name,)) for name in names], apart)
-        found = _on_device(kept, due, said, names, groups, kinds)
-        more = tuple(sorted(axes.varying(found.culprits)))
-        most = axes.largest(found.culprits, more) if more else found.culprits
-        return Copies(axes.agree(found.equal, more), most)
-    of_params = jax.tree_util.tree_leaves_with_path(params)
-    # A param that each replica owns has no copies.
-    whole = lambda path: here.spec(path) or PartitionSpec()  # noqa: E731
-    specs = [PartitionSpec(here.names) if here.own else whole(path) for path, _ in of_params]
-    if here.own:
-        leaves[: len(specs)] = [jnp.zeros(here.replicas)] * len(specs)
-    owners = {path: (x.shape, whole(path)) for path, x in of_params}
-    shared_out = here.replicas if here.shared_out else None
-    of_state = specs_like(owners, state, here.names, shared_out, sizes=here.mesh.shape)
-    specs += [spec for _, spec in leaves_of((), of_state)]
-    specs += [PartitionSpec()] * (value is not None)
-    order = (*here.names, *(x for x in here.mesh.axis_names if x not in here.names))
-    run = on_mesh(here.auto_mesh, order, tuple(specs), said)
-    leave = lambda local, shared: ((), (), run(*shared))  # noqa: E731
-    stay = lambda local, shared: ((), (), nothing)  # noqa: E731
-    marks = [lax.axis_index(name) for name in here.names]
-    outside = placement.lifted([*reversed(here.names)], stay, leave, "copies")
-    found = outside(((), (), marks), (leaves, due))[2]
-    return found._replace(culprits=found.culprits // (here.mesh.size // here.replicas))
-
-
 def on_mesh(
     mesh: Mesh, order: tuple[str, ...], specs: tuple[PartitionSpec, ...], said: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
     """Return a comparison of leaves with these specs; culprits are device indices."""
-    sizes = [mesh.shape[name] for name in order]
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
-    groups, kinds = _classes(order, sizes, sharded)
+    groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)
 
-    on_device = lambda leaves, due: _on_device(leaves, due, said, order, groups, kinds)  # noqa: E731
+    on_device = lambda leaves, due: compared(leaves, due, said, order, groups, kinds)  # noqa: E731
     how: Any = {"in_specs": ([*specs], PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.shard_map(on_device, mesh=mesh, check_vma=False, **how)
 
 
-def _classes(
+def classes(
     order: tuple[str, ...], sizes: Sequence[int], sharded: Sequence[frozenset[str]]
 ) -> tuple[np.ndarray[Any, Any], list[int]]:
-    """Return ``groups`` and ``kinds`` of ``_on_device`` for leaves sharded over these axes."""
+    """Return ``groups`` and ``kinds`` of ``compared`` for leaves sharded over these axes."""
     positions = np.stack(np.unravel_index(np.arange(np.prod(sizes)), tuple(sizes)))
     classes = list(dict.fromkeys([frozenset[str](), *sharded]))
     kept = [np.array([[name in kind] for name in order]) * positions for kind in classes]
@@ -174,7 +101,7 @@ def _classes(
     return groups, [classes.index(x) for x in sharded]
 
 
-def _on_device(
+def compared(
     leaves: list[jax.Array],
     due: jax.Array,
     said: Sequence[int],
@@ -186,9 +113,9 @@ def _on_device(
 
     Args:
       leaves: the shards of this device.
-      due: see ``compare``. Each device reads its own copy, so a device whose counter differs is
-        found.
-      said: see ``compare``.
+      due: bool scalar, whether to compare now. Each device reads its own copy, so a device whose
+        counter differs is found.
+      said: numbers of this process, such as checksums of its program; they come first.
       names: the axes of all devices.
       groups: ``[classes, devices]``; devices with the same number have copies of the same shard.
       kinds: the class of each leaf.
@@ -218,37 +145,3 @@ def _on_device(
 
     none = lambda: axes.zeros(jax.eval_shape(unlike)) - 1  # noqa: E731
     return Copies(equal, lax.switch(equal.astype(jnp.int32), [unlike, none]))
-
-
-def require_equal(who: str, state: PyTree) -> None:
-    """Refuse arrays whose copies differ between devices of this mesh.
-
-    Cost: one read of the state on its devices, and 8 bytes sent by each device.
-    """
-    meshes: dict[Any, dict[str, jax.Array]] = {}
-    for name, x in trees.named(state):
-        at = getattr(x, "sharding", None)
-        if isinstance(at, NamedSharding) and len(at.device_set) > 1 and _in_reach(at):
-            meshes.setdefault(at.mesh, {})[name] = x
-    for mesh, arrays in meshes.items():
-        specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
-        found = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True)).culprits
-        rows = zip(arrays, np.asarray(found), strict=True)
-        got = ", ".join([f"{name!r} on {mesh.devices.flat[i]}" for name, i in rows if i >= 0][:6])
-        hint = (
-            "Other bits stand there than on the other devices. Go back to a checkpoint; or, where "
-            "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
-        )
-        allowed = "the same on all devices that hold a copy"
-        checks.require(not got, who, "state", got=got, allowed=allowed, hint=hint)
-
-
-def _in_reach(at: NamedSharding) -> bool:
-    """Return whether an array is in the device's default memory, not in host memory."""
-    usual = next(iter(at.device_set)).default_memory().kind
-    return at.memory_kind in (None, usual)
-
-
-@functools.cache
-def _jitted(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., Copies]:
-    return jax.jit(on_mesh(mesh, tuple(mesh.axis_names), specs))

@@ -29,13 +29,11 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import bcoo, checks
+from boostax._core.types import PyTree
 
-PyTree = Any
 # The result of a transformation: updates (or new params), and its state.
 Stepped = tuple[Any, Any]
 Update = TypeVar("Update", bound=Callable[..., Any])
-# The prefix of a part's name in the name stack of a trace, and so in profiles.
-SCOPE = "boostax."
 _NUMBERS = float, complex
 
 # The roles: the effect of a part on a gradient, which decides its position in a chain.
@@ -150,7 +148,8 @@ def describe(
             args = jax.tree.map(lambda x: jnp.asarray(x) if type(x) in _NUMBERS else x, args)
             if bcoo.MODULE in sys.modules and args:
                 args = bcoo.dense(args[0], name), *args[1:]
-            with jax.named_scope(SCOPE + name):
+            # Profiles show this name, which comes from the name stack of the trace.
+            with jax.named_scope(f"boostax.{name}"):
                 return update(*args, **kwargs)
 
         factory = getattr(inspect.unwrap(update), "__globals__", {}).get(name)
@@ -199,34 +198,3 @@ def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> di
 
     functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}
     return {**extra, **{name: moved(fn) for name, fn in functions.items() if fn is not None}}
-
-
-def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
-    """Return the named arguments of ``update`` and of its parts, and whether each is required.
-
-    The names are read from signatures and closures. Other arguments are not passed; if one is
-    required, Optax raises.
-    """
-    found: dict[str, bool] = {}
-    seen: set[int] = set()
-    stack: list[Any] = [tx.update]
-    while stack:
-        thing = stack.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, (list, tuple, dict)):
-            stack.extend(thing.values() if isinstance(thing, dict) else thing)
-        elif inspect.isfunction(thing):
-            signature = inspect.signature(thing, follow_wrapped=False)
-            for name, parameter in signature.parameters.items():
-                required = parameter.default is inspect.Parameter.empty
-                found[name] = found.get(name, False) or required
-            stack.extend(closure(thing).values())
-        elif not inspect.isclass(thing) and (
-            callable(thing) or isinstance(thing, optax.MultiSteps)
-        ):
-            # The function is, for example, a gate, a bound method, a partial or a jitted function.
-            stack.extend(getattr(thing, "__dict__", {}).values())
-            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__", "func"))
-    return found

@@ -33,11 +33,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from boostax._core import axes, checks, interpret, mismatch, norms, trees
-from boostax._core.describe import PyTree, Stepped
-from boostax._core.placement import settled
+from boostax._core import axes, checks, interpret, mismatch, norms, placement, trees
+from boostax._core.describe import Stepped
+from boostax._core.types import PyTree
 
 Extended = optax.GradientTransformationExtraArgs
 
@@ -196,7 +195,7 @@ def run(
         extra = extra | {"grad": grads._replace(raw=extra["grad"]).value()}
     updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     if apply:
-        return settled(trees.applied(params, updates)), state
+        return placement.settled(trees.applied(params, updates)), state
     return trees.as_updates(updates, params), state
 
 
@@ -221,9 +220,8 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     known = [frozenset([i]) for i in range(len(leaves))]
     known = [*known, *[none] * (len(traced.program.in_avals) - 2 * len(known)), *known]
     each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
-    return jax.tree.unflatten(
-        traced.structure, interpret.flow(traced.program, known, each, unite, none)
-    )
+    found = interpret.flow(traced.program, known, each, unite, none)
+    return jax.tree.unflatten(traced.structure, found)
 
 
 def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
@@ -297,8 +295,7 @@ def run_or_hold(
 
     def work() -> Stepped:
         value, new_state = replay()
-        result = axes.placed_like((value, trees.cast_like(new_state, state)), held)
-        return axes.unify(result, held)
+        return axes.unify(axes.placed_like((value, trees.cast_like(new_state, state)), held), held)
 
     return branch(predicate, work, lambda: held)
 
@@ -337,7 +334,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
 
     With ``check_vma=True`` the types of the predicate and the results are already checked.
     """
-    sent = axes.of_program(heavy.program)
+    sent = axes.named(eqn for eqn, _ in interpret.equations(heavy.program.jaxpr))
     seen = axes.tracked((*names, *sent))
     missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
     if missing:
@@ -361,7 +358,7 @@ def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) 
     All branches that carry state are made here. ``work`` and ``hold`` must return the same types.
     The branch is a ``lax.switch``, because an index keeps the order of the branches.
     """
-    return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
+    return jax.lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
 
 def passed(state: PyTree) -> jax.Array:

@@ -1,83 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of layers, in the order of the forward pass."""
+"""Labels that put each param into a group, and patterns of the names of params."""
 
-import collections
 import dataclasses
 import fnmatch
-import glob
-import itertools
 import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.tree_util import DictKey, GetAttrKey
 
 from boostax._core import checks, trees
-
-PyTree = Any
-# Paths of layers in the order of the forward pass; ``None`` for the order of the tree.
-Order = Sequence[str] | None
-
-
-def prefix_groups(
-    params: PyTree, n: int, *, order: Order = None, level: int | None = None
-) -> PyTree:
-    r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
-
-    Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
-    layer at most. Groups have equally many layers, not elements, because a frozen prefix saves the
-    backward pass of its layers: convolutions take most of the time and have few elements, while an
-    embedding takes none and has many.
-
-    Leaves that share a parent module, such as a kernel and its bias, form a layer. A module with
-    only vectors and scalars (a norm) joins the previous layer, or the next if it is the first. Each
-    leaf directly in the top container is a layer.
-
-    Args:
-      params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
-      n: groups, at most as many as there are layers.
-      order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, as
-        ``forward_order`` returns them. The first entry that matches one of a layer's leaves gives
-        the position of the layer. ``None`` takes the order of the tree: lists by index, dicts by
-        key with numbers in numerical order (``block_2`` before ``block_10``). It is the forward
-        order only if the names are numbered so.
-      level: number of leading path components that make a layer. With 1, ``block_0`` is one layer;
-        with ``None``, each module inside ``block_0`` is.
-
-    Returns:
-      A tree like ``params`` of Python ints from 0 to ``n - 1``, the group of each leaf. Cost: none;
-      no array is read.
-
-    Raises:
-      ValueError, TypeError: an argument out of range; fewer layers than groups; an ``order`` that
-        misses a layer, or has an entry that matches nothing.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp
-      >>> dense = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-      >>> params = {"layer_10": dense, "layer_2": dense, "layer_2_norm": {"scale": jnp.ones(2)}}
-      >>> groups = boostax.freeze.prefix_groups(params, 2)
-      >>> groups["layer_2"], groups["layer_2_norm"], groups["layer_10"]
-      ({'bias': 0, 'kernel': 0}, {'scale': 0}, {'bias': 1, 'kernel': 1})
-
-    References:
-      ``mindspore.boost.GradientFreeze`` groups by the order and the names of the params, and
-      freezes nothing, without a warning, if there are fewer layers than groups.
-    """
-    who = "prefix_groups"
-    checks.positive_int(who, "n", n, "4 cuts the layers into quarters.")
-    if level is not None:
-        checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
-    leaves, treedef = jax.tree.flatten(params)
-    kept = _with_norms(_layers(who, params, order, level), leaves)
-    words = few([trees.path_name(path) for path in kept])
-    hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
-    allowed = f"at most the number of layers, {len(kept)}"
-    checks.require(n <= len(kept), who, "n", got=n, allowed=allowed, hint=hint)
-    labels = {x: i * n // len(kept) for i, members in enumerate(kept.values()) for x in members}
-    return treedef.unflatten(labels[i] for i in range(len(leaves)))
+from boostax._core.types import PyTree
 
 
 def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
@@ -92,7 +24,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
         names, or by patterns, which match every leaf; a function of a leaf's path name and the
         leaf; a list whose entry ``i`` has the pattern, or the patterns, of group ``i`` (``fnmatch``
         on path names; the name of a module matches all its leaves), in which leaves without a match
-        make the last group; or the result of ``mindspore_groups``.
+        make the last group; or the result of ``freeze.mindspore_groups``.
       params: the params.
     """
     named, treedef = trees.named(params), jax.tree.structure(params)
@@ -121,19 +53,6 @@ def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
     return Labels(treedef.unflatten(numbers), len(present))
 
 
-def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
-    """Return the group of each leaf that is not masked, and the number of groups.
-
-    A masked leaf also has a label, so the groups do not depend on which leaves train.
-    """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
-    stand_in = jax.ShapeDtypeStruct((), jnp.float32)
-    whole = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
-    found = as_groups(who, groups, whole)
-    pairs = zip(jax.tree.leaves(found.tree), leaves, strict=True)
-    return [number for number, x in pairs if not trees.is_masked(x)], found.count
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labels:
     """Labels of groups; some groups may be empty.
@@ -147,106 +66,6 @@ class Labels:
     count: int
 
 
-def mindspore_groups(
-    params: PyTree, n: int, *, order: Order = None, removed: Sequence[str] = ()
-) -> Labels:
-    """Return groups for which depth ``i`` trains the params that MindSpore trains at index ``i``.
-
-    Params go into buckets in their order, the vectors of a module last. A vector goes into the last
-    bucket. Any other param, including a scalar, opens a new bucket if the last one has three params
-    or more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than
-    ``n`` all leaves are in the last group, so every depth trains all leaves, as in MindSpore.
-    ``prefix_groups`` refuses fewer layers than groups.
-
-    Args:
-      params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
-      n: MindSpore's ``param_groups``.
-      order: see ``prefix_groups``.
-      removed: paths of norms that ``less_bn`` removed (``LessBNReport.removed``), whose scale and
-        bias MindSpore keeps among the params. ``order`` may name them.
-
-    Returns:
-      The ``groups`` for ``scheduled_freeze``; depths go from 0 to ``n - 1``. With
-      ``moments="per_group"`` each depth has its own optimizer state, even if all depths train all
-      params. Cost: none; no array is read.
-
-    Raises:
-      ValueError, TypeError: ``n`` is not a positive integer; an ``order`` that misses a layer.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp
-      >>> params = [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)} for _ in range(4)]
-      >>> groups = boostax.freeze.mindspore_groups(params, 2)
-      >>> [layer["kernel"] for layer in groups.tree], groups.count
-      ([0, 0, 1, 1], 2)
-
-    References:
-      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``. It recognises
-      vectors by ``bn`` and ``bias`` in their names.
-    """
-    who = "mindspore_groups"
-    checks.positive_int(who, "n", n, "10 is MindSpore's default.")
-    leaves, treedef = jax.tree.flatten(params)
-    layers = _layers(who, params, order, removed=removed)
-    vector = [getattr(leaf, "ndim", 0) == 1 for leaf in leaves] + [True] * (2 * len(removed))
-    buckets: list[list[int]] = [[]]
-    for leaf in (x for members in layers.values() for x in sorted(members, key=vector.__getitem__)):
-        if len(buckets[-1]) >= 3 and not vector[leaf]:
-            buckets.append([])
-        buckets[-1].append(leaf)
-    stride = len(buckets) // n
-    # The remaining buckets, or all buckets if there are fewer than n, are in the last group.
-    numbers = [min(place // stride, n - 1) if stride else n - 1 for place in range(len(buckets))]
-    labels = {x: i for i, bucket in zip(numbers, buckets, strict=True) for x in bucket}
-    return Labels(treedef.unflatten(labels[i] for i in range(len(leaves))), n)
-
-
-def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
-    """Convert groups of arrays, one list per group, to groups of param names.
-
-    Args:
-      params: the params.
-      groups: for each group the arrays of ``params`` themselves, as a list or any tree. Each param
-        must be in exactly one group.
-
-    Returns:
-      A list of path names per group, for ``group_loss_scale``, ``scheduled_freeze`` or a
-      configuration.
-      Cost: none; no array is read.
-
-    Raises:
-      ValueError: an array is not a param, or is in two groups; a param is in no group.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp
-      >>> params = {"conv1": jnp.ones((2, 2)), "conv2": jnp.ones((2, 2)), "fc": jnp.ones(2)}
-      >>> convs = [p for name, p in params.items() if "conv" in name]
-      >>> boostax.freeze.param_groups(params, [convs, [params["fc"]]])
-      [['conv1', 'conv2'], ['fc']]
-
-    References:
-      ``mindspore.boost.GroupLossScaleManager``, whose ``loss_scale_groups`` are such lists.
-    """
-    who, allowed = "param_groups", "lists that together hold every param once"
-    names: dict[int, list[str]] = {}
-    for name, leaf in trees.named(params):
-        names.setdefault(id(leaf), []).append(name)
-    found: list[list[str]] = []
-    for i, group in enumerate(groups):
-        found.append([])
-        for leaf in jax.tree.leaves(group):
-            known = names.pop(id(leaf), [])
-            got = f"{known} as one array" if known else f"an array that is none, in group {i}"
-            hint = "Give the arrays of these params, each once; or patterns of their names."
-            checks.require(len(known) == 1, who, "groups", got=got, allowed=allowed, hint=hint)
-            # A path may contain characters that are wildcards in a pattern.
-            found[-1].append(glob.escape(known[0]))
-    left = few([name for known in names.values() for name in known])
-    hint = "Add them to a group."
-    checks.require(not names, who, "groups", got=f"none with {left}", allowed=allowed, hint=hint)
-    return found
-
-
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
     """Return the label of each leaf, from a tree like the params or a prefix of one."""
     try:
@@ -258,96 +77,16 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
         paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if labels.keys() == set(paths):
             return [labels[path] for path in paths]
-        if _are_names(groups):
+        pairs = groups.items() if isinstance(groups, dict) else ()
+        if pairs and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs):
             return _named(who, groups, trees.names(params))
         allowed = "a tree of integers or a prefix of one, patterns, or a function of path and leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
-def _layers(
-    who: str, params: PyTree, order: Order, level: int | None = None, removed: Sequence[str] = ()
-) -> dict[tuple[Any, ...], list[int]]:
-    """Return the indices of the leaves of each layer, in the order of the forward pass.
-
-    The two leaves of each removed norm have indices after the last param.
-    """
-    treedef = jax.tree.structure(params)
-    layers: dict[tuple[Any, ...], list[int]] = {}
-    for path, leaf in _own_order(treedef.unflatten(range(treedef.num_leaves))):
-        layers.setdefault(path[:-1][:level] or path, []).append(leaf)
-    names = trees.names(params)
-    for norm in removed:
-        layers[tuple(DictKey(key) for key in norm.split("/"))] = [len(names), len(names) + 1]
-        names += [f"{norm}/bias", f"{norm}/scale"]
-    if order is not None:
-        return _reordered(who, layers, names, order)
-    if not removed:
-        return layers
-    place = lambda path: [natural(x) for x in trees.path_name(path).split("/")]  # noqa: E731
-    return {path: layers[path] for path in sorted(layers, key=place)}
-
-
-def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the leaves with their paths, in the order of the containers."""
-    # The registry's flatten_one_level gives all fields of a NamedTuple the name of the first.
-    below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    if jax.tree_util.all_leaves([node]):
-        yield path, node
-        return
-    children: list[tuple[Any, Any]] = [(key, child) for (key,), child in below]
-    keys = [key for key, _ in children]
-    if keys == [GetAttrKey("value")]:
-        # A box (an NNX variable, or a Flax param with its partitioning) is not a module.
-        yield from _own_order(children[0][1], path)
-        return
-    # JAX sorts the keys of a dict as text; an OrderedDict keeps its insertion order.
-    if not isinstance(node, collections.OrderedDict):
-        children.sort(key=lambda child: natural(str(getattr(child[0], "key", ""))))
-    for key, child in children:
-        yield from _own_order(child, (*path, key))
-
-
 def natural(text: str) -> list[str | int]:
     """Return a sort key by which numbers in a text are compared as numbers."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text))]
-
-
-def _prefixes(name: str) -> list[str]:
-    return list(itertools.accumulate(name.split("/"), "{}/{}".format))
-
-
-def _reordered(
-    who: str, layers: dict[Any, list[int]], names: list[str], order: Any
-) -> dict[Any, list[int]]:
-    """Return the layers by the first entry of ``order`` that matches one of their leaves."""
-    allowed = "path names or prefixes of them, in the order of the forward pass"
-    # If an entry occurs twice, the first one gives the position.
-    places = {entry: i for i, entry in reversed([*enumerate(order)])}
-    idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
-    got = sorted(idle, key=places.__getitem__)
-    hint = f"They match no param; params are {few(names)}."
-    checks.require(not idle, who, "order", got=got, allowed=allowed, hint=hint)
-    found = {
-        path: [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
-        for path, members in layers.items()
-    }
-    missed = [trees.path_name(path) for path, entries in found.items() if not entries]
-    allowed = "entries that together match every layer"
-    hint = f"None matches {few(missed)}. Say where in the order they come."
-    checks.require(not missed, who, "order", got=order, allowed=allowed, hint=hint)
-    return {path: layers[path] for path in sorted(layers, key=lambda path: min(found[path]))}
-
-
-def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
-    """Join layers that have only vectors to the previous layer, or the next if they come first."""
-    kept: dict[Any, list[int]] = {}
-    last: list[int] = []
-    for path, members in layers.items():
-        if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
-            last.extend(members)
-        else:
-            last = kept[path] = [*members, *([] if kept else last)]
-    return kept or layers
 
 
 def _is_function(groups: object) -> bool:
@@ -359,11 +98,6 @@ def _are_patterns(groups: object) -> bool:
     # [0, 1] is not a list of patterns but a tree of labels, for params in a list.
     found = jax.tree.leaves(groups)
     return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
-
-
-def _are_names(groups: Any) -> bool:
-    pairs = groups.items() if isinstance(groups, dict) else ()
-    return bool(pairs) and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs)
 
 
 def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:

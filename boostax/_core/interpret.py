@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only interpreter of jaxprs: a table of equations with programs inside, and five walks.
+"""The only interpreter of jaxprs: a table of equations with programs inside, and four walks.
 
 Code that reads or replays a jaxpr is a rule for one of the walks. Only this module knows JAX's
 names of calls, loops and branches, and maps the operands of an equation to the inputs of its
@@ -8,7 +8,6 @@ names of calls, loops and branches, and maps the operands of an equation to the 
 - ``equations`` lists all equations, also those in bodies, each with a context.
 - ``evaluate`` replays a program on arrays, or on any values in place of arrays.
 - ``flow`` carries facts of a lattice forward through all bodies, to a fixed point in loops.
-- ``demand`` carries levels backward, from results to operands; it does not enter bodies.
 - ``rewrite`` replaces equations in place, so that nothing is traced again.
 
 No walk skips an unknown equation. An equation with a body that is not in the table goes to the
@@ -25,18 +24,16 @@ from typing import Any, TypeVar
 import jax
 
 from boostax._core import checks, jaxprs
+from boostax._core.types import PyTree
 
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 Enter = Callable[[Any, Any], Iterable[Any]]
-PyTree = Any
 
 # The errors that would go unnoticed if a program were misread.
 _MISSED = "What is computed inside would be missed."
 _MIXED = "Constants would be taken for what is carried."
 
-# The level of an unused value in ``demand``.
-NEVER = -1
 
 # All names that JAX has used for each kind of equation.
 JIT = ("jit", "pjit")
@@ -85,11 +82,6 @@ def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
     return found
 
 
-def has(program: jaxprs.ClosedJaxpr, primitive: str) -> bool:
-    """Return whether a program, or a body in it, has an operation of this name."""
-    return any(eqn.primitive.name == primitive for eqn, _ in equations(program.jaxpr))
-
-
 def equations(
     program: jaxprs.Jaxpr | Sequence[Any], context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
@@ -130,8 +122,7 @@ def evaluate(
     values.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
-        literal = isinstance(atom, jaxprs.Literal)
-        return constant(atom.val, atom.aval) if literal else values[atom]
+        return constant(atom.val, atom.aval) if isinstance(atom, jaxprs.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
@@ -227,32 +218,6 @@ def flow(
         return transfer(eqn, facts)
 
     return run(program, inputs)
-
-
-def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
-    """Carry levels of the results of a program back to the operands of its equations.
-
-    Bodies are not entered: ``transfer`` returns one level for an equation with a body. The level of
-    a value with several consumers is the highest level of its consumers.
-
-    Args:
-      jaxpr: a program.
-      wanted: a level for each result of the program; ``NEVER`` for an unused result.
-      transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
-        highest level of its results. It is called once per equation, the last equation first.
-    """
-    known: dict[Any, int] = {}
-
-    def want(atom: Any, level: int) -> None:
-        if not isinstance(atom, jaxprs.Literal):
-            known[atom] = max(known.get(atom, NEVER), level)
-
-    for atom, level in zip(jaxpr.outvars, wanted, strict=True):
-        want(atom, level)
-    for eqn in reversed(jaxpr.eqns):
-        level = transfer(eqn, max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER))
-        for atom in eqn.invars:
-            want(atom, level)
 
 
 def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:

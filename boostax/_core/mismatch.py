@@ -6,32 +6,19 @@ nothing, and a state that works in another structure passes, such as ``None`` fo
 """
 
 import contextlib
-import inspect
 import re
-import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
-from boostax._core import bcoo, checks, trees
+from boostax._core import checks, trees
+from boostax._core.types import PyTree
 
-PyTree = Any
 # NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
-
-
-_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
-# Hints for a loss that does not take an argument, by argument.
-_TAKEN = {
-    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
-    "edge between groups.",
-    "key": "Add key=None to its arguments, or start the state without a key.",
-    "model_state": "Add model_state=None to its arguments, or start the state without one.",
-}
 
 
 @contextlib.contextmanager
@@ -58,14 +45,11 @@ def parts(state: PyTree) -> list[str]:
     return [name for name in names if name not in _NO_PARTS]
 
 
-def _is_donated(x: Any) -> bool:
-    return not isinstance(x, Tracer) and getattr(x, "is_deleted", bool)()
-
-
 def require_order(who: str, call: str, **given: PyTree) -> None:
     """Refuse donated arrays, and an optimizer state in another argument's position."""
     leaves = jax.tree_util.tree_leaves_with_path(given)
-    gone = [trees.path_name(path) for path, x in leaves if _is_donated(x)]
+    untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
+    gone = [trees.path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
     got, allowed = f"{gone[:4]} donated", "not yet donated"
     hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
     checks.require(not gone, who, "arguments", got=got, allowed=allowed, hint=hint)
@@ -107,56 +91,3 @@ def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTre
     hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
     trees.require_shapes(who, what, state, wanted, hint)
     return state
-
-
-def require_taken(who: str, loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that does not take the arguments that it is called with."""
-    try:
-        # A wrapper may take arguments that the wrapped function does not.
-        takes = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):
-        # Some callables have no signature that Python can read.
-        return
-    try:
-        takes.bind(None, None, **kwargs)
-    except TypeError as error:
-        name = next((name for name in kwargs if repr(name) in str(error)), "")
-        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
-        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
-        if "missing" in str(error):
-            allowed = f"given all that it takes ({error})"
-            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
-        raise TypeError(checks.message(who, "loss_fn", allowed, loss_fn, hint)) from error
-
-
-def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
-    """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
-    given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
-    bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
-    hint = "tx.active(params, depth) of a scheduled_freeze is one."
-    checks.require_type(bools, who, "active", got=active, allowed=allowed, hint=hint)
-
-    def of_part(keep: Any, part: PyTree) -> Any:
-        # A subtree without arrays needs no entry, so its entry may be None.
-        trained = any(map(trees.is_array, jax.tree.leaves(part)))
-        return True if keep is None and not trained else keep
-
-    active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
-    return jax.tree.broadcast(active, params)
-
-
-def require_trainable(who: str, trained: PyTree) -> None:
-    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
-    if bcoo.MODULE in sys.modules:
-        bcoo.require_dense(trained, who, "params")
-    allowed = "floating or complex arrays where they are trained"
-    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
-    if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
-        hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
-        hint += "optimizer.value_and_grad(loss)(model, batch)."
-    for path, x in jax.tree_util.tree_leaves_with_path(trained):
-        dtype = getattr(x, "dtype", None)
-        if isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype):
-            continue
-        got = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'}"
-        raise TypeError(checks.message(who, "params", allowed, got, hint))

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes
-from boostax._core.trees import PyTree, at_least_float32, is_inexact
+from boostax._core import axes, trees
+from boostax._core.types import PyTree
 
 
 def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
@@ -27,8 +27,8 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     other backends leave the result undefined. Leaves are widened because XLA:CPU takes twice as
     long for f16 on a processor without f16 vectors.
     """
-    inexact = [x for x in jax.tree.leaves(tree) if is_inexact(jnp.result_type(x))]
-    wide = [at_least_float32(magnitude(x)) for x in inexact]
+    inexact = [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]
+    wide = [trees.at_least_float32(magnitude(x)) for x in inexact]
     return lax.platform_dependent(wide, cpu=_by_extremes, default=_by_bits) if wide else []
 
 
@@ -72,7 +72,7 @@ def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> li
       Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; zeros if there are no leaves. NaN and
       infinities show in both sums. Cost: one read of each leaf.
     """
-    wides = at_least_float32(list(leaves))
+    wides = trees.at_least_float32(list(leaves))
     parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
     wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
     flat = [[x.astype(wide) for x in pair] for pair in parts]
@@ -167,7 +167,7 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     """Return whether every element that is finite in ``old`` is also finite in ``new``."""
 
     def news(before: jax.Array, after: jax.Array) -> jax.Array:
-        if not is_inexact(jnp.result_type(after)):
+        if not trees.is_inexact(jnp.result_type(after)):
             return jnp.zeros(())
         return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
 

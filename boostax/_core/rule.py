@@ -10,7 +10,8 @@ import optax
 
 from boostax._core import axes, bound_axis, checks, trees
 from boostax._core import gate as gates
-from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core.describe import Stepped, describe
+from boostax._core.types import PyTree
 
 
 class GateState(NamedTuple):

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, register_pytree_node
-from jax.typing import DTypeLike
 
 from boostax._core import checks, jaxprs, types
+from boostax._core.types import PyTree
 
-PyTree = Any
 LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is their new value.
 OVERWRITE = "_overwrite_with_gradient"
@@ -31,7 +29,7 @@ def at_least_float32(tree: PyTree) -> PyTree:
     def widened(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=wide_dtype(x))
-        return as_dtype(x, wide_dtype(x)) if _is_number(x) else x
+        return as_dtype(x, wide_dtype(x)) if is_number(x) else x
 
     return jax.tree.map(widened, tree)
 
@@ -68,7 +66,7 @@ def wide_dtype(x: Any) -> np.dtype[Any]:
     return np.dtype(np.float32)
 
 
-def is_inexact(dtype: DTypeLike) -> bool:
+def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
     """Return whether a dtype is floating or complex, so that its arrays have gradients."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -89,20 +87,6 @@ def buffers(params: PyTree, narrow: np.dtype[Any], size: int | None = None) -> P
         return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
 
     return jax.tree.map(buffer, params)
-
-
-def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
-    """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
-
-    Then a sum narrower than f32 rounds once per addition. If the gradient were rounded before its
-    weight is applied, the weight would multiply the rounding error, and values that are small
-    before weighting would underflow.
-    """
-
-    def addend(g: jax.Array) -> jax.Array:
-        return g.astype(jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow)))
-
-    return jax.tree.map(addend, tree)
 
 
 def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
@@ -138,11 +122,11 @@ def as_updates(tree: PyTree, params: PyTree) -> PyTree:
     if params is None:
         return tree
     absent = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-    cast = lambda x, p: x if absent(x) or not _is_number(p) else cast_like(x, p)  # noqa: E731
+    cast = lambda x, p: x if absent(x) or not is_number(p) else cast_like(x, p)  # noqa: E731
     return jax.tree.map(cast, tree, params, is_leaf=absent)
 
 
-def _is_number(x: object) -> bool:
+def is_number(x: object) -> bool:
     """Return whether a leaf is an array or a scalar; a module may also hold functions."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
@@ -177,7 +161,7 @@ def names(tree: PyTree) -> list[str]:
 
 def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the names on a path, the same for an NNX module, its state and its arrays."""
-    path = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+    path = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 
 
@@ -185,14 +169,6 @@ def require_params(params: PyTree, who: str, hint: str) -> None:
     """Refuse an ``update`` without the params."""
     allowed = "given to update"
     checks.require(params is not None, who, "params", got=params, allowed=allowed, hint=hint)
-
-
-def require_arrays(params: PyTree, who: str) -> None:
-    """Refuse leaves that a compiled step cannot take, such as functions in a module."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    got = [(path_name(path), type(x).__name__) for path, x in leaves if not _is_number(x)]
-    hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
-    checks.require_type(not got, who, "params", got=got[:6], allowed="arrays", hint=hint)
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:
@@ -260,14 +236,13 @@ def nodes(tree: PyTree) -> list[Any]:
     """
     found: list[Any] = []
     waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
-    flatten = jax.tree_util.default_registry.flatten_one_level
     while waiting:
         node = waiting.pop()
         if hasattr(node, "__jax_array__") and not isinstance(node, jax.Array):
             return nodes(arrays(tree))
         if node is not None:
             found.append(node)
-            children, _ = flatten(node) or ((), None)
+            children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
             waiting.extend(reversed([*children]))
     return found
 
@@ -287,55 +262,6 @@ def arrays(tree: PyTree) -> PyTree:
 
 def _is_variable(node: object) -> bool:
     return hasattr(node, "__jax_array__") and not isinstance(node, jax.Array)
-
-
-class Pruning(NamedTuple):
-    """The position of a state for some params within the state for all params.
-
-    ``init`` is called with all params and with some of them; state leaves that are missing in the
-    second state belong to the missing params. This works through every wrapper, and for state
-    leaves of any shape.
-
-    Attributes:
-      whole: structure of the larger state.
-      part: structure of the smaller state.
-      places: for each leaf of the smaller state, its index among the leaves of the larger state.
-    """
-
-    whole: Any
-    part: Any
-    places: tuple[int, ...]
-
-    def take(self, state: PyTree) -> PyTree:
-        """Return the smaller state from the larger state, without a copy."""
-        leaves = self.whole.flatten_up_to(state)
-        return self.part.unflatten([leaves[place] for place in self.places])
-
-    def put(self, state: PyTree, part: PyTree) -> PyTree:
-        """Return the larger state with its leaves replaced by the smaller state's."""
-        leaves = self.whole.flatten_up_to(state)
-        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
-            leaves[place] = leaf
-        return self.whole.unflatten(leaves)
-
-
-def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
-    """Locate the state of ``tx`` for ``fewer`` params within the state for all params.
-
-    Raises:
-      ValueError: the shape or path of a state leaf depends on which params are masked.
-    """
-    # An ``init`` may refuse params that differ per replica, so the shapes have no varying axes.
-    bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
-    there = {(path, x.shape, x.dtype): place for place, (path, x) in enumerate(whole)}
-    some, part = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(fewer)))
-    places = [there.get((path, x.shape, x.dtype), -1) for path, x in some]
-    lost = [path_name(path) for place, (path, _) in zip(places, some, strict=True) if place < 0]
-    hint = "These depend on which leaves there are, as optax.flatten's do: use it on the leaves."
-    allowed = "an optimizer that keeps its state leaf by leaf"
-    checks.require(not lost, who, "inner", got=lost[:6], allowed=allowed, hint=hint)
-    return Pruning(structure, part, tuple(places))
 
 
 class Replay(NamedTuple):
@@ -372,8 +298,8 @@ class _Aside:
         return id(self.leaf)
 
 
-register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
-_is_aside: Callable[[Any], bool] = _Aside.__instancecheck__
+jax.tree_util.register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
+is_aside: Callable[[Any], bool] = _Aside.__instancecheck__
 
 
 def is_array(leaf: object) -> bool:
@@ -410,7 +336,7 @@ def aside(params: PyTree) -> PyTree:
 
 def restored(params: PyTree) -> PyTree:
     """Return the params with the constants that ``aside`` hid."""
-    return jax.tree.map(lambda x: x.leaf if _is_aside(x) else x, params, is_leaf=_is_aside)
+    return jax.tree.map(lambda x: x.leaf if is_aside(x) else x, params, is_leaf=is_aside)
 
 
 def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
@@ -425,21 +351,41 @@ def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
         active = jax.tree.map(lambda _: active, grads, is_leaf=stop)
 
     def replaced(g: Any, keep: bool) -> Any:
-        return g if not _is_aside(g) else None if keep else optax.MaskedNode()
+        return g if not is_aside(g) else None if keep else optax.MaskedNode()
 
     return jax.tree.map(replaced, grads, active, is_leaf=stop)
-
-
-def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
-    """Hide in a tree like the params the leaves that ``aside`` hid in ``params``."""
-    return jax.tree.map(lambda p, x: p if _is_aside(p) else x, params, tree, is_leaf=_is_aside)
-
-
-def arrays_alone(params: PyTree) -> PyTree:
-    """Replace leaves that are not arrays by ``None``, as ``equinox.filter`` does."""
-    return jax.tree.map(lambda x: x if is_array(x) else None, params)
 
 
 def put_back(new: PyTree, params: PyTree) -> PyTree:
     """Return the new params, with the old leaf wherever the new leaf is ``None``."""
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)
+
+
+class Pruning(NamedTuple):
+    """The position of a state for some params within the state for all params.
+
+    ``init`` is called with all params and with some of them; state leaves that are missing in the
+    second state belong to the missing params. This works through every wrapper, and for state
+    leaves of any shape.
+
+    Attributes:
+      whole: structure of the larger state.
+      part: structure of the smaller state.
+      places: for each leaf of the smaller state, its index among the leaves of the larger state.
+    """
+
+    whole: Any
+    part: Any
+    places: tuple[int, ...]
+
+    def take(self, state: PyTree) -> PyTree:
+        """Return the smaller state from the larger state, without a copy."""
+        leaves = self.whole.flatten_up_to(state)
+        return self.part.unflatten([leaves[place] for place in self.places])
+
+    def put(self, state: PyTree, part: PyTree) -> PyTree:
+        """Return the larger state with its leaves replaced by the smaller state's."""
+        leaves = self.whole.flatten_up_to(state)
+        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
+            leaves[place] = leaf
+        return self.whole.unflatten(leaves)

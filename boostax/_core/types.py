@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Type variables of public signatures, for type checkers."""
+"""Types of signatures, for type checkers."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,3 +14,5 @@ else:
     Params, Value, Grads = TypeVar("Params"), TypeVar("Value"), TypeVar("Grads")
 
 State = TypeVar("State")
+# A tree of arrays, or of whatever a function says.
+PyTree = Any

@@ -30,16 +30,19 @@ Gradients stay local to each replica: replica :math:`r` multiplies its gradient 
 \sum_r w_r`, so that a *mean* over the :math:`n` replicas is the mean over all tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax._core.types import PyTree
 
-PyTree = Any
 _WHO = "value_and_grad"
 # A scaler accepts gradients below 2**48, whose products with weights below MOST have a finite sum
 # in f32. The reciprocal of LEAST is finite.
@@ -97,8 +100,7 @@ def own_of(aux: PyTree) -> PyTree:
 
 def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
     """Return both parts in the structure of ``like``, the aux that the loss returned."""
-    both = Beside(told, own)
-    return both if isinstance(like, Beside) else told if isinstance(like, Aux) else own
+    return Beside(told, own) if isinstance(like, Beside) else told if isinstance(like, Aux) else own
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:
@@ -243,19 +245,15 @@ def over_replicas(
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
     loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
     means = jax.tree.map(lambda x: total(x, names), told.means)
-    told = Aux(weight, _mean_state(told.model_state, names), metrics, means)
-    return loss, as_given(told, own_of(aux), aux), grads
-
-
-def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Average statistics over the replicas; cast counters to equal; leave keys unchanged."""
 
     def mean(x: jax.Array) -> jax.Array:
+        """Average statistics; cast counters to equal; leave keys unchanged."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)
 
-    return jax.tree.map(mean, model_state)
+    told = Aux(weight, jax.tree.map(mean, told.model_state), metrics, means)
+    return loss, as_given(told, own_of(aux), aux), grads
 
 
 def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
@@ -266,3 +264,17 @@ def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
         return fn(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
     return jax.tree.map(on_leaf, tree)
+
+
+def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
+    """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
+
+    Then a sum narrower than f32 rounds once per addition. If the gradient were rounded before its
+    weight is applied, the weight would multiply the rounding error, and values that are small
+    before weighting would underflow.
+    """
+
+    def addend(g: jax.Array) -> jax.Array:
+        return g.astype(jnp.promote_types(trees.wide_dtype(g), trees.buffer_dtype(g, narrow)))
+
+    return jax.tree.map(addend, tree)

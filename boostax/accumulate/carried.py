@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from boostax._core import axes, bound_axis, checks, gate, trees
-from boostax._core.describe import Holds, PyTree, describe, elsewhere
+from boostax._core.describe import Holds, describe, elsewhere
+from boostax._core.types import PyTree
 
 Rule = Literal["max", "sum", "last"]
 # The rule of each carried leaf, by components of its path.
@@ -173,8 +173,7 @@ class _Carry(NamedTuple):
         """Close the open windows inside, and set their carried leaves."""
         others = without(params, resolve(self.rules, params))
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
-        closed = state.open & gate.passed(inner_state)
-        params = _settled(trained, params, state.window, closed)
+        params = _settled(trained, params, state.window, state.open & gate.passed(inner_state))
         still = state.open & gate.held_open(inner_state)
         return params, state._replace(open=still, inner_state=inner_state)
 
@@ -253,7 +252,7 @@ def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
         return axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
     if rule == "last":
         x = jnp.where(axes.index(names) == axes.size(names) - 1, x, 0)
-    return lax.psum(axes.to_varying(x, names), names)
+    return jax.lax.psum(axes.to_varying(x, names), names)
 
 
 def _named(window: dict[Rule, PyTree]) -> Carried:

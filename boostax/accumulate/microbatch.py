@@ -11,13 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from boostax._core import axes, bcoo, checks, trees
+from boostax._core.types import PyTree
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
+from boostax.accumulate.aux import Aux, addends, as_aux, as_given, divide, own_of, weigh
 
-PyTree = Any
 _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
@@ -100,7 +99,7 @@ def microbatch(
 
     def wrapped(params: PyTree, batch: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         slices, number, axis = split(batch, count, _WHO)
-        micro_batch = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+        micro_batch = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
         key = kwargs.pop("key", None)
         # A micro-batch gets these keyword arguments from the previous micro-batch.
         popped = {k: kwargs.pop(k, None) for k in ("model_state", "threaded")}
@@ -115,7 +114,7 @@ def microbatch(
             loss, given_aux = value if has_aux else (value, Aux())
             grads = bcoo.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
-            known, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
+            known, grads = as_aux(given_aux), addends(carried.without(grads, new), narrow)
             weight = jnp.asarray(1.0 if known.weight is None else known.weight, jnp.float32)
             loss, metrics, means = trees.at_least_float32((loss, known.metrics, known.means))
             sums = _Sums(loss, metrics, grads, weight, means)
@@ -162,7 +161,7 @@ def _scan(
         return (sums, new, state), aux
 
     indices = jnp.arange(number, dtype=jnp.int32)
-    (total, new, state), stacked = lax.scan(body, (zeros, none, state), indices)
+    (total, new, state), stacked = jax.lax.scan(body, (zeros, none, state), indices)
     return total, new, state, stacked
 
 

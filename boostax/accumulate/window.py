@@ -7,8 +7,9 @@ its window, as it would if the sum were reset by a multiplication with zero. The
 transformation with its collectives is compiled into a branch that only the last micro-step takes.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, trees
-from boostax._core.describe import Holds, PyTree, Stepped, describe, elsewhere
+from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
+from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
-from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, require_like
-from boostax._core.types import Params
-from boostax.accumulate.aux import MOST, factor, weigh
+from boostax._core.types import Params, PyTree
+from boostax.accumulate.aux import MOST, addends, factor, weigh
 from boostax.accumulate.carried import CarryState, require_outside
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
@@ -223,7 +223,7 @@ class _Windows(NamedTuple):
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first state: no window is open."""
-        with bound_axis.averaged(self.averaged):
+        with averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)
         window = None
@@ -248,7 +248,7 @@ class _Windows(NamedTuple):
             # The raw gradient is sent, because the product with its factors would first be written
             # to memory.
             grads = grads._replace(raw=self._over_replicas(trees.at_least_float32(grads.raw)))
-        new = self._added(trees.addends(grads.value(), self.narrow), extra.pop("weight", None))
+        new = self._added(addends(grads.value(), self.narrow), extra.pop("weight", None))
         if self.averaged and self.normalize == "weight":
             new = self._over_replicas(new)
         count = state.micro_step + 1
@@ -284,7 +284,7 @@ class _Windows(NamedTuple):
         sums = handshake.assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
         params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
-        with bound_axis.averaged(self.averaged):
+        with averaged(self.averaged):
             params, inner = gate.flush_inner(self.tx, inner, params, extra)
         return params, _next(state, jnp.zeros_like(count), (inner, applied), ends)
 
@@ -332,7 +332,7 @@ class _Windows(NamedTuple):
         # With the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
         # must get such a sum, because a scaler needs overflows to lower the scale.
         judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.gates_in(inner_state)
-        ok = all_finite(window.grads) if judged else jnp.asarray(True)
+        ok = norms.all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
             weight = self._divisor(window.weight)
@@ -350,7 +350,7 @@ class _Windows(NamedTuple):
                 of = lambda i, x: Pending(jax.tree.map(lambda g: g[i], window.grads), (x,)).value()  # noqa: E731
                 shares = [of(*pair) for x in factors for pair in enumerate(x)]
                 grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
-            with bound_axis.averaged(self.averaged):
+            with averaged(self.averaged):
                 return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
 
         how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
@@ -478,3 +478,13 @@ def flush(
         tx = optax.with_extra_args_support(tx)
         new, opt_state = gate.flush_inner(tx, opt_state, own, extra_args)
     return trees.put_back(new, params), opt_state
+
+
+@contextlib.contextmanager
+def averaged(names: tuple[str, ...]) -> Generator[None]:
+    """Call inner parts on gradients averaged over these axes; report the axes to outer gates."""
+    reduced = bound_axis.REDUCED.get()
+    if reduced is not None:
+        reduced.update(names)
+    with axes.binding(names, averaged=True) if names else contextlib.nullcontext():
+        yield

@@ -12,6 +12,7 @@ import optax
 from boostax._core import checks as checks
 from boostax._core.late import late as late
 from boostax._core.replicas import is_per_replica
+from boostax._core.types import PyTree as PyTree
 from boostax.accumulate.window import AccumulateState
 from boostax.train.compiled import TrainStep
 

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,9 @@ from jax.sharding import Mesh
 
 from boostax.auditing import adapter, collectives, hlo, tables, targets, traffic, waste
 from boostax.auditing import network as networks
-from boostax.auditing.adapter import WHO, checks
+from boostax.auditing.adapter import WHO, PyTree, checks
 from boostax.auditing.collectives import CompiledCollective
 from boostax.auditing.hlo import Ways
-
-PyTree: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +244,16 @@ def audit(
         unit=unit,
         advice=links.advice if links else "",
         **_buffers(parsed, made.arguments),
-        **_sent(parsed, listed, made.mesh),
-        **_waited(parsed, listed, links, apart="cpu" in made.described),
+        **_sent(parsed, listed, made.mesh, links, apart="cpu" in made.described),
     )
     findings = waste.wastes(found, shapes, parsed.total, type(program).__module__)
     return dataclasses.replace(found, findings=tuple(findings))
 
 
-def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dict[str, Any]:
-    """Return the audit's fields that are sums over collectives."""
+def _sent(
+    program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None, links: Any, *, apart: bool
+) -> dict[str, Any]:
+    """Return the audit's fields that are sums over collectives, or over messages on the links."""
 
     def total(of: Callable[[CompiledCollective], float]) -> Ways:
         return program.total((c.branches, hlo.repeated(of(c), c.executions)) for c in listed)
@@ -264,6 +263,9 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
     dtypes = sorted({name for c in listed for name in c.dtypes})
     wire, hidden = total(sent), total(lambda c: c.overlapped * sent(c))
     border = "slice" if collectives.slice_axes(mesh) else "host"
+    # Devices of one host do not wait for the network.
+    far = [c for c in listed if c.crosses] or listed
+    waits = [(c.branches, *networks.on_wire(c, apart)) for c in far]
     return {
         "reduced": total(lambda c: c.elements * (c.does in collectives.REDUCES)),
         "gradients": total(lambda c: c.uses.get("gradients", 0) + c.uses.get("unknown", 0)),
@@ -272,21 +274,9 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
         "wire_dtypes": {x: total(lambda c, x=x: c.by_dtype.get(x, 0) * share(c)) for x in dtypes},
         "crossing_bytes": total(lambda c: sent(c) * (c.crosses == border)),
         "overlap": hidden.most / wire.most if wire.most else None,
-    }
-
-
-def _waited(
-    program: hlo.Program, listed: Sequence[Any], links: networks.Network | None, *, apart: bool
-) -> dict[str, Any]:
-    """Return the audit's fields about the time on the network."""
-    # Devices of one host do not wait for the network.
-    far = [c for c in listed if c.crosses] or listed
-    counts = [(c.branches, networks.on_wire(c, apart)) for c in far]
-    total = lambda of: program.total((branches, of(*x)) for branches, x in counts)  # noqa: E731
-    return {
-        "messages": total(lambda _, messages: messages),
-        "network_bytes": links and total(lambda sent, _: sent),
-        "network_seconds": links and total(links.seconds),
+        "messages": program.total((at, messages) for at, _, messages in waits),
+        "network_bytes": links and program.total((at, size) for at, size, _ in waits),
+        "network_seconds": links and program.total((at, links.seconds(*x)) for at, *x in waits),
     }
 
 

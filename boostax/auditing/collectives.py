@@ -311,8 +311,7 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[
     varies = np.any([(place != place[0]).any(axis=0) for place in at], axis=0)
     # A group over mesh axes has every device along those axes, so two groups differ in the other
     # axes.
-    apart = {tuple(place[0][~varies]) for place in at}
-    whole = len(apart) == len(set(map(frozenset, groups)))
+    whole = len({tuple(place[0][~varies]) for place in at}) == len(set(map(frozenset, groups)))
     axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()
     return axes, "slice" if spans(_slice) else "host" * spans(lambda d: d.process_index)
 

@@ -147,9 +147,6 @@ class _Value(NamedTuple):
     offset: float
 
 
-_UNKNOWN = _Value(None, math.nan)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A parsed program.
@@ -252,8 +249,7 @@ class Program:
 
     def root(self, computation: str) -> Instruction | None:
         """Return the instruction whose result a computation returns."""
-        body = self.computations.get(computation, {})
-        return next((i for i in body.values() if i.root), None)
+        return next((i for i in self.computations.get(computation, {}).values() if i.root), None)
 
     def trips(self, site: Site) -> int | None:
         """Return how often the body of a ``while`` runs; ``None`` if unknown.
@@ -263,17 +259,14 @@ class Program:
         with. A loop whose condition is a flag that the body clears runs at most once.
         """
         loop = site.instruction
-        told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
-        if told:
+        if told := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
             return int(told)
         condition, body = loop.attribute(r"condition=%([\w.\-]+)"), loop.called[0]
         test, result = self.root(condition), self.root(body)
         if test is None or result is None or result.op != "tuple":
             return None
-        flag = self._value(condition, test.name).element
-        if flag is not None:
-            cleared = self._value(body, result.operands[flag]) == _Value(None, 0)
-            return 1 if cleared else None
+        if (flag := self._value(condition, test.name).element) is not None:
+            return 1 if self._value(body, result.operands[flag]) == _Value(None, 0) else None
         if "direction=LT" not in test.attributes:
             return None
         counter, limit = (self._value(condition, name) for name in test.operands)
@@ -299,7 +292,7 @@ class Program:
             carried = [x.element for x in summed if x.element is not None]
             if len(carried) < 2:
                 return _Value((*carried, None)[0], sum(x.offset for x in summed))
-        return _UNKNOWN
+        return _Value(None, math.nan)
 
     def _initial(self, site: Site | None, value: _Value) -> float:
         """Return a carried value at the start of a loop; an outer loop may carry it too."""
@@ -352,11 +345,9 @@ def parse(text: str, turns: int | None = None) -> Program:
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
     """Return the error for text of an unknown form, which must not be ignored."""
-    return RuntimeError(
-        f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. What it does "
-        "would be missed. Install versions that were tested together: pip install -c "
-        "constraints.txt . in a checkout."
-    )
+    said = f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. "
+    said += "What it does would be missed. Install versions that were tested together: "
+    return RuntimeError(f"{said}pip install -c constraints.txt . in a checkout.")
 
 
 def repeated(amount: float, executions: float) -> float:

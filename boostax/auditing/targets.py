@@ -165,8 +165,7 @@ def compile_program(
         checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep has depths.")
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."
-    is_valid = callable(program)
-    checks.require_type(is_valid, WHO, "program", got=program, allowed=allowed, hint=hint)
+    checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
     # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
@@ -241,8 +240,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
         seconds = time.perf_counter() - begun
 
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
-    shardings = tree.flatten_up_to(compiled.input_shardings)
-    pairs = zip(infos, shardings, strict=True)
+    pairs = zip(infos, tree.flatten_up_to(compiled.input_shardings), strict=True)
     # The first key only separates positional arguments from keyword arguments.
     arguments = tuple(Argument(keystr(path[1:]), info, where) for (path, info), where in pairs)
     return CompiledProgram(compiled, arguments, seconds)

@@ -66,9 +66,21 @@ def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iter
         largest = max(unknown, key=lambda c: c.bytes)
         yield _waste("unknown_turns", largest.source, count=len(unknown), over=_over(largest))
     if found.params:
-        # These collectives run also in calls that leave a window open.
-        held = [c for c in known if found.calls > 1 and total([(c.branches, c.elements)]).held]
-        yield from _repeated(found, known, held, most)
+        # Repeated collectives are counted in multiples of the params.
+        meant = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
+        gradients = [c for c in meant if 2 * c.uses.get("gradients", 0) > c.elements]
+        # These run also in calls that leave a window open.
+        held = [c for c in gradients if found.calls > 1 and total([(c.branches, c.elements)]).held]
+        for name, calls, among in (
+            ("in_loop", 1, [c for c in gradients if c.loops]),
+            ("in_window", found.calls, held),
+            ("gathered", 1, [c for c in meant if c.does == "all-gather" and c.loops]),
+        ):
+            times = calls * most(among, lambda c: c.elements * c.executions) / found.params
+            if times > WORDS[name]["limit"]:
+                c = max(among, key=lambda c: c.wire_bytes)
+                counts = {"times": times, "calls": calls, "turns": c.executions}
+                yield _waste(name, c.source, over=_over(c), **counts)
     for name in ("donated_in_vain", "not_donated"):
         buffers = getattr(found, name)
         size = sum(x.bytes for x in buffers)
@@ -94,23 +106,3 @@ def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iter
 
 def _over(c: CompiledCollective) -> str:
     return f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
-
-
-def _repeated(
-    found: Audit, known: Sequence[CompiledCollective], held: Sequence[CompiledCollective], most: Any
-) -> Iterator[Waste]:
-    """Yield findings of repeated collectives, counted in multiples of the params."""
-    known = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
-    gradients = [c for c in known if 2 * c.uses.get("gradients", 0) > c.elements]
-    always = [c for c in gradients if c in held]
-    gathered = [c for c in known if c.does == "all-gather" and c.loops]
-    for name, calls, among in (
-        ("in_loop", 1, [c for c in gradients if c.loops]),
-        ("in_window", found.calls, always),
-        ("gathered", 1, gathered),
-    ):
-        times = calls * most(among, lambda c: c.elements * c.executions) / found.params
-        if times > WORDS[name]["limit"]:
-            c = max(among, key=lambda c: c.wire_bytes)
-            numbers = {"times": times, "calls": calls, "turns": c.executions, "over": _over(c)}
-            yield _waste(name, c.source, **numbers)

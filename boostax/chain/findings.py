@@ -157,7 +157,6 @@ def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
         reducing = (*_SEVERAL["reducing"], "subspace")
         reduced = {axis for row in found if row.role in reducing for axis in row.axes}
         reduced |= set(step.names) if UNNAMED[0] in reduced else set()
-        others = ", ".join(map(repr, sorted(reduced)))
         for axis in (axis for axis in step.names if axis not in reduced):
             setting = "reduced_over_others" if reduced else "not_reduced"
-            yield finding(setting, axis=repr(axis), others=others)
+            yield finding(setting, axis=repr(axis), others=", ".join(map(repr, sorted(reduced))))

@@ -106,8 +106,7 @@ def _part(update: Callable[..., Any]) -> Part:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
     # functools.wraps copies the name and module of the wrapped function, but not its globals.
-    module = space.get("__name__", getattr(update, "__module__", ""))
-    package = str(module).partition(".")[0]
+    package = str(space.get("__name__", getattr(update, "__module__", ""))).partition(".")[0]
     made = space.get(name) if owner is None else kind
     held = _held(name, values) if package == "optax" else ()
     # The second optimizer of sam also takes gradients, and its updates are subtracted.

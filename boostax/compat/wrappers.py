@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bound_axis, checks, trees
-from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, counted, gated, passed
 from boostax._core.norms import all_finite, largest_magnitudes
 from boostax._core.replicas import PerReplica
 from boostax._core.rule import GateState, gate
+from boostax._core.types import PyTree
 from boostax.accumulate.window import AccumulateState, accumulate
 
 # The function takes updates, the number of optimizer steps and the params. It returns whether to
@@ -68,8 +69,7 @@ class MultiStepsSumState(MultiStepsState):
 
 def _opened(state: AccumulateState, share: float | jax.Array) -> PyTree:
     """Multiply the sum of an open window by ``share``; return zeros for a closed window."""
-    window = state.window
-    window = window.local if isinstance(window, PerReplica) else window
+    window = state.window.local if isinstance(state.window, PerReplica) else state.window
     if window is None:
         return None
     # A stale sum may hold NaN, which a product with zero would not remove.
@@ -143,20 +143,18 @@ class MultiSteps:
         how: dict[str, Any] = {"accumulator_dtype": accumulator_dtype, "axis_name": axis_name}
         normalize = "mean" if use_grad_mean else "sum"
         tx = accumulate(self.inner_opt, every_k_schedule, normalize=normalize, **how)
-        skips = should_skip_update_fn
-        if skips is not None:
-            tx = _skipping(tx, skips, axis_name)
-
+        if should_skip_update_fn is not None:
+            tx = _skipping(tx, should_skip_update_fn, axis_name)
         kind = MultiStepsState if use_grad_mean else MultiStepsSumState
 
         # The gate keeps (gradient_step, skip_state). The renamed state keeps only skip_state,
         # because the window's state has the count.
         def wrap(kept: Any) -> MultiStepsState:
-            return kind(kept if skips is None else kept._replace(own=kept.own[1]))
+            return kind(kept if should_skip_update_fn is None else kept._replace(own=kept.own[1]))
 
         def unwrap(state: MultiStepsState) -> Any:
             own = state.gradient_step, state.skip_state
-            return state.kept if skips is None else state.kept._replace(own=own)
+            return state.kept if should_skip_update_fn is None else state.kept._replace(own=own)
 
         self.init, self.update = _renamed(who, tx, wrap, unwrap)
 
@@ -275,8 +273,7 @@ def apply_if_finite(
         largest = [grads._replace(raw=x).value() for x in largest_magnitudes(grads.raw)]
         ok = all_finite(largest, axis_name)
         in_a_row = jnp.where(ok, 0, optax.safe_increment(in_a_row))
-        run = ok | (in_a_row > max_consecutive_errors)
-        return run, (in_a_row, ok, counted(total, ~ok))
+        return ok | (in_a_row > max_consecutive_errors), (in_a_row, ok, counted(total, ~ok))
 
     def init(params: PyTree) -> PyTree:
         return jnp.zeros((), jnp.int32), jnp.asarray(True), jnp.zeros((), jnp.int32)

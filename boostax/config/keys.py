@@ -211,9 +211,8 @@ def _by_servers(given: Mapping[str, Any], parts: list[Tx], place: Any) -> list[T
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         sizes = [axes.size((name,)) for name in names]
         fits = sizes[-1] == devices or (len(sizes) == 1 and sizes[0] < devices)
-        if not fits:
-            mesh = f"jax.make_mesh{mesh_of_servers(math.prod(sizes), devices)}"
-            require(fits, "servers", sizes, devices=devices, mesh=mesh)
+        mesh = "" if fits else f"jax.make_mesh{mesh_of_servers(math.prod(sizes), devices)}"
+        require(fits, "servers", sizes, devices=devices, mesh=mesh)
         return tx.update(updates, state, params, **extra)
 
     return [optax.GradientTransformationExtraArgs(tx.init, update), *rest]

@@ -21,8 +21,9 @@ from jax.tree_util import DictKey, GetAttrKey
 
 from boostax import states
 from boostax._core import axes, checks, mismatch, norms, trees
-from boostax._core.describe import Holds, PyTree, variants_of
+from boostax._core.describe import Holds, variants_of
 from boostax._core.replicas import PerReplica, spread_anew
+from boostax._core.types import PyTree
 from boostax.accumulate.window import AccumulateState
 from boostax.config.refusals import require
 from boostax.precision.store import StoreState, narrowed, widened
@@ -257,7 +258,10 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             about = (field, known, field in (known.bound or ()), owner, like, replicas)
             found[at].append(Leaf(path, rel, value, at, state, *about))
             return
-        if _is_state(x) and type(x) not in containers:
+        # A NamedTuple within a state, such as a ``Window``, is no state.
+        name, own = type(x).__name__, type(x).__module__.startswith("boostax.")
+        node = not name.endswith("State") if own else name in ("MaskedNode", "WrappedScheduleState")
+        if hasattr(x, "_fields") and not node and type(x) not in containers:
             rel, at, state, found[path] = (), path, x, []
         inside = isinstance(x, PerReplica)
         replicas = 0 if inside else replicas
@@ -266,13 +270,6 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
 
     visit(tree, (), (), (), None, None)
     return [leaf for leaves in found.values() for leaf in leaves]
-
-
-def _is_state(x: object) -> bool:
-    """Return whether ``x`` is a state, not a NamedTuple within a state such as a ``Window``."""
-    name, ours = type(x).__name__, type(x).__module__.startswith("boostax.")
-    node = not name.endswith("State") if ours else name in ("MaskedNode", "WrappedScheduleState")
-    return hasattr(x, "_fields") and not node
 
 
 def _require_known(x: object) -> None:

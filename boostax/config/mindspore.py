@@ -23,7 +23,8 @@ import numpy as np
 import optax
 
 from boostax._core import checks, trees
-from boostax._core.describe import PyTree, describe
+from boostax._core.describe import describe
+from boostax._core.types import PyTree
 from boostax.precision.policy import NORMS
 
 Data: TypeAlias = dict[str, Any]

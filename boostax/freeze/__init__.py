@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Freezing by schedule: the transformation, groups and schedules."""
 
-from boostax._core.groups import mindspore_groups as mindspore_groups
-from boostax._core.groups import param_groups as param_groups
-from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.late import late as _late
+from boostax.freeze.groups import mindspore_groups as mindspore_groups
+from boostax.freeze.groups import param_groups as param_groups
+from boostax.freeze.groups import prefix_groups as prefix_groups
 from boostax.freeze.order import forward_order as forward_order
 from boostax.freeze.scheduled import ScheduledFreeze as ScheduledFreeze
 from boostax.freeze.scheduled import active_groups as active_groups

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from boostax._core import trees
-from boostax._core.interpret import flow, of_data
+from boostax._core import interpret, trees
+from boostax._core.types import PyTree
 
-PyTree = Any
 # The leaves of the params from which a value is computed, or None if the value depends on data.
 Origin = frozenset[int] | None
 
@@ -53,7 +52,7 @@ def forward_order(
     names = trees.names(params)
     call = lambda params, given, named: fn(params, *given, **named)  # noqa: E731
     hint = "Pass the batch to forward_order; do not let the function close over it."
-    program, data = of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
+    program, data = interpret.of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
@@ -67,5 +66,5 @@ def forward_order(
     # A constant has no origin: the carry of a loop often starts from zeros.
     origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
     computed = lambda eqn, found: [meet(found)] * len(eqn.outvars)  # noqa: E731
-    flow(program, [*origins, *[None] * data], computed, meet, nothing=frozenset())
+    interpret.flow(program, [*origins, *[None] * data], computed, meet, nothing=frozenset())
     return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]

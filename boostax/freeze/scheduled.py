@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Freeze by schedule: frozen leaves take no part in optimizer, reductions and backward pass."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -11,8 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, gate, handshake, replicas, trees
-from boostax._core.describe import Holds, PyTree, describe, elsewhere
+from boostax._core.describe import Holds, describe, elsewhere
 from boostax._core.groups import as_groups
+from boostax._core.trees import Pruning, path_name
+from boostax._core.types import PyTree
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
@@ -75,19 +79,18 @@ class Freezing:
         """Return a tree of bools that are True for the leaves trained at this depth."""
         return self.plan(params).active(depth)
 
-    def cut(self, params: PyTree, depth: int) -> trees.Pruning:
+    def cut(self, params: PyTree, depth: int) -> Pruning:
         """Return the positions of a depth's inner state within the whole inner state."""
         plan = self.plan(params)
         wide = jax.eval_shape(functools.partial(gate.params_for, self.tx), params)
         fewer = trees.masked(wide, plan.active(depth))
         if self.moments == "shared":
-            most = trees.masked(wide, plan.active(plan.drawn[0]))
-            return trees.pruning(self.tx, most, fewer, _WHO)
+            return pruning(self.tx, trees.masked(wide, plan.active(plan.drawn[0])), fewer, _WHO)
         # In the tuple of states, the state of each other depth counts as one leaf.
         state, first = jax.eval_shape(self.tx.init, fewer), plan.drawn.index(depth)
         whole = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
         part = jax.tree.structure(state)
-        return trees.Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
+        return Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
 
     def own(self, state: PyTree) -> ScheduledFreezeState:
         """Return the state of ``scheduled_freeze``, which ``average_params`` may hold."""
@@ -149,7 +152,16 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     wide = gate.params_for(freezing.tx, params)
     trained_at = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
     states = tuple(trees.first_state(freezing.tx, x) for x in trained_at[: 1 if shared else None])
-    _check_inner(states, plan.drawn, freezing.moments)
+    # Some inner states would go wrong while leaves are frozen.
+    changes = len(plan.drawn) > 1
+    wrong = {
+        "gates": not shared and gate.gates_in(states),
+        "own params": changes and replicas.owns_params(states),
+        "whole params": changes and trees.telling(states, "whole_params"),
+        "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
+    }
+    for name in (name for name, refused in wrong.items() if refused):
+        raise ValueError(f"{_WHO}: inner must {checks.table('boostax.freeze', 'refusals')[name]}")
     for depth in plan.drawn if shared else ():
         freezing.cut(params, depth)
     first, trained = plan.known(0), jnp.zeros(plan.groups, jnp.int32)
@@ -206,19 +218,6 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     schedule = lambda node: type(node).__name__ in counts  # noqa: E731
     move = lambda node: node._replace(count=step) if schedule(node) else node  # noqa: E731
     return jax.tree.map(move, state, is_leaf=schedule)
-
-
-def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) -> None:
-    """Refuse inner states that would go wrong while leaves are frozen."""
-    changes = len(drawn) > 1
-    wrong = {
-        "gates": moments == "per_group" and gate.gates_in(states),
-        "own params": changes and replicas.owns_params(states),
-        "whole params": changes and trees.telling(states, "whole_params"),
-        "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
-    }
-    for name in (name for name, refused in wrong.items() if refused):
-        raise ValueError(f"{_WHO}: inner must {checks.table('boostax.freeze', 'refusals')[name]}")
 
 
 def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
@@ -395,3 +394,22 @@ def active_groups(opt_state: PyTree) -> jax.Array:
     hint = "Wrap the optimizer in scheduled_freeze."
     state = trees.state_of("active_groups", opt_state, ScheduledFreezeState, hint)
     return jnp.arange(state.trained_steps.size) >= state.next_depth
+
+
+def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
+    """Locate the state of ``tx`` for ``fewer`` params within the state for all params.
+
+    Raises:
+      ValueError: the shape or path of a state leaf depends on which params are masked.
+    """
+    # An ``init`` may refuse params that differ per replica, so the shapes have no varying axes.
+    bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+    whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
+    there = {(path, x.shape, x.dtype): place for place, (path, x) in enumerate(whole)}
+    some, part = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(fewer)))
+    places = [there.get((path, x.shape, x.dtype), -1) for path, x in some]
+    lost = [path_name(path) for place, (path, _) in zip(places, some, strict=True) if place < 0]
+    hint = "These depend on which leaves there are, as optax.flatten's do: use it on the leaves."
+    allowed = "an optimizer that keeps its state leaf by leaf"
+    checks.require(not lost, who, "inner", got=lost[:6], allowed=allowed, hint=hint)
+    return Pruning(structure, part, tuple(places))

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, gate
+from boostax._core.types import PyTree
 
-PyTree = Any
 Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -98,7 +98,11 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     if kind == "interval":
         return _interval(groups, freeze_p, length, seed)
     if kind != "continuous":
-        return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
+        # Each group freezes for good at a step whose ``power``-th root is evenly spaced.
+        power = 3 if kind == "ramp" else 1
+        times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
+        begins = np.maximum(np.floor(length * times + 0.5), 1)
+        return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
     checks.require(freeze_p < 1, _WHO, "freeze_p", got=freeze_p, allowed=allowed, hint=hint)
@@ -135,13 +139,6 @@ def _continuous(groups: int, whole: int, length: int) -> Depths:
     whole = min(whole, length)
     position = np.arange(length) % (whole + groups - 1)
     return np.maximum(position - whole + 1, 0).astype(np.int32)
-
-
-def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths:
-    """Freeze one more group for good at steps whose ``power``-th roots are evenly spaced."""
-    times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
-    begins = np.maximum(np.floor(length * times + 0.5), 1)
-    return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
 def _below(limit: int, argument: str, value: object, hint: str) -> int:
@@ -358,5 +355,4 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
         raise TypeError(checks.message(_WRAPPER, "schedule", allowed, schedule, hint)) from error
     is_valid = bool(depths) and min(depths) >= 0
     checks.require(is_valid, _WRAPPER, "schedule", got=schedule, allowed=allowed, hint=hint)
-    found = freeze_schedule(depths.__getitem__, total_steps=len(depths))
-    return found, repeat or len(depths) == 1
+    return freeze_schedule(depths.__getitem__, total_steps=len(depths)), repeat or len(depths) == 1

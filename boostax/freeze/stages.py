@@ -15,10 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from boostax._core import axes, gate, jaxprs
-from boostax._core.interpret import JIT, NEVER, demand, evaluate, excerpt, replay
+from boostax._core import axes, gate, interpret, jaxprs
+from boostax._core.interpret import JIT, evaluate, excerpt, replay
+from boostax._core.types import PyTree
 
-PyTree = Any
+# The level of an unused value in ``demand``.
+NEVER = -1
+
 # The inputs and outputs of the operations of a stage, and these operations.
 _Stage: TypeAlias = tuple[list[Any], list[Any], list[Any]]
 
@@ -113,3 +116,29 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         stages.insert(0, (level, (taken, [x for x in made if x in wanted], eqns)))
         wanted.update(taken)
     return stages
+
+
+def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
+    """Carry levels of the results of a program back to the operands of its equations.
+
+    Bodies are not entered: ``transfer`` returns one level for an equation with a body. The level of
+    a value with several consumers is the highest level of its consumers.
+
+    Args:
+      jaxpr: a program.
+      wanted: a level for each result of the program; ``NEVER`` for an unused result.
+      transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
+        highest level of its results. It is called once per equation, the last equation first.
+    """
+    known: dict[Any, int] = {}
+
+    def want(atom: Any, level: int) -> None:
+        if not isinstance(atom, jaxprs.Literal):
+            known[atom] = max(known.get(atom, NEVER), level)
+
+    for atom, level in zip(jaxpr.outvars, wanted, strict=True):
+        want(atom, level)
+    for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
+        level = transfer(eqn, max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER))
+        for atom in eqn.invars:
+            want(atom, level)

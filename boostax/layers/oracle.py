@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from boostax._core import axes, checks, handshake, norms, placement, trees
 from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica
+from boostax._core.types import PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried
 from boostax.accumulate.aux import as_aux, drop_empty
@@ -26,7 +27,6 @@ from boostax.layers.stacks import Arrays, Plan, Stacked, masked, zeros
 from boostax.precision.policy import Policy, autocast
 from boostax.train.oracle import Around, Backward, Gradients, Oracle, PlacedOracle
 
-PyTree = Any
 Stacks = dict[str, Arrays]
 _WHO = "Layers"
 
@@ -232,8 +232,7 @@ class _Sweep:
         update = self.stepped if plan.layers.release else self.added
 
         def stack(name: str, leaves: Arrays) -> Stack:
-            sent_ = lambda x: x if plan.layers.once else plan.sent(name, x)  # noqa: E731
-            read = lambda x: plan.cast(name, sent_(x))  # noqa: E731
+            read = lambda x: plan.cast(name, x if plan.layers.once else plan.sent(name, x))  # noqa: E731
             if sinks is None:
                 return Stack(name, leaves, read, wrap=cast)
             change = functools.partial(update, name, factor)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate
-from boostax._core.describe import Stepped, asked, describe
+from boostax._core.describe import Stepped, describe
+from boostax._core.types import PyTree
 from boostax.chain.parts import REDUCTIONS, read, rows
 from boostax.layers.stacks import Stacked
+from boostax.train.compiled import asked
 from boostax.train.oracle import Gradients
 
-PyTree = Any
 _WHO = "Layers"
 # The roles of parts that need several calls, or a decision about all gradients together.
 _REFUSED = frozenset(
@@ -92,8 +93,7 @@ def released(
         value, rest = jax.tree.map(keep, made, (head, state.rest))
         value = layers.joined(value, new.params)
         value = value if apply else jax.tree.map(jnp.subtract, value, params)
-        skipped = state.skipped_layers + new.skipped
-        return value, LayersState(new.states, rest, new.finite, skipped)
+        return value, LayersState(new.states, rest, new.finite, state.skipped_layers + new.skipped)
 
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 

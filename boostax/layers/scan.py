@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import axes, checks, interpret, norms, trees
+from boostax._core import axes, checks, interpret, norms, placement, trees
+from boostax._core.types import PyTree
 
-PyTree = Any
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 # The same body with a layer's weights and other scanned values as two arguments.
 Layer = Callable[[PyTree, list[jax.Array], list[Any]], tuple[PyTree, PyTree]]
@@ -149,8 +149,7 @@ class Run:
     def found(self, xs: PyTree) -> Stack | None:
         """Return the stack that has a leaf in ``xs``."""
         leaves = {id(x) for x in jax.tree.leaves(xs)}
-        own = (x for x in self.stacks if any(id(leaf) in leaves for leaf in x.shown))
-        return next(own, None)
+        return next((x for x in self.stacks if any(id(leaf) in leaves for leaf in x.shown)), None)
 
     def traced(self, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
         """Call a loss in which ``scan_layers`` runs these stacks."""
@@ -189,21 +188,14 @@ def showing(params: PyTree) -> PyTree:
     return params
 
 
-@jax.custom_batching.custom_vmap
-def _look(x: jax.Array) -> jax.Array:
-    return x
-
-
-@_look.def_vmap
-def _refuse(size: int, batched: Any, x: jax.Array) -> Any:
-    del size, batched, x
+def _refuse(differs: Any) -> None:
     hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
     raise ValueError(checks.message(_WHO, "init", "outside jax.vmap", "a mapped array", hint))
 
 
 def _unmapped(x: Any) -> Any:
     """Refuse an array that ``jax.vmap`` maps, because the sink's cotangents would be summed."""
-    _look(lax.stop_gradient(x))
+    placement.seen(lax.stop_gradient(x), _refuse)
     return x
 
 
@@ -214,8 +206,13 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
     in_sink = isinstance(stack.sink, Sink)
     mine = lambda weights, sink: sink.params if in_sink else weights  # noqa: E731
     read = lambda *xs: (stack.read(_at(xs[0], 0)), _at(xs[1], 0))  # noqa: E731
-    first = jax.eval_shape(read, stack.weights, others)
-    consts, hoisted = _hoisted(layer, init, *first)
+    # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
+    # arguments of ``hoisted``.
+    replay, _ = trees.trace_once(layer, init, *jax.eval_shape(read, stack.weights, others))
+    consts = [*replay.program.consts]
+
+    def hoisted(consts: list[Any], *args: PyTree) -> Any:
+        return replay._replace(program=replay.program.replace(consts=consts))(*args)
 
     def forward(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
         def each(carry: PyTree, x: Any) -> Any:
@@ -257,19 +254,6 @@ def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple
 
     scanned.defvjp(forward, backward)
     return scanned(consts, init, others, [] if in_sink else stack.weights, stack.sink)
-
-
-def _hoisted(fn: Callable[..., Any], *args: PyTree) -> tuple[list[Any], Callable[..., Any]]:
-    """Return the values in the closure of ``fn``, and a function of these values and the arguments.
-
-    A ``custom_vjp`` differentiates only arguments.
-    """
-    replay, _ = trees.trace_once(fn, *args)
-
-    def hoisted(consts: list[Any], *args: PyTree) -> Any:
-        return replay._replace(program=replay.program.replace(consts=consts))(*args)
-
-    return [*replay.program.consts], hoisted
 
 
 def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:

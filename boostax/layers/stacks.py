@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks, gate, interpret, replicas, trees
 from boostax._core.placement import Placement
+from boostax._core.types import PyTree
 from boostax.precision.entries import BY_ELEMENT
 from boostax.precision.policy import Policy
-from boostax.train.apply import applied
+from boostax.train.oracle import applied
 
-PyTree = Any
 Path = tuple[Any, ...]
 Arrays = list[jax.Array]
 Weights = Literal["once", "by layer"]
@@ -271,10 +271,9 @@ def _own(x: jax.Array, cut: Cut) -> jax.Array:
 
 def _by_entry(tx: optax.GradientTransformation, layer: PyTree, names: tuple[str, ...]) -> bool:
     """Return whether an optimizer is elementwise in a layer's params."""
-    update = lambda g, s, w: applied(tx, g, s, w, {})  # noqa: E731
     with axes.binding(names, averaged=True, partial=True):
         state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(zeros, layer)))
-        program = jax.make_jaxpr(update)(layer, state, layer)
+        program = jax.make_jaxpr(lambda g, s, w: applied(tx, g, s, w, {}))(layer, state, layer)
 
     # 0 for a value that all elements share, 1 for an array of elements, 2 for anything else.
     def each(eqn: Any, facts: list[int]) -> list[int]:

@@ -30,7 +30,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from boostax._core import checks, gate, mismatch, replicas, trees, types
-from boostax._core.describe import Holds, PyTree, Stepped, describe
+from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.types import PyTree
 
 Kind = Literal["ema", "window", "lawa"]
 _WHO = "average_params"

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import checks, layouts, trees
-from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core import checks, trees
+from boostax._core.describe import Stepped, describe
 from boostax._core.groups import few, matches
+from boostax._core.types import PyTree
+from boostax.model import layouts
 
 Path = tuple[Any, ...]
 Known = Literal["auto", "stacked"]

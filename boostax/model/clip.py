@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate, norms, trees
-from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core.describe import Stepped, describe
+from boostax._core.types import PyTree
 
 
 def clip_by_global_norm(

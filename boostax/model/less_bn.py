@@ -23,8 +23,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from boostax._core import checks, groups, interpret, jaxprs
+from boostax._core.types import PyTree
 
-PyTree = Any
 Remove = Sequence[str] | Callable[[str, bool], bool] | None
 
 _WHO = "less_bn"

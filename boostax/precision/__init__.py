@@ -2,13 +2,13 @@
 """Half precision: loss scales and their boundaries, policies, low-bit storage, and checks."""
 
 from boostax._core.handshake import assume_scaled as assume_scaled
-from boostax._core.handshake import current_scale as current_scale
 from boostax._core.late import late as _late
 from boostax._core.norms import all_finite as all_finite
 from boostax.precision.group_scale import check_boundaries as check_boundaries
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale
 from boostax.precision.group_scale import group_scales as group_scales
 from boostax.precision.group_scale import scale_boundary as scale_boundary
+from boostax.precision.loss_scale import current_scale as current_scale
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from boostax.precision.loss_scale import loss_scale as loss_scale
 from boostax.precision.loss_scale import scale_loss as scale_loss

@@ -119,21 +119,20 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
     It is cached, because NNX compares classes when it splits and merges.
     """
 
-    def pure(graph: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        model = nnx.merge(graph, state)
-        return cls.__call__(model, *args, **kwargs), nnx.state(model)
-
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = rules.cast_inputs(args)
-        if rules.only_matmuls:
-            # Rewriting traces the call, so the traced function must return the model's changes as
-            # results.
-            graph, state = nnx.split(self)
-            on_state = functools.partial(pure, graph)
-            result, state = autocast(on_state, rules.compute_dtype)(state, args, kwargs)
-            nnx.update(self, state)
-        else:
-            result = cls.__call__(self, *args, **kwargs)
+        if not rules.only_matmuls:
+            return rules.cast_output(cls.__call__(self, *args, **kwargs))
+        graph, state = nnx.split(self)
+
+        # Rewriting traces the call, so the traced function must return the model's changes as
+        # results.
+        def on_state(state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            model = nnx.merge(graph, state)
+            return cls.__call__(model, *args, **kwargs), nnx.state(model)
+
+        result, state = autocast(on_state, rules.compute_dtype)(state, args, kwargs)
+        nnx.update(self, state)
         return rules.cast_output(result)
 
     names = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}

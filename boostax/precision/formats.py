@@ -30,8 +30,6 @@ _HALF = 0x8000
 _SIZE, _INFINITE, _OCTAVE = 0x7FFFFFFF, 0x7F800000, 1 << 23
 # A sixth of an octave, rounded down, which loses a third per sixth.
 _SIXTH = _OCTAVE // 6
-# The largest number that log8 rounds up to a finite number.
-_LARGEST = _INFINITE - _SIXTH - 2
 
 
 @jax.jit
@@ -216,7 +214,8 @@ def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     lowest, bits = _bits(scales), _bits(x)
     signs = (lowest >> 31) + 1
     lowest = lowest & _SIZE
-    size = jnp.minimum(bits & _SIZE, _LARGEST)
+    # The maximum is the largest number that is rounded up to a finite number.
+    size = jnp.minimum(bits & _SIZE, _INFINITE - _SIXTH - 2)
     above = (size - lowest) * 6 + _OCTAVE
     below = _bits(_float(size) + _float(lowest)) - lowest
     level = (jnp.where(size >= lowest, above, below) + _shifted(noise, 9)) >> 23

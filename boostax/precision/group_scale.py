@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, groups, handshake, norms, trees
-from boostax._core.describe import Holds, PyTree, Stepped, describe
+from boostax._core import axes, bound_axis, checks, gate, groups, norms, trees
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
-from boostax.precision.loss_scale import decided, metrics_of, scales
+from boostax._core.types import PyTree
+from boostax.precision.loss_scale import crossed, decided, metrics_of, require, scales
 
 Group = int | jax.Array
 Overflow = Literal["blame", "each"]
@@ -72,8 +72,8 @@ class GroupLossScaleState(NamedTuple):
     def scales(self) -> jax.Array:
         """Return the scale of each group, f32 ``[G]``: its entry rounded down to a power of two."""
         # The bits of the fraction are cleared, because log2 and exp2 are not exact on every device.
-        bits = lax.bitcast_convert_type(self.table, jnp.int32)
-        return lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
+        bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
+        return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
     @property
     def scale(self) -> jax.Array:
@@ -279,7 +279,7 @@ def group_loss_scale(
     ) -> Stepped:
         axes.require_local(grads.raw, names, _WHO)
         numbers, _ = group_numbers(_WHO, labels, grads.raw)
-        handshake.require(_WHO, state.table, len(set(numbers)))
+        require(_WHO, state.table, len(set(numbers)))
         # Reciprocals and products are exact, because the scales are powers of two.
         inverse = 1.0 / state.scales
         present, bad, largest = _look(grads, numbers, inverse, names)
@@ -326,12 +326,20 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
 
 
 def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], int]:
-    """Return the group of each leaf of ``params`` that is not masked, and the number of groups."""
+    """Return the group of each leaf of ``params`` that is not masked, and the number of groups.
+
+    A masked leaf also has a label, so the groups do not depend on which leaves train.
+    """
+    leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
+    stand_in = jax.ShapeDtypeStruct((), jnp.float32)
+    whole = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
     try:
-        return groups.leaf_groups(who, labels, params)
+        found = groups.as_groups(who, labels, whole)
     except (TypeError, ValueError) as error:
         words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
         raise type(error)(words) from error
+    pairs = zip(jax.tree.leaves(found.tree), leaves, strict=True)
+    return [number for number, x in pairs if not trees.is_masked(x)], found.count
 
 
 def check_labels(who: str, labels: PyTree) -> None:
@@ -410,7 +418,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
         if not isinstance(group, Tracer):
             number = checks.natural(who, argument, group, hint, allowed)
             checks.require(number < count, who, argument, got=group, allowed=allowed, hint=hint)
-    handshake.crossed(scales)
+    crossed(scales)
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]
 

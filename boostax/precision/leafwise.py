@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from boostax._core import axes, gate, jaxprs, trees
 from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
+from boostax._core.types import PyTree
 from boostax.precision import entries
 
 Cut = entries.Cut
-PyTree = Any
 # The leaf numbers of arrays that belong to no leaf, such as counts, and of small params.
 COMMON, SMALL = -1, 0
 

@@ -20,7 +20,8 @@ import optax
 from jax.core import Tracer
 
 from boostax._core import axes, bound_axis, checks, gate, handshake, trees
-from boostax._core.describe import Holds, PyTree, describe
+from boostax._core.describe import Holds, describe
+from boostax._core.types import PyTree
 
 
 class LossScaleState(NamedTuple):
@@ -284,7 +285,7 @@ def _scaled(
         axes.require_local(grads.raw, names, who)
         checks.require_scalar(who, "scale", state.scale)
         if asks:
-            handshake.require(who, state.scale)
+            require(who, state.scale)
         # The reciprocal has two factors, because below 2**-126 one factor is flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
@@ -387,10 +388,93 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
-    return handshake.scaled_once(loss, wide * scale.astype(wide.dtype), opt_state)
+    return scaled_once(loss, wide * scale.astype(wide.dtype), opt_state)
 
 
 def _positive(who: str, argument: str, value: float, hint: str) -> None:
     limits = jnp.finfo(jnp.float32)
     low, high = float(limits.tiny), float(limits.max)
     checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
+
+
+def crossed(scales: object) -> None:
+    """Mark the scales of groups as used by a boundary between two groups."""
+    for mark in [handshake.mark_of(scales), *handshake.enclosing(scales)]:
+        mark.crossed = True
+
+
+def require(who: str, scale: jax.Array, groups: int = 1) -> None:
+    """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
+
+    Args:
+      who: the name of the scaler.
+      scale: the array that identifies the scaler's state; see ``known_by``.
+      groups: the number of groups of gradients, each with its scale.
+    """
+    if not isinstance(scale, Tracer):
+        return
+    marks = [m for m in (handshake.mark_of(scale), *handshake.enclosing(scale)) if m.loss]
+    allowed = "those of a loss multiplied by the scale in this opt_state"
+    hint = (
+        "Take them from boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
+        "differentiate boostax.precision.scale_loss(loss, opt_state); boostax.precision."
+        "assume_scaled(grads, opt_state) vouches for gradients of another jax.jit."
+    )
+    got = "some of a loss that was not"
+    checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)
+    fits, got = groups == 1 or any(m.crossed for m in marks), "one that leaves scales= alone"
+    hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
+    allowed = "one that uses the scales of the groups"
+    checks.require(fits, who, "loss_fn", got=got, allowed=allowed, hint=hint)
+
+
+def current_scale() -> jax.Array:
+    """Return the number by which the loss that is being differentiated is multiplied.
+
+    A backward rule (``jax.custom_vjp``) whose result is not proportional to the cotangent needs it:
+    under a loss scale the cotangent arrives multiplied by ``s``, and the gradients are divided by
+    ``s``. So a bound, a threshold, noise or an injected gradient must be multiplied by ``s``.
+
+    Call this function in the loss, and pass the result to the rule as an argument; a call in the
+    rule itself fails inside ``jax.jit``. It works in ``boostax.value_and_grad`` and
+    ``make_train_step``, also in a scan, a checkpoint, a micro-batch or a replica. With
+    ``scale_loss`` or in your own ``jax.grad`` pass ``loss_scale(opt_state)`` to the loss; with
+    ``group_loss_scale`` the cotangents of group ``k`` are multiplied by ``scales[k]``.
+
+    Returns:
+      f32 scalar; 1 if no loss is scaled. Cost: none. Functions under ``jit`` are traced again for
+      each loss.
+
+    Example:
+      Add the gradient 1 of an auxiliary loss, whatever the scale:
+
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> @jax.custom_vjp
+      ... def inject(x, auxiliary, scale):
+      ...   return x
+      >>> inject.defvjp(lambda x, auxiliary, scale: (x, scale), lambda s, g: (g, s, None))
+      >>> def loss_fn(w, x):
+      ...   scale = boostax.precision.current_scale()
+      ...   return jnp.mean(inject(x, 0.5 * w, scale))
+      >>> step = boostax.make_train_step(loss_fn, boostax.dynamic_loss_scale(optax.sgd(1.0)))
+      >>> state, _ = step(step.init(jnp.float32(1.0)), jnp.ones(4))
+      >>> float(state.params)
+      0.5
+    """
+    factor: Any = handshake.FACTOR.value
+    known = factor() if callable(factor) else factor
+    return jnp.asarray(1.0 if known is None else known, jnp.float32)
+
+
+def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
+    """Record a scaled loss; refuse a loss that is already scaled, or that outer code scales."""
+    scales = handshake.scales_in(opt_state)
+    within = any(x is scale for found in handshake.INSIDE.get() for x in found for scale in scales)
+    twice = within or (bool(scales) and handshake.mark_of(loss).product)
+    hint = "boostax.value_and_grad does so by itself: return the plain loss there."
+    allowed, got = "multiplied by the scale once", "one that is multiplied already"
+    checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
+    handshake.keep(product, handshake.Mark(product=True))
+    for scale in scales:
+        handshake.mark_of(scale).loss = True
+    return product

@@ -22,17 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, jaxprs, trees
-from boostax._core.interpret import CUSTOM, rewrite
+from boostax._core import checks, interpret, jaxprs, trees
+from boostax._core.types import PyTree
 
-PyTree = Any
 Level = Literal["O0", "O1", "O2", "O3"]
 _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _F32 = np.dtype(np.float32)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 # These calls have their own derivative rules, which would not match a rewritten body.
-_OPAQUE = (*CUSTOM, "pallas_call")
+_OPAQUE = (*interpret.CUSTOM, "pallas_call")
 
 NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
 """Patterns of the usual names of norms: ``LayerNorm_0``, ``encoder/norm1``, ``bn2``."""
@@ -226,7 +225,7 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
             return fn(*args, **kwargs)
 
         replay, _ = trees.trace_once(on_arrays, arrays)
-        lowered = rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
+        lowered = interpret.rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
         return replay._replace(program=lowered)(arrays)
 
     return wrapped

@@ -22,10 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from boostax._core import axes, bound_axis, checks, copies, gate, trees
-from boostax._core.describe import Holds, PyTree, Stepped, describe
-from boostax._core.replicas import owns_params
+from boostax._core import axes, bound_axis, checks, gate, placement, replicas, trees
+from boostax._core.copies import Copies, classes, compared, on_mesh
+from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.types import PyTree
 
 _WHO = "check_replicas"
 # If many leaves differ, only the first leaves are recorded.
@@ -134,13 +136,16 @@ def check_replicas(
         axes.require_bound(names, _WHO)
         run = lambda: gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)  # noqa: E731
         heavy, _ = trees.trace_once(run)
-        said = _said(str(heavy.program), loss_program)
+        versions = str([importlib.metadata.version(name) for name in _PACKAGES])
+        said = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
         due = state.calls % every == 0
-        compared = () if owns_params(state.inner_state) else params
+        compared = () if replicas.owns_params(state.inner_state) else params
         value = extra.get("value")
-        found = copies.compare(compared, state, tuple(said.values()), due, names, value)
-        ok, culprits, state = *found, state._replace(compared=copies.replicas(names))
-        rows = [*said, *(name for name, _ in copies.leaves_of(compared, state, value))]
+        ok, culprits = compare(compared, state, said, due, names, value)
+        here = placement.placed_here()
+        count = here.replicas if here is not None else axes.size(names) if names else 1
+        state = state._replace(compared=jnp.asarray(count, jnp.int32))
+        rows = [*_SAID, *(name for name, _ in leaves_of(compared, state, value))]
         moved = _recorded(state, ok, rows, culprits)
         how: Any = {"apply": apply, "who": _WHO, "names": names}
         return gate.decide(ok, heavy, grads, state, moved, gate.held_or_ran, params, **how)
@@ -168,7 +173,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
       >>> boostax.precision.raise_if_diverged(tx.init(jnp.float32(1.0)))
     """
     own = trees.state_of("raise_if_diverged", state, CheckReplicasState, "Put one in the chain.")
-    names = [name for name, _ in copies.leaves_of((), own)] + [*_SAID, "value"]
+    names = [name for name, _ in leaves_of((), own)] + [*_SAID, "value"]
     used = len(own.calls.sharding.device_set)
     # pmap stacks the copies of all replicas.
     own = jax.tree.map(lambda x: x[0], own._replace(inner_state=())) if own.calls.ndim else own
@@ -193,14 +198,8 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     )
 
 
-# Names of the checksums; the program of the loss contains the types of the batch.
+# Names of the checksums in ``said``; the program of the loss contains the types of the batch.
 _SAID = "versions", "batch or loss", "update"
-
-
-def _said(update: str, loss: str) -> dict[str, int]:
-    """Return checksums of this process's packages and programs, by name."""
-    versions = str([importlib.metadata.version(name) for name in _PACKAGES])
-    return dict(zip(_SAID, map(_checksum, (versions, loss, update)), strict=True))
 
 
 def _checksum(text: str) -> int:
@@ -226,3 +225,62 @@ def _recorded(
     leaves, found = gate.branch(ok, lambda: (state.leaves, state.culprits), told)
     calls = gate.counted(state.calls, jnp.asarray(True))
     return state._replace(calls=calls, leaves=leaves, culprits=found)
+
+
+def leaves_of(params: PyTree, state: PyTree, value: Any = None) -> list[tuple[str, Any]]:
+    """Return the leaves that ``compare`` compares, with their names."""
+    rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=replicas.is_per_replica)
+    common = [(trees.path_name(path), x) for path, x in rows if not replicas.is_per_replica(x)]
+    common += [] if value is None else [("value", value)]
+    return [*((f"params/{name}", x) for name, x in trees.named(params)), *common]
+
+
+def compare(
+    params: PyTree,
+    state: PyTree,
+    said: Sequence[int],
+    due: jax.Array,
+    names: tuple[str, ...],
+    value: jax.Array | None = None,
+) -> Copies:
+    """Compare the copies of params and state, and numbers of each process, over the replicas.
+
+    Arrays in a ``PerReplica`` may differ, and so may params that each replica owns. A shard of a
+    leaf is compared with the copies of the same shard.
+
+    Args:
+      params: the params.
+      state: a state whose arrays outside a ``PerReplica`` are equal on all replicas.
+      said: numbers of this process, such as checksums of its program; they come first.
+      due: bool scalar, whether to compare now.
+      names: the replica axes of a mapped function; on global arrays they come from the placement.
+      value: the loss. If given, the comparison runs after the all-reduce of the loss, so that
+        processes with different programs still issue their collectives in the same order.
+    """
+    here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state, value)]
+    nothing = Copies(jnp.asarray(True), jnp.full(len(said) + len(leaves), -1, jnp.int32))
+    if here is None and not names:
+        return nothing
+    if here is None:
+        apart = [frozenset(axes.varying(x)) & {*names} for x in leaves]
+        kept = [jnp.zeros(()) if {*names} <= by else x for x, by in zip(leaves, apart, strict=True)]
+        groups, kinds = classes(names, [axes.size((name,)) for name in names], apart)
+        found = compared(kept, due, said, names, groups, kinds)
+        more = tuple(sorted(axes.varying(found.culprits)))
+        most = axes.largest(found.culprits, more) if more else found.culprits
+        return Copies(axes.agree(found.equal, more), most)
+    of_params = jax.tree_util.tree_leaves_with_path(params)
+    # A param that each replica owns has no copies.
+    whole = lambda path: here.spec(path) or PartitionSpec()  # noqa: E731
+    specs = [PartitionSpec(here.names) if here.own else whole(path) for path, _ in of_params]
+    if here.own:
+        leaves[: len(specs)] = [jnp.zeros(here.replicas)] * len(specs)
+    owners = {path: (x.shape, whole(path)) for path, x in of_params}
+    shared_out = here.replicas if here.shared_out else None
+    of_state = replicas.specs_like(owners, state, here.names, shared_out, sizes=here.mesh.shape)
+    specs += [spec for _, spec in leaves_of((), of_state)]
+    specs += [PartitionSpec()] * (value is not None)
+    order = (*here.names, *(x for x in here.mesh.axis_names if x not in here.names))
+    run = on_mesh(here.auto_mesh, order, tuple(specs), said)
+    found = placement.on_shared(here, (leaves, due), run, lambda *_: nothing, "copies")
+    return found._replace(culprits=found.culprits // (here.mesh.size // here.replicas))

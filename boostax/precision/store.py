@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate, placement, replicas, trees, types
-from boostax._core.describe import Holds, PyTree, Stepped, describe
+from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.types import PyTree
 from boostax.precision import formats
-from boostax.precision.formats import FORMATS
 from boostax.precision.leafwise import COMMON, SMALL, Turn, leaf_by_leaf
 
 Moments = Literal["bfloat16", "int8", "log8"]
@@ -295,7 +295,7 @@ def _written(
         if kind is None or not _is_low(p):
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
         exact = kind == "remainder"
-        drawn = lambda: FORMATS["bfloat16"].encode(wide, *noise(path, p.shape))[0]  # noqa: E731
+        drawn = lambda: formats.FORMATS["bfloat16"].encode(wide, *noise(path, p.shape))[0]  # noqa: E731
         new = formats.nearest(wide) if exact else drawn()
         moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
         # Without ``apply``, the low bits are those of ``p + update``, which the caller computes.
@@ -326,8 +326,7 @@ def _first(
     fields: dict[str, str | None] = {}
 
     def rule_of(field: str) -> str | None:
-        fields[field] = next((rule for rule in rules if fnmatch.fnmatch(field, rule)), None)
-        return fields[field]
+        return fields.setdefault(field, next((x for x in rules if fnmatch.fnmatch(field, x)), None))
 
     def stored(path: Path, x: jax.Array) -> jax.Array:
         if _is_placeholder(params, x):
@@ -342,7 +341,7 @@ def _first(
             return x
         if rules[rule] == "int8" and field.endswith("nu"):
             warnings.warn(_SECOND.format(field), stacklevel=2)
-        codes, found = FORMATS[rules[rule]].encode(x, None)
+        codes, found = formats.FORMATS[rules[rule]].encode(x, None)
         if found is not None:
             scales[field, owner] = found
         return codes
@@ -355,7 +354,7 @@ def _first(
     of = lambda field: replicas.ByBlock(  # noqa: E731
         jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
     )
-    scaled = [f for f, rule in fields.items() if rule and FORMATS[rules[rule]].scale]
+    scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scale]
     return codes, {field: of(field) for field in sorted(scaled)}
 
 
@@ -441,5 +440,5 @@ def _coding(
     """Return the key of an array's scale, and the array's format; either may be ``None``."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
     key = next((key for key in keys if key in table), None)
-    kind = next((x for x in FORMATS.values() if x.dtype == codes.dtype), None)
+    kind = next((x for x in formats.FORMATS.values() if x.dtype == codes.dtype), None)
     return key, None if kind is None or (kind.scale and key is None) else kind

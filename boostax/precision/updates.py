@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bound_axis, checks, gate, norms, replicas, trees
-from boostax._core.describe import PyTree, Stepped, describe
+from boostax._core.describe import Stepped, describe
+from boostax._core.types import PyTree
 
 
 class CheckUpdatesState(NamedTuple):

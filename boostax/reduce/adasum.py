@@ -14,12 +14,14 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, bound_axis, checks, gate, placement, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.replicas import PerReplica, require_like
-from boostax.reduce import exchange, pairwise
-from boostax.reduce.codec import Arrays, Names, PyTree
-from boostax.reduce.mean import reduced
+from boostax._core.types import PyTree
+from boostax.reduce import collectives, exchange, pairwise
+from boostax.reduce.codec import Arrays, Names
+from boostax.reduce.mean import reduced, reduction
+from boostax.reduce.on_shards import on_shards
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
 Scope = Literal["leaf", "tree"]
@@ -40,12 +42,11 @@ class AdasumState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        leaves = trees.named(self.leaf_orthogonality)
-        by_name = {f"orthogonality/{name}": leaf for name, leaf in leaves}
+        by_name = {f"orthogonality/{name}": x for name, x in trees.named(self.leaf_orthogonality)}
         return {"orthogonality": self.orthogonality, **by_name}
 
 
-@bound_axis.reduction
+@reduction
 def adasum(
     axis_name: axes.AxisName | None = None,
     *,
@@ -127,7 +128,7 @@ def adasum(
         axes.require_bound(wanted.shards, who, "shard_axes")
         return combined(updates, Levels(across, inside), wanted)
 
-    update = describe(who, "adasum", names)(placement.on_shards(who, names, update_fn))
+    update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
 
 
@@ -214,7 +215,7 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     sent = [_sent(x, levels, other, wanted) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
-        return axes.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
+        return collectives.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
 
     rows = [x for _, x in sent]
     together = wanted.scope == "tree" and bool(rows)
@@ -246,7 +247,7 @@ def _sent(
     if levels.averaged:
         arrays = [levels.slice_inside(x.array(leaves), x.dim) for x in chunks]
     elif inside and wire is None:
-        arrays = [axes.scatter(x.array(leaves) / devices, inside, x.dim) for x in chunks]
+        arrays = [collectives.scatter(x.array(leaves) / devices, inside, x.dim) for x in chunks]
     elif inside:
         near = exchange.exchange(chunks, arrays, inside, wire, shards, by_leaf=False)
         arrays = exchange.mean(near, "before")
@@ -288,7 +289,7 @@ class AdasumDeltaState(NamedTuple):
         return [self.inner_state]
 
 
-@bound_axis.reduction
+@reduction
 def adasum_delta(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None = None,
@@ -393,8 +394,8 @@ def adasum_delta(
         require_like(who, "the moment", (kept, deltas), (inner_state, updates))
         inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
-        deltas = axes.to_each(deltas, names) if inside else deltas
-        result, adasum_state = placement.on_shards(who, names, combine)(deltas, state.adasum)
+        deltas = collectives.to_each(deltas, names) if inside else deltas
+        result, adasum_state = on_shards(who, names, combine)(deltas, state.adasum)
         return result, AdasumDeltaState(PerReplica(inner_state), adasum_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bound_axis, checks, gate, placement, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.replicas import PerReplica
-from boostax.reduce.codec import Arrays, Names, PyTree
-from boostax.reduce.mean import all_reduce
+from boostax._core.types import PyTree
+from boostax.reduce import collectives
+from boostax.reduce.codec import Arrays, Names
+from boostax.reduce.mean import all_reduce, reduction
+from boostax.reduce.on_shards import on_rows
 
 _WHO = "by_shape"
 # Extra arguments about all params, while a replica's optimizer gets a part of the params.
@@ -99,9 +102,9 @@ class _Shape(NamedTuple):
 
         def deal(mine: Arrays) -> jax.Array:
             stack = jnp.stack([*mine, *[jnp.zeros_like(mine[0])] * spare])
-            return axes.scatter(stack, self.names, 0) / self.replicas
+            return collectives.scatter(stack, self.names, 0) / self.replicas
 
-        return list(placement.on_rows(_WHO, self.names, self.path, deal, mine, deal=True))
+        return list(on_rows(_WHO, self.names, self.path, deal, mine, deal=True))
 
     def gathered(self, rows: Arrays, dtype: Any) -> Arrays:
         """Gather each replica's matrices; the result is equal on all replicas."""
@@ -111,8 +114,8 @@ class _Shape(NamedTuple):
             mine = [jnp.where(here == i, rows[0], 0) for i, _ in enumerate(self.indices)]
             return [lax.psum(x, self.names) for x in mine]
         count = len(self.indices)
-        call = lambda rows: list(axes.gather_along(rows, self.names, 0)[:count])  # noqa: E731
-        return placement.on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), deal=False)
+        call = lambda rows: list(collectives.gather_along(rows, self.names, 0)[:count])  # noqa: E731
+        return on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), deal=False)
 
 
 def _is_dealt(node: Any) -> bool:
@@ -214,7 +217,7 @@ def _kept(state: PyTree, params: PyTree) -> dict[str, set[str]]:
     return found
 
 
-@bound_axis.reduction
+@reduction
 def by_shape(
     inner: optax.GradientTransformation, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -278,7 +281,7 @@ def by_shape(
     names = axes.canonical(_WHO, axis_name)
 
     def init_fn(params: PyTree) -> ByShapeState:
-        shapes = _shapes(params, names if axes.are_bound(names) else ())
+        shapes = _shapes(params, names if collectives.are_bound(names) else ())
         view = _chosen(trees.at_least_float32(params), shapes)
         state = gate.init_optimizer(_WHO, tx, view)
         _require_pathless(tx, trees.at_least_float32(params), state, view, shapes)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import axes, checks
+from boostax._core.types import PyTree
 
-PyTree = Any
 Arrays = Sequence[jax.Array]
 Names = tuple[str, ...]
 

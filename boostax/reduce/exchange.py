@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
@@ -117,9 +118,8 @@ Wire = np.dtype[Any] | None
 
 def real(x: jax.Array) -> jax.Array:
     """Return ``x`` in f32 or wider, with complex numbers as pairs."""
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag], -1)
-    return trees.at_least_float32(x)
+    numbers = jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x
+    return trees.at_least_float32(numbers)
 
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -263,18 +263,16 @@ def exchange(
     exponents, gathered = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
-        if not near_one:
-            # The reciprocal is halved at each level of the tree of replicas and must stay normal.
-            exponents = jnp.minimum(exponents, 100)
-        if common:
-            exponents = axes.largest(exponents, common)
+        # The reciprocal is halved at each level of the tree of replicas and must stay normal.
+        exponents = exponents if near_one else jnp.minimum(exponents, 100)
+        exponents = axes.largest(exponents, common) if common else exponents
         gathered = axes.gather(exponents, names)
     buckets: list[Bucket] = []
     for chunk, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
         # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
         whole = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
-        received = _arrived(axes.exchange(cut(whole, count, chunk.dim), names), wire)
+        received = _arrived(collectives.exchange(cut(whole, count, chunk.dim), names), wire)
         buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
     return Rows(buckets, gathered, near_one)
 
@@ -310,7 +308,7 @@ def delivered(
 
     def along(x: jax.Array, dim: int) -> jax.Array:
         for names in levels:
-            x = axes.gather_along(x, names, dim)
+            x = collectives.gather_along(x, names, dim)
         return x
 
     near_one = bool(sent) and _is_narrow(wire)

@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bound_axis, checks, norms, placement, replicas, trees
+from boostax._core import axes, checks, norms, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe, first_line
+from boostax._core.types import PyTree
 from boostax.reduce import exchange
-from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, PyTree, map_per_leaf
-from boostax.reduce.mean import reduced
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, map_per_leaf
+from boostax.reduce.mean import reduced, reduction
+from boostax.reduce.on_shards import on_shards
 
 Rule = Callable[[str, Any], bool]
 Dense = Rule | PyTree | None
@@ -58,7 +60,7 @@ class CompressedState(NamedTuple):
         return {"unsent": self.unsent} | chosen
 
 
-@bound_axis.reduction
+@reduction
 def compress(
     codec: Codec,
     axis_name: axes.AxisName | None = None,
@@ -136,12 +138,7 @@ def compress(
         is_valid = isinstance(rule, bool)
         checks.require_type(is_valid, who, "dense", got=rule, allowed=allowed, hint=hint)
     how = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)
-
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        axes.require_local(updates, names, who)
-        return how.update(updates, state)
-
-    update = placement.on_shards(who, names, update_fn)
+    update = on_shards(who, names, how.update)
     lossy = codec.lossy and not error_feedback
     described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
     return optax.GradientTransformationExtraArgs(how.init, described(update))
@@ -184,9 +181,10 @@ class _Feedback(NamedTuple):
             capacity=jnp.full((), -1.0, jnp.float32) if self.codec.chooses else None,
         )
 
-    def update(self, updates: PyTree, state: CompressedState) -> tuple[PyTree, CompressedState]:
+    def update(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         """Return the means over the replicas, and the new state."""
         names = self.names
+        axes.require_local(updates, names, self.who)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = self.coded(updates)
         rest = [i for i in range(len(leaves)) if i not in chosen]
@@ -266,7 +264,9 @@ def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
 def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
     """Return ``norms.square_sums`` over all replicas, plus the ``growth`` of single leaves."""
     # A growth may be negative, so rounding may make the total slightly negative.
-    return jnp.maximum(axes.sum_over_shards([*norms.square_sums(leaves), *growth], names), 0)
+    squares = [*norms.square_sums(leaves), *growth]
+    total = axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names)
+    return jnp.maximum(total, 0)
 
 
 def _with_late(

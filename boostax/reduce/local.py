@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, replicas, trees
-from boostax._core.describe import Holds, PyTree, Stepped, describe
+from boostax._core import axes, checks, gate, replicas, trees
+from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.types import PyTree
 from boostax.reduce import exchange
-from boostax.reduce.mean import all_reduce
+from boostax.reduce.mean import all_reduce, reduction
 
 Extended = optax.GradientTransformationExtraArgs
 # Whether each fragment is synchronized in a step.
@@ -210,7 +211,7 @@ def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: 
     return axes.unify(trees.cast_like(new, value), value), state
 
 
-@bound_axis.reduction
+@reduction
 def local_updates(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None,
@@ -334,7 +335,7 @@ def _copy(p: Any) -> Any:
     return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.array(p, jnp.result_type(p), copy=True)
 
 
-@bound_axis.reduction
+@reduction
 def partial_average(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName | None = None,

@@ -2,6 +2,7 @@
 """The dense reduction: the mean or the sum of local gradients over the replicas."""
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,9 +15,12 @@ from jax.typing import DTypeLike
 
 from boostax._core import axes, bound_axis, checks, placement, trees
 from boostax._core.describe import Stepped, describe
-from boostax.reduce import exchange
-from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
+from boostax._core.gate import Extended
+from boostax._core.types import PyTree
+from boostax.reduce import collectives, exchange
+from boostax.reduce.codec import Arrays, Names, packed, unpacked
 from boostax.reduce.exchange import Divide, When
+from boostax.reduce.on_shards import local_alone, on_shards, to_owners
 
 Path = tuple[Any, ...]
 Op = Literal["mean", "sum"]
@@ -29,7 +33,63 @@ class SumState(NamedTuple):
         """Mark that the windows around this reduction are per-replica shares of a sum."""
 
 
-@bound_axis.reduction
+def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
+    """Make ``axis_name`` optional for a reduction, and report its axes to outer gates."""
+
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Extended:
+        given = checks.bind(factory, args, kwargs)
+        who = given.arguments.get("name") or factory.__name__
+        if given.arguments.get("axis_name") is not None:
+            tx = factory(*args, **kwargs)
+            return tx._replace(init=lambda params: _reducing(tx, who, given).init(params))
+        call = f"{who}({'inner, ' * ('inner' in given.arguments)}'data')"
+        sample = bound_axis.called(factory, given, axes.UNNAMED)
+        within = given.arguments.get("within")
+        inside = within if isinstance(within, tuple) else (within,)
+        known: dict[tuple[str, ...], Extended] = {axes.UNNAMED: sample}
+
+        def bound(params: PyTree) -> Extended:
+            over = axes.UNNAMED if axes.bound().averaged else axes.bound().names
+            hint = f"Leave it to make_train_step or on_mesh around it, or name it, {call}; "
+            hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
+            checks.require(bool(over), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
+            if over not in known:
+                across = tuple(x for x in over if x not in inside)
+                known[over] = bound_axis.called(factory, given, across)
+            return _reducing(known[over], who, given)
+
+        return bound_axis.delayed(sample, bound)
+
+    return made  # type: ignore[return-value]
+
+
+def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
+    """Refuse reductions other than a plain mean inside a window that averages gradients itself."""
+    default, asked = given.signature.parameters, given.arguments.items()
+    options = {name for name, x in asked if x != default[name].default} - {"axis_name", "divide"}
+    options |= {*tx.update.description.axes} - {*axes.bound().names, *axes.UNNAMED}
+    mean, allowed = tx.update.description.role == "mean", "'local' around all but all_reduce()"
+    got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
+    hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
+    checks.require(mean and not options, "accumulate", "sums", got=got, allowed=allowed, hint=hint)
+
+
+def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
+    """Report the axes of a reduction to outer gates; refuse axes that are not bound."""
+    if axes.bound().averaged:
+        _require_mean(tx, who, given)
+        return tx
+    bound, reduced, over = axes.bound().names, bound_axis.REDUCED.get(), tx.update.description.axes
+    fits, hint = set(over) <= set(bound), "Leave it out: the step binds its own axis."
+    allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
+    checks.require(free or fits, who, "axis_name", got=over, allowed=allowed, hint=hint)
+    if reduced is not None:
+        reduced.update(over)
+    return tx
+
+
+@reduction
 def all_reduce(
     axis_name: axes.AxisName | None = None,
     *,
@@ -106,7 +166,7 @@ def all_reduce(
             return updates, state
         axes.require_local(updates, names, who)
         if op == "sum":  # A mean of equal gradients is correct, a sum is not.
-            updates = placement.local_alone(updates, names, who)
+            updates = local_alone(updates, names, who)
         named, treedef = jax.tree_util.tree_flatten_with_path(updates)
         leaves = [x for _, x in named]
         if clip is not None:
@@ -129,7 +189,7 @@ def all_reduce(
         return SumState() if op == "sum" else optax.EmptyState()
 
     # A mean in f32 is a plain sum, which XLA shards by itself.
-    update = update_fn if wire is None else placement.on_shards(who, names, update_fn)
+    update = update_fn if wire is None else on_shards(who, names, update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
 
 
@@ -158,7 +218,7 @@ def _in_messages(
         dims = {i: dim for i, dim in cut.items() if leaves[i].dtype == dtype}
         send = functools.partial(_to_owners, names[0], divide)
         at, sent = {paths[i]: dim for i, dim in dims.items()}, [leaves[i] for i in dims]
-        found |= zip(dims, placement.to_owners(who, at, sent, send), strict=True)
+        found |= zip(dims, to_owners(who, at, sent, send), strict=True)
     return [found[i] for i, _ in enumerate(leaves)]
 
 
@@ -168,7 +228,7 @@ def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -
     wide = [x.astype(trees.wide_dtype(x)) for x in leaves]
     wide = [x / count for x in wide] if divide == "before" else wide
     slices = [exchange.cut(x, count, dim) for x, dim in zip(wide, dims, strict=True)]
-    total = axes.ring(jnp.concatenate([x.reshape(count, -1) for x in slices], 1), name)
+    total = collectives.ring(jnp.concatenate([x.reshape(count, -1) for x in slices], 1), name)
     total = total / count if divide == "after" else total
     parts = jnp.split(total, np.cumsum([x[0].size for x in slices])[:-1])
     trios = zip(parts, slices, leaves, strict=True)

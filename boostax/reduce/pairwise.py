@@ -67,12 +67,6 @@ class Rows(NamedTuple):
     exponents: jax.Array
     near_one: bool = False
 
-    def only_row(self) -> list[jax.Array]:
-        """Return the values of a single row, by buckets."""
-        if not self.near_one:
-            return [bucket.rows[0] for bucket in self.buckets]
-        return [grown(b.rows[0], self.exponents[0], b.owners) for b in self.buckets]
-
     def factors(self, exponents: jax.Array) -> "Factors":
         """Return factors that take the rows to units of ``2**exponents``."""
         dtype = jnp.result_type(*(bucket.rows[0] for bucket in self.buckets))
@@ -179,7 +173,10 @@ def combine_replicas(
     units = rows.exponents.max(0)
     if len(rows.exponents) == 1:
         norms = _squared_norms(rows, rows.factors(units))
-        return rows.only_row(), total(jnp.stack([norms, norms]))
+        row = [bucket.rows[0] for bucket in rows.buckets]
+        if rows.near_one:
+            row = [grown(b.rows[0], rows.exponents[0], b.owners) for b in rows.buckets]
+        return row, total(jnp.stack([norms, norms]))
     nodes = Nodes(0, rows.exponents, rows.factors(rows.exponents))
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
@@ -194,7 +191,7 @@ def combine_replicas(
         dots, apart, *rest = unpacked(total(packed(partial)), partial)
         alignment += rest
         nodes = _combine(nodes, tops, Products(dots, apart))
-    row: list[jax.Array] = []
+    row = []
     for bucket in rows.buckets:
         value = _tree(bucket, nodes.factors, nodes.level)[0].reshape(bucket.rows[0].shape)
         row.append(grown(value, nodes.exponents[0], bucket.owners))

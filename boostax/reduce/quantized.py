@@ -15,11 +15,11 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks
-from boostax.reduce import exchange
+from boostax._core.types import PyTree
+from boostax.reduce import collectives, exchange
 from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
-PyTree = Any
 Rounding = Literal["nearest", "stochastic"]
 LEVELS = 127
 
@@ -53,21 +53,20 @@ class Int8(Codec):
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
         # On a TPU shorter rows would need a copy in another tiling.
-        block = self.block or (4096 if axes.platform() == "tpu" else 256)
+        block = self.block or (4096 if collectives.platform() == "tpu" else 256)
         slices = _Slices.of(leaves, axes.size(names), block)
         rows = slices.rows
         codes, scales = quantize(rows, first)
-        received = [axes.exchange(x, names) for x in codes]
+        received = [collectives.exchange(x, names) for x in codes]
         # The scales of all leaves are sent as one message.
-        theirs = unpacked(axes.exchange(packed(scales, 1), names), scales, 1)
-        summed = dequantize(received, theirs, rows)
-        means = [x.mean(0) for x in summed]
-        codes_of_mean, scales_of_mean = quantize(means, second)
-        gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
-        of_means = unpacked(axes.gather(packed(scales_of_mean), names), scales_of_mean)
+        theirs = unpacked(collectives.exchange(packed(scales, 1), names), scales, 1)
+        means = [x.mean(0) for x in dequantize(received, theirs, rows)]
+        mean_codes, mean_scales = quantize(means, second)
+        gathered = [collectives.gather_along(x, names, 0).reshape(-1, *x.shape) for x in mean_codes]
+        of_means = unpacked(axes.gather(packed(mean_scales), names), mean_scales)
         decoded = dequantize(gathered, of_means, means)
         held = unsent(rows, dequantize(codes, scales, rows))
-        lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, means))
+        lost = unsent(means, dequantize(mean_codes, mean_scales, means))
         residual, late = slices.charged(held, lost, names)
         return Message(slices.joined(decoded), residual, state, late)
 

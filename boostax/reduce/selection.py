@@ -79,8 +79,7 @@ def _last(x: jax.Array, count: int) -> jax.Array:
         fits = [(_reaching(x, as_float(m)) >= count) & (m >> (bits - 1) == 0) for m in more]
         return found + unit * sum(fit.astype(unsigned) for fit in fits)
 
-    zero = axes.unify(jnp.zeros((), unsigned), x)
-    return as_float(lax.fori_loop(0, bits // 2, narrower, zero))
+    return as_float(lax.fori_loop(0, bits // 2, narrower, axes.unify(jnp.zeros((), unsigned), x)))
 
 
 def _reaching(x: jax.Array, least: jax.Array) -> jax.Array:

@@ -19,11 +19,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, norms, trees
+from boostax._core.types import PyTree
 from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
-PyTree = Any
 # Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
 SMALL = 2**14
 TILE = 2048
@@ -434,9 +434,8 @@ def top_k_reduce(
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     hint = "Or leave it out, for value_dtype."
     checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
-    if bits:
-        allowed = "left out beside bits"
-        checks.absent(who, "value_dtype", value_dtype, allowed, "Both are of a value.")
+    both = value_dtype if bits else None
+    checks.absent(who, "value_dtype", both, "left out beside bits", "Both are of a value.")
     how = block, Cut(value_dtype=wire, bits=bits), bucket_bytes
     if count is None:
         largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731

@@ -23,9 +23,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from boostax._core import axes, checks, norms, trees
+from boostax._core.types import PyTree
 from boostax.subspace import files
 
-PyTree = Any
 Dtype = DTypeLike | None
 _WHO = "pca_basis"
 _FEW = "It is the dimension of the subspace; 32 to 40 are usual."
@@ -225,8 +225,7 @@ def pca_basis(
       2021.
     """
     if stacked is None:
-        many = isinstance(snapshots, (Sequence, Iterator)) and not isinstance(snapshots, tuple)
-        stacked = not many
+        stacked = isinstance(snapshots, tuple) or not isinstance(snapshots, (Sequence, Iterator))
     return principal(snapshots if stacked else _stack(snapshots), n_components, dtype)
 
 
@@ -368,8 +367,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     where = NamedSharding(explicit[0], PartitionSpec()) if explicit else None
     x, y, over = x.astype(dtype), y.conj().astype(dtype), ((inner, inner), ((), ()))
-    exact = lax.Precision.HIGHEST
-    return lax.dot_general(x, y, over, precision=exact, out_sharding=where).real
+    return lax.dot_general(x, y, over, precision=lax.Precision.HIGHEST, out_sharding=where).real
 
 
 @jax.jit

@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 
 from boostax._core import axes, checks, gate, trees, types
 from boostax._core.describe import Holds, describe
-from boostax.subspace.basis import Basis, Dtype, PyTree, lift, project, stored, wide_dtype
+from boostax._core.types import PyTree
+from boostax.subspace.basis import Basis, Dtype, lift, project, stored, wide_dtype
 
 Names = tuple[str, ...]
 RuleName = Literal["boostax", "mindspore"]
@@ -118,12 +119,8 @@ def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
         inverse = jnp.where(memory.paired, inverse, first)
     v = jnp.eye(s.size, dtype=inverse.dtype) - rho * jnp.outer(y, s)
     updated = v.T @ inverse @ v + rho * jnp.outer(s, s)
-    return memory._replace(
-        inverse=jnp.where(use, updated, memory.inverse),
-        gradient=gradient,
-        started=jnp.ones((), bool),
-        paired=memory.paired | use,
-    )
+    inverse = jnp.where(use, updated, memory.inverse)
+    return Memory(inverse, gradient, s, started=jnp.ones((), bool), paired=memory.paired | use)
 
 
 def search(
@@ -144,9 +141,6 @@ def search(
     shrink = jnp.asarray(rule.shrink, value.dtype)
     slack = rule.slack * jnp.abs(value)
 
-    def go_on(carry: tuple[Any, ...]) -> jax.Array:
-        return ~carry[2] & (carry[0] < rule.tries)
-
     def attempt(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         tried, _, _ = carry
         t = shrink ** tried.astype(value.dtype)
@@ -155,7 +149,7 @@ def search(
         return tried + 1, t, enough & jnp.isfinite(found)
 
     start = (jnp.zeros((), jnp.int32), jnp.zeros((), value.dtype), jnp.zeros((), bool))
-    tries, last, accepted = lax.while_loop(go_on, attempt, start)
+    tries, last, accepted = lax.while_loop(lambda x: ~x[2] & (x[0] < rule.tries), attempt, start)
     return Search(jnp.where(accepted, last, 0.0), accepted, tries, last)
 
 
@@ -171,11 +165,9 @@ def conclude(
     # The direction was too long by the factor of the search, so the next direction is shorter.
     size = jnp.trace(memory.inverse) / step.size
     shorter = jnp.eye(step.size, dtype=step.dtype) * size * found.last
-    return memory._replace(
-        inverse=jnp.where(ok, memory.inverse, shorter),
-        step=jnp.where(ok, step, 0.0),
-        paired=memory.paired & ok,
-    )
+    inverse = jnp.where(ok, memory.inverse, shorter)
+    step = jnp.where(ok, step, 0.0)
+    return memory._replace(inverse=inverse, step=step, paired=memory.paired & ok)
 
 
 class DimReduceState(NamedTuple):
@@ -231,13 +223,11 @@ class DimReduceState(NamedTuple):
         hint = "A compiled step takes only equal shapes and dtypes."
         allowed = f"of the shapes {was}"
         checks.require(was == now, "replace_basis", "basis", got=now, allowed=allowed, hint=hint)
-        coordinates = self.memory.gradient
-        return self._replace(
-            basis=jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis),
-            explained=None if self.explained is None else explained,
-            memory=empty(coordinates.size, coordinates.dtype),
-            to_mean=jnp.zeros_like(self.to_mean),
-        )
+        rows = jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis)
+        explained = None if self.explained is None else explained
+        memory = empty(self.memory.gradient.size, self.memory.gradient.dtype)
+        to_mean = jnp.zeros_like(self.to_mean)
+        return self._replace(basis=rows, explained=explained, memory=memory, to_mean=to_mean)
 
     passed = taken = gate.told_by("finite")
 
@@ -286,8 +276,7 @@ def _fresh(
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
     # Without params there is one coordinate, which stays 0.
-    k = leaves[0].shape[0] if leaves else 1
-    memory = empty(k, jnp.result_type(jnp.float32, *dtypes))
+    memory = empty(leaves[0].shape[0] if leaves else 1, jnp.result_type(jnp.float32, *dtypes))
     to_mean = jnp.zeros_like(memory.gradient)
     if mean is not None:
         gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
@@ -329,8 +318,7 @@ def _searched(
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
     # One read of the basis maps both back.
-    columns = [direction, inside] if both else [direction]
-    lifted = lift(state.basis, jnp.stack(columns, 1))
+    lifted = lift(state.basis, jnp.stack([direction, inside] if both else [direction], 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
     wide = trees.at_least_float32(params)
 
@@ -348,8 +336,7 @@ def _searched(
         "tries": state.tries + found.tries,
         "length": found.length.astype(jnp.float32),
     }
-    total = jax.tree.map(lambda w, d: found.length * d.astype(w.dtype), wide, along)
-    return moved, total, shadow
+    return moved, jax.tree.map(lambda w, d: found.length * d.astype(w.dtype), wide, along), shadow
 
 
 def _loss(value: ArrayLike, names: Names) -> jax.Array:

@@ -15,8 +15,8 @@ import numpy as np
 
 from boostax._core import checks, trees
 from boostax._core.groups import natural
+from boostax._core.types import PyTree
 
-PyTree = Any
 Path = str | pathlib.Path
 _WHO = "dim_reduce"
 

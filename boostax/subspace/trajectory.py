@@ -16,7 +16,8 @@ from jax.core import Tracer
 
 from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax.subspace.basis import Basis, Dtype, PyTree, principal
+from boostax._core.types import PyTree
+from boostax.subspace.basis import Basis, Dtype, principal
 
 _WHO = "record_trajectory"
 

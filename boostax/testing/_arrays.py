@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import trees
+from boostax._core.types import PyTree
 from boostax.config.migrate import holds
-
-PyTree = Any
 
 
 class Pair(NamedTuple):
@@ -49,8 +48,7 @@ def even_params() -> PyTree:
 def example_grads(params: PyTree, seed: int) -> PyTree:
     """Make gradients of moderate size in the params' dtypes; each seed gives other gradients."""
     index = itertools.count()
-    wave = lambda p: _wave(p.shape, 7.0 + seed + 0.3 * next(index), p.dtype)  # noqa: E731
-    return jax.tree.map(wave, params)
+    return jax.tree.map(lambda p: _wave(p.shape, 7.0 + seed + 0.3 * next(index), p.dtype), params)
 
 
 def draws(params: PyTree, count: int, first: int = 0) -> list[PyTree]:
@@ -59,8 +57,7 @@ def draws(params: PyTree, count: int, first: int = 0) -> list[PyTree]:
 
 
 def _wave(shape: tuple[int, ...], phase: float, dtype: jax.typing.DTypeLike) -> jax.Array:
-    size = int(np.prod(shape))
-    return jnp.asarray(np.sin(phase + 1.7 * np.arange(size)).reshape(shape), dtype)
+    return jnp.asarray(np.sin(phase + 1.7 * np.arange(int(np.prod(shape)))).reshape(shape), dtype)
 
 
 def poison(grads: PyTree, value: float, at: tuple[int, ...] | None = None) -> PyTree:

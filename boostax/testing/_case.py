@@ -14,7 +14,8 @@ import optax
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import PerReplica, PyTree, is_per_replica, stack_replicas
+from boostax._core.replicas import PerReplica, is_per_replica, stack_replicas
+from boostax._core.types import PyTree
 from boostax.reduce.mean import all_reduce
 from boostax.testing import _arrays as arrays
 from boostax.train.apply import apply_gradients
@@ -103,13 +104,10 @@ Law = Callable[..., None]
 
 def laws_in(names: dict[str, Any]) -> dict[str, Law]:
     """Return a module's laws in order: its functions that take a case, or a case and a seed."""
-    return {
-        name: value
-        for name, value in names.items()
-        if inspect.isfunction(value)
-        and value.__module__ == names["__name__"]
-        and list(inspect.signature(value).parameters) in (["case"], ["case", "seed"])
-    }
+    functions = {name: value for name, value in names.items() if inspect.isfunction(value)}
+    own = {name: f for name, f in functions.items() if f.__module__ == names["__name__"]}
+    takes = {name: list(inspect.signature(f).parameters) for name, f in own.items()}
+    return {name: f for name, f in own.items() if takes[name] in (["case"], ["case", "seed"])}
 
 
 def optimizer() -> optax.GradientTransformationExtraArgs:

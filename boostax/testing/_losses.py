@@ -13,13 +13,13 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import boostax
+from boostax._core.types import PyTree
 from boostax.reduce.mean import all_reduce
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 from boostax.train.oracle import value_and_grad
 from boostax.train.step import make_train_step
 
-PyTree = Any
 Loss = Callable[[PyTree, PyTree], Any]
 Trained = tuple[PyTree, list[float]]
 _STEPS, _RATE = 2, 0.05
@@ -51,8 +51,7 @@ def check_loss(
       >>> boostax.testing.check_loss(loss, jnp.float32(1.0), jnp.arange(8.0), only="own loop")
     """
     expected = _in_steps(loss_fn, params, batch, optax.sgd(_RATE))
-    trials = {only: TRIALS[only]} if only else TRIALS
-    for name, trial in trials.items():
+    for name, trial in ({only: TRIALS[only]} if only else TRIALS).items():
         found = trial(loss_fn, params, batch)
         if found is None:
             continue
@@ -91,8 +90,7 @@ def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..
     def trial(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
         how = {"mesh": _mesh(**sizes), "axis_name": "data", **more}
         if shard:
-            spec = functools.partial(_spec, shard, sizes[shard])
-            how["param_specs"] = jax.tree.map(spec, params)
+            how["param_specs"] = jax.tree.map(functools.partial(_spec, shard, sizes[shard]), params)
         return _in_steps(loss_fn, params, batch, _reduced(), **how)
 
     return trial

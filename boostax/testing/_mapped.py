@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax import states
 from boostax._core import trees
 from boostax._core.axes import local_params
-from boostax._core.replicas import PerReplica, PyTree, is_per_replica, without
+from boostax._core.replicas import PerReplica, is_per_replica, without
+from boostax._core.types import PyTree
 from boostax.reduce.feedback import CompressedState
 from boostax.testing import _arrays as arrays
 from boostax.testing import _case
@@ -46,8 +47,7 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree, params: PyT
         return (jax.jit(mapped) if mode == "vmap" else mapped)(params, grads)
 
     def local(params: PyTree, grads: PyTree) -> Any:
-        result = train(params, jax.tree.map(lambda g: g[0], grads))
-        return jax.tree.map(lambda x: x[None], result)
+        return jax.tree.map(lambda x: x[None], train(params, jax.tree.map(lambda g: g[0], grads)))
 
     split = PartitionSpec(AXIS)
     sharded = over_devices(local, (PartitionSpec(), split), split, check_vma=mode == "checked")
@@ -128,8 +128,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
     nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, replicas))
 
     def train(params: PyTree, grads: PyTree) -> Any:
-        own = local_params(params, AXIS) if case.own_params else params
-        start = (own, tx.init(params))
+        start = (local_params(params, AXIS) if case.own_params else params, tx.init(params))
         step = lambda _, carry: apply_gradients(tx, grads, carry[1], carry[0])  # noqa: E731
         return start, jax.lax.fori_loop(0, 100, step, start)
 
@@ -155,8 +154,7 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
         loss = lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean()  # noqa: E731
-        grads = jax.grad(loss)(prepare(params))
-        new = apply_gradients(tx, grads, tx.init(params), params)[0]
+        new = apply_gradients(tx, jax.grad(loss)(prepare(params)), tx.init(params), params)[0]
         return jax.tree.map(lambda x: x[None], new) if case.own_params else new
 
     split, whole = PartitionSpec(AXIS), PartitionSpec()
@@ -179,8 +177,7 @@ def what_is_not_sent_waits(case: Case) -> None:
             wanted, waits = (wanted, 0.0) if new is None else (wanted + old[name], new.mean(0))
             # Each rounding in f32 is relative to the sum over the replicas.
             scale = replicas * abs(wanted).max()
-            found = np.asarray(sent[name], np.float64) + waits
-            error = abs(found - wanted.mean(0)).max() / scale
+            error = abs(np.float64(sent[name]) + waits - wanted.mean(0)).max() / scale
             assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"
 
 

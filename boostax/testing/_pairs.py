@@ -15,7 +15,8 @@ import optax
 
 from boostax._core import norms, trees
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import PyTree, is_per_replica, reshard_state
+from boostax._core.replicas import is_per_replica, reshard_state
+from boostax._core.types import PyTree
 from boostax.accumulate.window import accumulate
 from boostax.config.migrate import holds, migrate_state
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
@@ -63,14 +64,12 @@ class Setting:
     def grads(self, count: int) -> Grads:
         """Draw gradients of ``count`` calls in eighths, whose sums and halves are exact."""
         lead = () if self.replicas is None else (self.replicas,)
-        draw = lambda p: np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8  # noqa: E731
-        whole = lambda p: jnp.asarray(draw(p), jnp.float32)  # noqa: E731
-        return [jax.tree.map(whole, arrays.even_params()) for _ in range(count)]
+        draw = lambda p: jnp.float32(np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8)  # noqa: E731
+        return [jax.tree.map(draw, arrays.even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
         """Replace a random element of the first leaf by a number of ``case.bad``."""
-        shape = jax.tree.leaves(grads)[0].shape
-        at = tuple(int(self.rng.integers(size)) for size in shape)
+        at = tuple(int(self.rng.integers(size)) for size in jax.tree.leaves(grads)[0].shape)
         return arrays.poison(grads, self.case.bad[int(self.rng.integers(len(self.case.bad)))], at)
 
     def start(self, tx: optax.GradientTransformation) -> Carry:
@@ -81,21 +80,19 @@ class Setting:
         """Compile one call of the transformation, ``step(params, state, grads)``."""
 
         def one(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
-            given = assume_scaled(self._scaled(grads, state), state)
-            return _case.applied(tx)(params, state, given)
+            if self.case.scaled is not None:
+                grads = self.case.scaled(grads, state)
+            else:
+                # A scaled loss would multiply them by powers of two.
+                product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
+                grads = jax.tree.map(lambda g: g * product, grads)
+            return _case.applied(tx)(params, state, assume_scaled(grads, state))
 
         if self.replicas is None:
             return jax.jit(one)
         lead = lambda x: 0 if is_per_replica(x) else None  # noqa: E731
         axes = jax.tree.map(lead, self.start(tx), is_leaf=is_per_replica)
         return jax.jit(jax.vmap(one, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS))
-
-    def _scaled(self, grads: PyTree, state: PyTree) -> PyTree:
-        """Multiply gradients by powers of two, as a scaled loss would."""
-        if self.case.scaled is not None:
-            return self.case.scaled(grads, state)
-        product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
-        return jax.tree.map(lambda g: g * product, grads)
 
     def run(self, tx: optax.GradientTransformation, grads: Grads) -> Carry:
         """Train from the beginning."""

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from boostax._core.types import PyTree
 from boostax.testing import _arrays as arrays
 from boostax.testing._case import Case, applied, follow, laws_in, optimizer, raises, steps, train
 from boostax.train.state import metrics
-
-PyTree = Any
 
 
 def is_a_transformation_with_array_state(case: Case) -> None:
@@ -35,8 +34,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
         seen.append(extra.get("marker"))
         return updates, state
 
-    spy = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    tx = case.single(spy)
+    tx = case.single(optax.GradientTransformationExtraArgs(optax.init_empty_state, update))
     params = arrays.example_params()
     step = lambda _, state, grads: tx.update(grads, state, params, marker=7)  # noqa: E731
     jax.eval_shape(lambda: follow(step, (None, tx.init(params)), arrays.draws(params, case.calls)))
@@ -54,8 +52,7 @@ def keeps_types_and_traces_once(case: Case) -> None:
             traces.append(carry)
             return applied(tx)(*carry)
 
-        grads = arrays.draws(params, 2 * case.calls + 1)
-        after = follow(step, start, grads)
+        after = follow(step, start, arrays.draws(params, 2 * case.calls + 1))
         assert arrays.types_of(after) == arrays.types_of(start), f"{dtype}: a type changed"
         assert len(traces) == 1, f"{dtype}: traced {len(traces)} times"
 
@@ -208,8 +205,7 @@ def updates_have_the_dtypes_of_the_params(case: Case) -> None:
     """Promise 3: updates have the dtypes of the params, also in wrappers with a ``where``."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         tx, params = case.single(), arrays.example_params(dtype)
-        finite = optax.apply_if_finite(tx, 3)
-        for name, each in {"alone": tx, "apply_if_finite": finite}.items():
+        for name, each in {"alone": tx, "apply_if_finite": optax.apply_if_finite(tx, 3)}.items():
             state = each.init(params)
             updates, _ = jax.eval_shape(each.update, arrays.example_grads(params, 0), state, params)
             found, wanted = ([x.dtype for x in jax.tree.leaves(y)] for y in (updates, params))

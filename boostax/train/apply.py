@@ -3,15 +3,12 @@
 
 from typing import Any
 
-import jax
 import optax
 
-from boostax._core import axes, checks, mismatch, trees, types
-from boostax._core.describe import PyTree
-from boostax._core.gate import Pending, gate_of
-from boostax._core.replicas import is_per_replica
+from boostax._core import checks, mismatch, types
+from boostax._core.types import PyTree
 from boostax.accumulate.window import require_weighted
-from boostax.train.oracle import Gradients
+from boostax.train.oracle import applied
 
 
 @checks.arguments
@@ -55,34 +52,3 @@ def apply_gradients(
     with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params, grads):
         require_weighted(opt_state, extra_args.get("weight"))
         return applied(tx, grads, opt_state, params, extra_args)
-
-
-def applied(
-    tx: Any,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, Any],
-    counted: jax.Array | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Apply gradients like ``apply_gradients``, without its explanations of errors.
-
-    ``counted`` is described in ``Pending``.
-    """
-    like, own = grads.local if isinstance(grads, Gradients) else grads, params
-    like = like.local if is_per_replica(like) and not is_per_replica(params) else like
-    holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
-    if holes:
-        # Equinox's filters leave None for the gradient of a function in a module.
-        ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-        pick = lambda g, p: None if g is None else p  # noqa: E731
-        own = jax.tree.map(pick, like, params, is_leaf=ends)
-    if (gate := gate_of(tx)) is not None:
-        pending = Pending(grads, counted=counted)
-        new, opt_state = gate.step(pending, opt_state, own, apply=True, **extra_args)
-    else:
-        tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
-        new = trees.applied(own, updates)
-    new = axes.placed_like(new, own)
-    return (trees.put_back(new, params) if holes else new), opt_state

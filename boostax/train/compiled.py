@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a train step, which donate the state."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,21 +17,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from boostax._core import axes, checks, mismatch, replicas, trees, types
-from boostax._core.describe import PyTree, asked, variants_of
+from boostax._core.describe import closure, variants_of
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica, is_per_replica
-from boostax._core.transfer import own_rows
-from boostax._core.trees import Pruning
+from boostax._core.trees import Pruning, is_number, path_name
+from boostax._core.types import PyTree
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
 from boostax.accumulate.window import AccumulateState, flush, require_weighted
 from boostax.precision.policy import Policy
-from boostax.train.apply import applied
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
-from boostax.train.oracle import Gradients, Oracle, PlacedOracle
-from boostax.train.state import Placing, TrainState, metrics
+from boostax.train.oracle import Gradients, Oracle, PlacedOracle, applied
+from boostax.train.state import Placing, TrainState, metrics, own_rows
 
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
@@ -66,7 +68,7 @@ class TrainStep:
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
     gather: Gather | None = None
-    _programs: dict[Any, "Programs"] = dataclasses.field(default_factory=dict)
+    _programs: dict[Any, Programs] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def placing(self) -> Placing | None:
@@ -113,7 +115,7 @@ class TrainStep:
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         who = "make_train_step"
-        trees.require_arrays(params, who)
+        require_arrays(params, who)
         mismatch.require_order(who, "step.init(params)", params=params)
         if self.policy is not None:
             params = self.policy.store_params(params)
@@ -228,9 +230,8 @@ class TrainStep:
         """Return the batch and the keywords of a call, placed on the mesh."""
         hint = "Call it otherwise in loss_fn; step.init takes key= and model_state=."
         allowed = f"none of {', '.join(_OWN)}"
-        for name in given:
-            is_valid = name not in _OWN
-            checks.require(is_valid, "TrainStep", "a keyword", got=name, allowed=allowed, hint=hint)
+        own = next((name for name in given if name in _OWN), None)
+        checks.absent("TrainStep", "a keyword", own, allowed, hint)
         given = jax.tree.map(_strong, given)
         given = self.placing.common(given, batch) if given and self.placing else given
         return self.place(batch), given
@@ -242,7 +243,7 @@ class TrainStep:
         # Inside another program the state is traced and cannot be read.
         return None if own is None or isinstance(own.coming(), Tracer) else own
 
-    def _of(self, state: TrainState) -> "Programs":
+    def _of(self, state: TrainState) -> Programs:
         """Return the programs for a structure of the state, and types and specs of the params."""
         structure = jax.tree.structure(state)
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
@@ -447,11 +448,48 @@ def _strong(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
     # JAX refuses what is no array, and names it.
-    known = isinstance(x, jax.typing.ArrayLike)
-    return np.asarray(x, jnp.result_type(x)) if known else x
+    return np.asarray(x, jnp.result_type(x)) if isinstance(x, jax.typing.ArrayLike) else x
 
 
 def _own(x: Any) -> jax.Array:
     """Copy an array for donation, in a strong dtype, so that a step is traced once."""
     copy = jnp.array(x, copy=True)
     return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
+
+
+def require_arrays(params: PyTree, who: str) -> None:
+    """Refuse leaves that a compiled step cannot take, such as functions in a module."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    got = [(path_name(path), type(x).__name__) for path, x in leaves if not is_number(x)]
+    hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
+    checks.require_type(not got, who, "params", got=got[:6], allowed="arrays", hint=hint)
+
+
+def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
+    """Return the named arguments of ``update`` and of its parts, and whether each is required.
+
+    The names are read from signatures and closures. Other arguments are not passed; if one is
+    required, Optax raises.
+    """
+    found: dict[str, bool] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [tx.update]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, (list, tuple, dict)):
+            stack.extend(thing.values() if isinstance(thing, dict) else thing)
+        elif inspect.isfunction(thing):
+            signature = inspect.signature(thing, follow_wrapped=False)
+            for name, parameter in signature.parameters.items():
+                found[name] = found.get(name, False) or parameter.default is inspect.Parameter.empty
+            stack.extend(closure(thing).values())
+        elif not inspect.isclass(thing) and (
+            callable(thing) or isinstance(thing, optax.MultiSteps)
+        ):
+            # The function is, for example, a gate, a bound method, a partial or a jitted function.
+            stack.extend(getattr(thing, "__dict__", {}).values())
+            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__", "func"))
+    return found

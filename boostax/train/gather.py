@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees, types
 from boostax._core.placement import Placement
-from boostax._core.replicas import PyTree, is_per_replica, without
+from boostax._core.replicas import is_per_replica, without
+from boostax._core.types import PyTree
 from boostax.precision.formats import FORMATS
 from boostax.train.on_mesh import placement_of
 
@@ -75,24 +76,20 @@ def gathering(
     cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
-    checks.require(
-        bool(cut), who, "params", got={*place.specs.values()}, allowed=allowed, hint=hint
-    )
+    got = {*place.specs.values()}
+    checks.require(bool(cut), who, "params", got=got, allowed=allowed, hint=hint)
 
     def leaf(path: Any, x: Any) -> Any:
         spec = cut.get(trees.plain_path(path))
-        if (
-            spec is None
-            or trees.path_name(path) in exact
-            or not jnp.issubdtype(x.dtype, jnp.floating)
-        ):
+        if spec is None or trees.path_name(path) in exact:
+            return x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         narrow = functools.partial(_gathered, spec=spec, place=place, dtype=dtype)
         return place.pinned(narrow, without(spec, place.names))(x)
 
     def gather(params: PyTree) -> PyTree:
-        own = is_per_replica(params)
-        return params if own else jax.tree_util.tree_map_with_path(leaf, params)
+        return params if is_per_replica(params) else jax.tree_util.tree_map_with_path(leaf, params)
 
     return gather
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer on global arrays, with params in any placement and gradients local to replicas."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import sys
@@ -14,10 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from boostax._core import axes, bcoo, checks, handshake, replicas, trees
 from boostax._core.gate import GatedUpdate, Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, settled
-from boostax._core.replicas import PerReplica, PyTree, is_per_replica
+from boostax._core.replicas import PerReplica, is_per_replica
+from boostax._core.trees import is_array
+from boostax._core.types import PyTree
 from boostax.accumulate.window import terms_of
 from boostax.precision.policy import Policy
-from boostax.train.oracle import Backward, Gradients, Oracle, planned
+from boostax.train.oracle import Backward, Gradients, Oracle, planned, require_dense
 
 _WHO = "on_mesh"
 
@@ -92,8 +96,7 @@ def on_mesh(
     if layers is None:
         return placed_on(tx, place, shard_optimizer)
     tx, make = planned(tx, layers, shard_optimizer)
-    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    types = jax.tree.map(typed, trees.arrays_alone(params))
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays_alone(params))
 
     def around(oracle: Oracle, policy: Policy | None) -> Oracle:
         got, ours = (oracle.mesh, oracle.names), (place.mesh, place.names)
@@ -125,7 +128,7 @@ def placed_on(
     specs = functools.partial(specs_of, place, shard_optimizer)
 
     def init_fn(params: PyTree) -> PyTree:
-        params = trees.arrays_alone(params)
+        params = arrays_alone(params)
 
         def make(params: PyTree) -> PyTree:
             with axes.binding(place.names):
@@ -146,8 +149,8 @@ def placed_on(
         raw = parts.local
         raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
         if bcoo.MODULE in sys.modules:
-            bcoo.require_dense(raw.local, _WHO)
-        whole, params = params, trees.arrays_alone(params)
+            require_dense(raw.local, _WHO)
+        whole, params = params, arrays_alone(params)
         lead = place.replicas, *[len(terms) for terms in [terms_of(state)] if terms]
         _require_stacked(raw, params, lead)
 
@@ -174,7 +177,7 @@ def placed_on(
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
         closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
-        new, state = run(closed, trees.arrays_alone(params), state)
+        new, state = run(closed, arrays_alone(params), state)
         return trees.put_back(new, params), state
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -217,7 +220,7 @@ def specs_of(
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
     """Return the mesh of the params, the replica axes, and the spec of each param by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
+    leaves = jax.tree_util.tree_leaves_with_path(arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=); "
@@ -258,8 +261,7 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
     """Refuse gradients shaped like the params, which are already reduced."""
-    types = jax.tree_util.tree_leaves_with_path(local_types(params))
-    shapes = {path: x.shape for path, x in types}
+    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(local_types(params))}
     hint = "boostax.value_and_grad(loss, mesh=mesh) returns such, in NNX optimizer.value_and_grad("
     hint += "loss)(model, batch); jax.grad's are reduced already."
     other = f"The mesh of the params has {lead[0]} replicas: give it to value_and_grad(mesh=mesh)."
@@ -276,3 +278,8 @@ def local_types(params: PyTree) -> PyTree:
     """Return the types of one replica's params; leave params outside a ``PerReplica`` unchanged."""
     cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
     return jax.tree.map(cut, params.local) if is_per_replica(params) else params
+
+
+def arrays_alone(params: PyTree) -> PyTree:
+    """Replace leaves that are not arrays by ``None``, as ``equinox.filter`` does."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, params)

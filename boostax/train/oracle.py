@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient function, which returns scaled, local gradients of a loss."""
 
+from __future__ import annotations
+
 import abc
+import contextlib
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -13,27 +19,43 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, checks, handshake, interpret, mismatch, placement, trees
-from boostax._core.replicas import PerReplica, is_per_replica
-from boostax._core.types import Grads, Params, Value
-from boostax.accumulate import aux as auxiliary
-from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
-from boostax.accumulate.microbatch import (
-    Count,
-    microbatch,
-    require_count,
-    require_even,
-    stacked_count,
+from boostax._core import (
+    axes,
+    bcoo,
+    checks,
+    handshake,
+    interpret,
+    jaxprs,
+    mismatch,
+    placement,
+    trees,
 )
+from boostax._core.bcoo import DENSE, is_sparse
+from boostax._core.gate import Pending, gate_of
+from boostax._core.replicas import PerReplica, is_per_replica
+from boostax._core.trees import is_aside, path_name
+from boostax._core.types import Grads, Params, PyTree, Value
+from boostax.accumulate import aux as auxiliary
+from boostax.accumulate import carried, microbatch
+from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
+from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
 
-PyTree = Any
+_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
+# Hints for a loss that does not take an argument, by argument.
+_TAKEN = {
+    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
+    "edge between groups.",
+    "key": "Add key=None to its arguments, or start the state without a key.",
+    "model_state": "Add model_state=None to its arguments, or start the state without one.",
+}
+
 _Loss = Callable[Concatenate[Params, ...], Value]
 _WHO = "value_and_grad"
 _CALL = "boostax.value_and_grad(loss_fn)(params, opt_state, batch)"
@@ -59,13 +81,13 @@ class _Mapped(_How, total=False):
 @overload
 def value_and_grad(
     loss_fn: _Loss[Params, Any], *, has_aux: Literal[False] = False, **how: Unpack[_Local]
-) -> "Oracle[jax.Array, Params, Params]": ...
+) -> Oracle[jax.Array, Params, Params]: ...
 @overload
 def value_and_grad(
     loss_fn: _Loss[Params, tuple[Any, Value]], *, has_aux: Literal[True], **how: Unpack[_Local]
-) -> "Oracle[tuple[jax.Array, Value], Params, Params]": ...
+) -> Oracle[tuple[jax.Array, Value], Params, Params]: ...
 @overload
-def value_and_grad(loss_fn: Callable[..., Any], **how: Unpack[_Mapped]) -> "Oracle": ...
+def value_and_grad(loss_fn: Callable[..., Any], **how: Unpack[_Mapped]) -> Oracle: ...
 @checks.arguments
 def value_and_grad(
     loss_fn: Callable[..., Any],
@@ -77,7 +99,7 @@ def value_and_grad(
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
     layers: optax.GradientTransformation | None = None,
-) -> "Oracle":
+) -> Oracle:
     r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax.
 
     The loss is multiplied in f32 by the loss scale in ``opt_state``, so the gradients are
@@ -152,7 +174,7 @@ def value_and_grad(
       >>> f(jnp.float32(1.0), (), jnp.arange(4.0))
       (Array(2.1, dtype=float32), Array(2.2, dtype=float32))
     """
-    count, precision = require_count(_WHO, microbatches), as_policy(policy)
+    count, precision = microbatch.require_count(_WHO, microbatches), as_policy(policy)
     names = axes.of_mesh(_WHO, axis_name, mesh)
 
     @functools.wraps(loss_fn)
@@ -183,7 +205,7 @@ class Gradients(NamedTuple):
     averaged: PyTree = ()
     applied: Any = ()
 
-    def as_row(self) -> "Gradients":
+    def as_row(self) -> Gradients:
         """Return one replica's gradients with a leading dimension of size 1."""
         return self._replace(local=PerReplica(_as_row(self.local)))
 
@@ -236,7 +258,17 @@ class Oracle(Generic[Value, Params, Grads]):
 
     def judge(self, program: Any, trained: PyTree) -> None:
         """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
-        _require_own(program, self.names)
+        # Without types JAX adds up the cotangents of a sum over the replicas. This is correct for a
+        # gradient that is taken outside the mapped function and averaged over the replicas, but
+        # wrong for a gradient that is taken inside, for one replica.
+        inside = of_transposes(program) & frozenset(self.names)
+        if inside:
+            raise ValueError(
+                "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
+                "itself (jax.grad of lax.psum or lax.pmean), got one over "
+                f"{', '.join(sorted(inside))}. Average the gradient, not what it is taken of: "
+                "lax.pmean(jax.grad(local)(x), axis)."
+            )
 
     @property
     def replicas(self) -> int:
@@ -269,21 +301,21 @@ class Oracle(Generic[Value, Params, Grads]):
             apart = params.local if own else params
             if isinstance(active, Choice):
                 at, options = active
-                active = Choice(at, tuple(trees.of_arrays(x, apart) for x in options))
+                active = Choice(at, tuple(of_arrays(x, apart) for x in options))
             else:
                 said = _active(active, whole.local if own else whole)
-                active = trees.of_arrays(said, apart)
+                active = of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
-            mismatch.require_trainable(_WHO, _trained(params, active))
+            require_trainable(_WHO, _trained(params, active))
             if self.rows[0] is None:
                 stacked_count(given_batch, _WHO, least=2)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
         apart = terms_of(opt_state)
-        with handshake.scaling(opt_state):
+        with scaling(opt_state):
             params, specs, of_grads = self.inputs(params, opt_state)
             if self.mesh is None:
                 value, grads = self.local(params, given_batch, scale, given, active, rules, apart)
@@ -302,8 +334,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 loss, given_aux = value
                 return (loss, as_aux(given_aux)), _as_row(own_of(given_aux)), grads.as_row()
 
-            handed = PartitionSpec(), PartitionSpec(self.names), of_grads
-            run = self._mapped(each, handed, specs)
+            run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names), of_grads), specs)
             (loss, told), own, grads = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
         said = said if said is True else Gradients(PerReplica(said))
@@ -317,8 +348,8 @@ class Oracle(Generic[Value, Params, Grads]):
             return lambda params: self._loss(trees.aside(params), *args)
         both = self._loss, self._slope
         if self.mesh is not None:
-            both = (placement.outside(self._mapped(fn, PartitionSpec())) for fn in both)
-        loss = placement.differentiable(*both, args)
+            both = (outside(self._mapped(fn, PartitionSpec())) for fn in both)
+        loss = differentiable(*both, args)
         return lambda params: loss(trees.aside(params))
 
     def local(
@@ -337,16 +368,15 @@ class Oracle(Generic[Value, Params, Grads]):
         got, fits = type(params).__name__, not is_per_replica(params)
         checks.require(fits, _WHO, "params", got=got, allowed="those of this replica", hint=hint)
         active, names = _active(active, params), self.names
-        mismatch.require_trainable(_WHO, _trained(params, active))
+        require_trainable(_WHO, _trained(params, active))
 
         def evaluate(params: PyTree, rows: PyTree, counts: Any, scale: Any, /, **given: Any) -> Any:
             """Return the loss and the gradient of one micro-batch."""
 
             def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
                 result = self._loss_and_aux(trained, params, rows, given, scale)
-                loss, by_term, aux = auxiliary.of_slice(
-                    result, counts, apart, self.replicas / self._slices(batch)
-                )
+                share = self.replicas / self._slices(batch)
+                loss, by_term, aux = auxiliary.of_slice(result, counts, apart, share)
                 # In a typed map a loss that is averaged over the replicas is typed as equal, and
                 # its gradient would be 1/n of the gradient in an untyped map.
                 loss, by_term = axes.to_varying((loss, by_term), names)
@@ -369,12 +399,10 @@ class Oracle(Generic[Value, Params, Grads]):
         # Carried records of cotangents must equal the records of the whole batch for any split.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
-        sliced = self._sliced(evaluate, params, batch, given, scale, **how)
-        ((loss, aux), grads), terms = sliced
+        ((loss, aux), grads), terms = self._sliced(evaluate, params, batch, given, scale, **how)
         new = carried.values(grads, carried.resolve(rules, grads))
         grads = carried.without(grads, new)
-        if parts > 1:
-            grads = jax.tree.map(lambda g: g * parts, grads)
+        grads = jax.tree.map(lambda g: g * parts, grads) if parts > 1 else grads
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
         aux = auxiliary.reported(aux, terms, self.replicas)
@@ -390,7 +418,7 @@ class Oracle(Generic[Value, Params, Grads]):
         keywords that only ``fn`` gets.
         """
         params = axes.to_varying(params, self.names)
-        run = microbatch(fn, self.count, has_aux=True, **how)
+        run = microbatch.microbatch(fn, self.count, has_aux=True, **how)
         try:
             return run(params, batch, None, *args, **given, **dict(more)), ()
         except auxiliary.UncountedError:
@@ -402,7 +430,8 @@ class Oracle(Generic[Value, Params, Grads]):
 
         # XLA removes operations that the counts do not need, so counting a mask costs no forward
         # pass.
-        (_, aux), _ = microbatch(counted, self.count, has_aux=True)(params, batch, **given)
+        count = microbatch.microbatch(counted, self.count, has_aux=True)
+        (_, aux), _ = count(params, batch, **given)
         counts = {x: total(n, self.names) / self._slices(batch) for x, (_, n) in aux.means.items()}
         return run(params, batch, counts, *args, **given, **dict(more)), tuple(counts)
 
@@ -417,7 +446,7 @@ class Oracle(Generic[Value, Params, Grads]):
         """Return the result of the loss from the trained params and all params."""
 
         def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
-            mismatch.require_taken(_WHO, self.loss_fn, kwargs)
+            require_taken(_WHO, self.loss_fn, kwargs)
             whole = trees.unmasked(trained, params)
             return auxiliary.loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
 
@@ -427,8 +456,9 @@ class Oracle(Generic[Value, Params, Grads]):
         run, _ = trees.trace_once(of_trained, trained)
         program = run.program
         self.judge(program, trained)
-        if watch is not None and interpret.has(program, interpret.CUSTOM[1]):
-            from boostax._core import degrees
+        operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
+        if watch is not None and interpret.CUSTOM[1] in operations:
+            from boostax.train import degrees
 
             # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
@@ -442,8 +472,7 @@ class Oracle(Generic[Value, Params, Grads]):
             result = self._loss_and_aux(params, params, batch, kwargs)
             loss, _, aux = auxiliary.of_slice(result, counts)
             weight = as_aux(aux).weight
-            if weight is not None:
-                loss = drop_empty(loss, jnp.asarray(weight))
+            loss = loss if weight is None else drop_empty(loss, jnp.asarray(weight))
             return (loss, Aux(weight)), ()
 
         ((loss, aux), _), _ = self._sliced(forward, params, batch, given)
@@ -452,8 +481,7 @@ class Oracle(Generic[Value, Params, Grads]):
     def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
         """Return the gradient of the loss, averaged over the replicas."""
         _, grads = Oracle.local(self, params, batch, jnp.ones(()), given, True, {})
-        wide = trees.at_least_float32(grads.local)
-        return jax.tree.map(lambda g: axes.mean(g, self.names), wide)
+        return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads.local))
 
     def _mapped(
         self, fn: Callable[..., Any], out_specs: Any, of_params: Any = None
@@ -483,7 +511,7 @@ class Oracle(Generic[Value, Params, Grads]):
             sizes: Any = self.mesh and self.mesh.shape
             count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
-                require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
+                microbatch.require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
             batch = placement.gathered(mesh, names, batch, self.rows)
             params = params if of_params else placement.gathered(mesh, names, params)
             args = params, batch, given, *more
@@ -537,22 +565,6 @@ def _as_row(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
-def _require_own(program: Any, names: tuple[str, ...]) -> None:
-    """Refuse a loss that differentiates a sum over the replicas itself.
-
-    Without types JAX adds up the cotangents of a sum over the replicas. This is correct for a
-    gradient that is taken outside the mapped function and averaged over the replicas, but wrong for
-    a gradient that is taken inside, for one replica.
-    """
-    inside = axes.of_transposes(program) & frozenset(names)
-    if inside:
-        raise ValueError(
-            "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas itself "
-            f"(jax.grad of lax.psum or lax.pmean), got one over {', '.join(sorted(inside))}. "
-            "Average the gradient, not what it is taken of: lax.pmean(jax.grad(local)(x), axis)."
-        )
-
-
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
@@ -602,7 +614,7 @@ def _require_uncrossed(
         programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
     jax.eval_shape(look, _trained(params, active))
-    crossed = frozenset().union(*map(axes.of_gradients, programs)) & frozenset(names)
+    crossed = frozenset().union(*map(of_gradients, programs)) & frozenset(names)
     allowed = "left out of a loss through which gradients go from replica to replica"
     got = f"one and a collective over {', '.join(sorted(crossed))}"
     hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
@@ -611,4 +623,178 @@ def _require_uncrossed(
 
 def _active(active: PyTree, params: PyTree) -> PyTree:
     """Return a ``Choice`` unchanged, and anything else as a bool for each leaf of the params."""
-    return active if isinstance(active, Choice) else mismatch.active_leaves(_WHO, active, params)
+    return active if isinstance(active, Choice) else active_leaves(_WHO, active, params)
+
+
+def outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return ``fn`` in a form that a line search may call inside the mapped region.
+
+    ``fn`` itself runs outside of that region. Its params must be equal on all replicas.
+    """
+    called = custom_vmap(fn)
+
+    @called.def_vmap
+    def rule(size: int, batched: Any, *args: PyTree) -> Any:
+        allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
+        raise ValueError(checks.message(_WHO, "loss_at", allowed, "some that differ", hint))
+
+    return called
+
+
+def differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
+    """Return a function of params that has the given gradient.
+
+    JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
+    ``psum`` once more.
+    """
+
+    @jax.custom_jvp
+    def loss(params: PyTree) -> jax.Array:
+        return value(params, *args)
+
+    @loss.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        slopes = jax.tree.leaves(gradient(*primals, *args))
+        moves = zip(slopes, jax.tree.leaves(tangents), strict=True)
+        change = sum(jnp.sum((g * move).real) for g, move in moves)
+        out = value(*primals, *args)
+        return out, jnp.asarray(change, out.dtype)
+
+    return loss
+
+
+def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
+    """Hide in a tree like the params the leaves that ``aside`` hid in ``params``."""
+    return jax.tree.map(lambda p, x: p if is_aside(p) else x, params, tree, is_leaf=is_aside)
+
+
+def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a tangent program communicates values that depend on its inputs.
+
+    The constants of a tangent program are values of the forward pass, or values recomputed under a
+    checkpoint. Gradients are communicated over the returned axes.
+    """
+    found: set[str] = set()
+
+    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
+        if any(fed):
+            # An unknown body could do anything to its operands, so the worst is assumed.
+            found.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
+        return [any(fed)] * len(eqn.outvars)
+
+    interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
+    return frozenset(found)
+
+
+def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a program sums in a backward pass inside the program."""
+
+    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
+        return itertools.repeat(backward or _backward(eqn))
+
+    found = interpret.equations(program.jaxpr, False, enter)
+    backward = (eqn for eqn, inside in found if inside or _backward(eqn))
+    kinds = "psum", "reduce_scatter"
+    return axes.named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
+
+
+def _backward(eqn: jaxprs.JaxprEqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def scaling(opt_state: PyTree) -> contextlib.AbstractContextManager[None]:
+    """Mark the scales in a state, for a loss that is traced in this context and scaled outside."""
+    scales = handshake.scales_in(opt_state)
+    for scale in scales:
+        handshake.mark_of(scale).loss = True
+    return axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), scales))
+
+
+def applied(
+    tx: Any,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+    counted: jax.Array | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Apply gradients like ``apply_gradients``, without its explanations of errors.
+
+    ``counted`` is described in ``Pending``.
+    """
+    like, own = grads.local if isinstance(grads, Gradients) else grads, params
+    like = like.local if is_per_replica(like) and not is_per_replica(params) else like
+    holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
+    if holes:
+        # Equinox's filters leave None for the gradient of a function in a module.
+        ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+        own = jax.tree.map(lambda g, p: None if g is None else p, like, params, is_leaf=ends)
+    if (gate := gate_of(tx)) is not None:
+        pending = Pending(grads, counted=counted)
+        new, opt_state = gate.step(pending, opt_state, own, apply=True, **extra_args)
+    else:
+        tx = optax.with_extra_args_support(tx)
+        updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
+        new = trees.applied(own, updates)
+    new = axes.placed_like(new, own)
+    return (trees.put_back(new, params) if holes else new), opt_state
+
+
+def require_taken(who: str, loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a loss that does not take the arguments that it is called with."""
+    try:
+        # A wrapper may take arguments that the wrapped function does not.
+        takes = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # Some callables have no signature that Python can read.
+        return
+    try:
+        takes.bind(None, None, **kwargs)
+    except TypeError as error:
+        name = next((name for name in kwargs if repr(name) in str(error)), "")
+        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
+        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
+        if "missing" in str(error):
+            allowed = f"given all that it takes ({error})"
+            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
+        raise TypeError(checks.message(who, "loss_fn", allowed, loss_fn, hint)) from error
+
+
+def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
+    """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
+    given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
+    bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
+    hint = "tx.active(params, depth) of a scheduled_freeze is one."
+    checks.require_type(bools, who, "active", got=active, allowed=allowed, hint=hint)
+
+    def of_part(keep: Any, part: PyTree) -> Any:
+        # A subtree without arrays needs no entry, so its entry may be None.
+        trained = any(map(trees.is_array, jax.tree.leaves(part)))
+        return True if keep is None and not trained else keep
+
+    active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
+    return jax.tree.broadcast(active, params)
+
+
+def require_trainable(who: str, trained: PyTree) -> None:
+    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
+    if bcoo.MODULE in sys.modules:
+        require_dense(trained, who, "params")
+    allowed = "floating or complex arrays where they are trained"
+    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
+    if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
+        hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
+        hint += "optimizer.value_and_grad(loss)(model, batch)."
+    for path, x in jax.tree_util.tree_leaves_with_path(trained):
+        dtype = getattr(x, "dtype", None)
+        if isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype):
+            continue
+        got = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'}"
+        raise TypeError(checks.message(who, "params", allowed, got, hint))
+
+
+def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
+    """Raise if a leaf is sparse."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse)
+    got = [(type(x).__name__, path_name(path)) for path, x in leaves if is_sparse(x)]
+    checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=DENSE)

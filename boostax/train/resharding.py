@@ -8,7 +8,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from boostax._core import trees
-from boostax._core.replicas import PyTree, dealt, is_per_replica, shares, spread_anew
+from boostax._core.replicas import dealt, is_per_replica, shares, spread_anew
+from boostax._core.types import PyTree
 
 
 def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:

@@ -8,13 +8,15 @@ import math
 from typing import Any, Generic, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees, types
 from boostax._core.placement import Placement
-from boostax._core.replicas import PerReplica, PyTree, owns_params, stack_replicas
-from boostax._core.transfer import on_host, own_rows, place, place_rows
+from boostax._core.replicas import PerReplica, owns_params, stack_replicas
+from boostax._core.transfer import is_key, place
+from boostax._core.types import PyTree
 from boostax.accumulate.microbatch import require_even
 from boostax.train.on_mesh import specs_of
 
@@ -81,8 +83,7 @@ class Placing:
         given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
-        fits = given == count
-        checks.require(fits, _WHO, "param_specs", got=given, allowed=allowed, hint=hint)
+        checks.require(given == count, _WHO, "param_specs", got=given, allowed=allowed, hint=hint)
         for (name, x), spec in zip(trees.named(state.params), jax.tree.leaves(specs), strict=True):
             self._require_fits(name, x, spec)
         here = dataclasses.replace(self, param_specs=specs)
@@ -132,8 +133,7 @@ class Placing:
             allowed += "each used once, that divide the dimensions they shard"
             got = f"{spec!r} for shape {tuple(x.shape)}"
             hint = "In param_specs name another dimension, or leave it whole by PartitionSpec()."
-            said = checks.message(_WHO, f"param {name}", allowed, got, hint)
-            raise ValueError(said) from error
+            raise ValueError(checks.message(_WHO, f"param {name}", allowed, got, hint)) from error
 
     def placement(self, params: PyTree) -> Placement:
         """Return the placement of params."""
@@ -149,8 +149,7 @@ class Placing:
             replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
             of = "replicas" if whole else "this process's replicas"
             by = f"{of} x microbatches = {replicas} x {self.microbatches}"
-            shape = getattr(leaf, "shape", ())
-            require_even(_WHO, path, shape, replicas * self.microbatches, by)
+            require_even(_WHO, path, getattr(leaf, "shape", ()), replicas * self.microbatches, by)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
             return _typed(batch, self.rows_sharding)
         if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
@@ -204,3 +203,38 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
             unique = (x for x in itertools.chain((name,), numbered) if x not in found)
             found[next(unique)] = scalar
     return found
+
+
+def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    """Place a batch of which each process has the rows of its own devices, in device order.
+
+    Args:
+      tree: arrays whose first dimension holds the rows of this process; or placed arrays.
+      sharding: the sharding of the global batch, over its first dimension.
+
+    Returns:
+      The global batch, each row on its device. Cost: no communication between processes.
+    """
+
+    def put(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(put, tree)
+
+
+def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
+    """Return the rows of a batch of ``size`` on this process's devices, ascending."""
+    indices = sharding.addressable_devices_indices_map((size,)).values()
+    rows = [np.arange(size)[index] for index in indices if index is not None]
+    return np.unique(np.concatenate(rows))
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """Copy this process's arrays to NumPy; PRNG keys and arrays of several processes stay."""
+
+    def fetch(x: Any) -> Any:
+        return x if not x.is_fully_addressable or is_key(x) else np.asarray(x)
+
+    return jax.tree.map(fetch, tree)

@@ -13,13 +13,13 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks
+from boostax._core.types import PyTree
 from boostax.accumulate.aux import as_metrics
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
 from boostax.train.oracle import Backward, planned, value_and_grad
 
-PyTree = Any
 # The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
 _JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, bool]]] = weakref.WeakKeyDictionary()
 

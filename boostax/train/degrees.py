@@ -93,7 +93,7 @@ def _shared(facts: Sequence[Any], otherwise: str) -> Any:
 
 @functools.cache
 def _kinds() -> dict[str, Any]:
-    said = checks.table("boostax._core", "degrees")
+    said = checks.table("boostax.train", "degrees")
     return said.pop("powers") | {x: kind for kind, names in said.items() for x in names.split()}
 
 

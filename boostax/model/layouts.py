@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from boostax._core import checks, trees
+from boostax._core.types import PyTree
 
-PyTree = Any
 Path = tuple[Any, ...]
 LayoutName = Literal["linen", "nnx", "equinox", "haiku", "torch"]
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of reductions: slices that move between replicas, also under ``jax.vmap``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from boostax._core import axes
+from boostax._core.types import PyTree
+
+
+def are_bound(names: tuple[str, ...]) -> bool:
+    """Return whether the traced code is mapped over all of these axes."""
+    try:
+        axes.require_bound(names, "")
+    except ValueError:
+        return False
+    return True
+
+
+def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
+    """Give each replica a copy of leaves that replicas may share, also under ``jax.vmap``."""
+    if not axes.vmapped(names):
+        return axes.to_varying(tree, names)
+    return jax.tree.map(lambda x: jnp.where(axes.index(names) >= 0, x, x), tree)
+
+
+def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Exchange rows by an all-to-all: replica ``k`` receives row ``k`` of each replica, in order.
+
+    Both ``x`` and the result have one row per replica.
+    """
+    if not axes.vmapped(names):
+        if len(x) == 2:
+            # A TPU's all-to-all would send both rows.
+            other = 1 - axes.index(names)
+            row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
+            return lax.dynamic_update_slice_in_dim(x, row, other, 0)
+        return lax.all_to_all(x, names, 0, 0, tiled=True)
+    # vmap has no rule for several axes at once, so the permutation goes one axis after the other.
+    blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
+    for dim, name in enumerate(names):
+        blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
+    return blocks.reshape(x.shape)
+
+
+def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Join the slices of all replicas along a dimension; the result is typed as equal."""
+    if not axes.vmapped(names):
+        return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
+    return axes.gather(x, names, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Sum over the replicas, and return this replica's slice of the sum."""
+    # vmap has no rule for several axes at once.
+    for over in names if axes.vmapped(names) else (names,):
+        x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def platform() -> str:
+    """Return the platform of the surrounding mesh, whose devices may be absent, or the default."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
+def ring(x: jax.Array, name: str) -> jax.Array:
+    """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
+
+    Each replica sends its partial sum of a row to the next replica, ``n - 1`` times: half the bytes
+    of an all-reduce. A backend's own reduce-scatter may be an all-reduce.
+    """
+    count, here = lax.axis_size(name), lax.axis_index(name)
+    onward = [(i, (i + 1) % count) for i in range(count)]
+    row = lambda turn: lax.dynamic_index_in_dim(x, (here - turn) % count, keepdims=False)  # noqa: E731
+    step = lambda turn, sent: lax.ppermute(sent, name, onward) + row(turn + 1)  # noqa: E731
+    with jax.named_scope("ring_reduce_scatter"):
+        return lax.fori_loop(1, count, step, row(1))
+
+
+def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Sum over the axes over which ``x`` varies, or over all axes with ``check_vma=False``."""
+    known = axes.varying(x)
+    return lax.psum(x, tuple(name for name in names if name in known) if known else names)
