@@ -2,7 +2,6 @@
 """The state classes of the transformations, and the markers of state that differs per replica."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -113,17 +112,24 @@ def state_specs(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves([PartitionSpec()] * len(leaves) if param_specs is None else param_specs)
     allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
-    fits, hint = len(specs) == len(leaves), "Use PartitionSpec() for a replicated leaf, not None."
-    checks.require(fits, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint)
+    hint = "Use PartitionSpec() for a replicated leaf, not None."
+    is_valid = len(specs) == len(leaves)
+    checks.require(
+        is_valid, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint
+    )
     allowed = "the size of the replica axis with shard_optimizer"
-    given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
-    checks.require(given, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
+    hint = "Pass replicas=mesh.shape['data']."
+    is_valid = replicas is not None or not shard_optimizer
+    checks.require(is_valid, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return _specs_like(owners, state, names, replicas if shard_optimizer else None)
 
 
-def _map_local(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
+def _map_local(fn: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
-    inside = lambda node: jax.tree.map(fn, node) if replicas.is_per_replica(node) else node  # noqa: E731
-    return jax.tree.map(inside, state, is_leaf=replicas.is_per_replica)
+    return jax.tree.map(
+        lambda node: jax.tree.map(fn, node) if replicas.is_per_replica(node) else node,
+        state,
+        is_leaf=replicas.is_per_replica,
+    )
