@@ -104,7 +104,7 @@ class _Shape(NamedTuple):
             stack = jnp.stack([*mine, *[jnp.zeros_like(mine[0])] * spare])
             return collectives.scatter(stack, self.names, 0) / self.replicas
 
-        return list(on_rows(_WHO, self.names, self.path, deal, mine, deal=True))
+        return list(on_rows(_WHO, self.names, self.path, deal, mine, scatter=True))
 
     def gathered(self, rows: Arrays, dtype: Any) -> Arrays:
         """Gather each replica's matrices; the result is equal on all replicas."""
@@ -115,7 +115,7 @@ class _Shape(NamedTuple):
             return [lax.psum(x, self.names) for x in mine]
         count = len(self.indices)
         call = lambda rows: list(collectives.gather_along(rows, self.names, 0)[:count])  # noqa: E731
-        return on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), deal=False)
+        return on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), scatter=False)
 
 
 def _is_dealt(node: Any) -> bool:
