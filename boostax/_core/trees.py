@@ -223,11 +223,6 @@ def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) ->
     return states[0]
 
 
-def telling(tree: PyTree, *methods: str) -> list[Any]:
-    """Return the states that have all methods of these names; see ``nodes``."""
-    return find(tree, lambda node: all(callable(getattr(node, x, None)) for x in methods))
-
-
 def nodes(tree: PyTree) -> list[Any]:
     """Return every node of a tree except ``None``, each before the nodes inside it.
 
