@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import boostax
-from boostax._core import axes, protocols
+from boostax._core import axes, protocols, trees
 
 NEAR = {
     "metric": "metrics",
@@ -48,7 +48,7 @@ def test_every_question_has_an_example_that_answers_it():
         assert all(f"`{name}(" in page for name in methods)
         assert text.split("\n")[0].endswith("?") and all(f"``{name}(" in text for name in methods)
         for name in re.findall(r"``(\w+)``", text.partition("Example")[2]):
-            assert protocols._answers(states[name], question)
+            assert protocols.answers(states[name], question)
 
 
 @pytest.mark.parametrize("kind", ["dataclass", "NamedTuple"])
@@ -74,14 +74,14 @@ def test_a_state_with_other_names_or_with_old_and_new_ones_is_not_refused(kind):
     assert not boostax.metrics(state_of(kind, ["average", "_metric"], ["metrics", "held", "taken"]))
     assert not boostax.metrics(state_of(kind, ["__call__", "metric", "sums"]))
     both = state_of(kind, ["inner_ran", "passed", "gradient_used", "taken"])
-    assert protocols.telling((both, both), protocols.Gate) == [both, both]
+    assert trees.telling((both, both), protocols.Gate) == [both, both]
 
 
 @pytest.mark.parametrize("package", ["boostax", "optax"])
 def test_no_state_of_the_package_is_refused(package):
     found = [x for name, x in classes_of(package).items() if name.endswith("State")]
     assert len(found) >= {"boostax": 20, "optax": 55}[package]
-    asked = [protocols._answers(x, protocols.HasMetrics) for x in found]
+    asked = [protocols.answers(x, protocols.HasMetrics) for x in found]
     assert any(asked) == (package == "boostax")
 
 

@@ -226,7 +226,7 @@ def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any])
     own = gate_of(tx)
     if own is not None:
         return own.flush(state, params, **extra)
-    hidden = [type(node).__name__ for node in protocols.telling(state, protocols.Window)]
+    hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
     hint = "The gate of these states is hidden: put it outside optax.chain and the like."
     checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
@@ -372,13 +372,13 @@ def outermost_passed(state: PyTree) -> jax.Array:
 
 def held_open(state: PyTree) -> jax.Array:
     """Return whether any window is open."""
-    flags = [node.is_open() for node in protocols.telling(state, protocols.Window)]
+    flags = [node.is_open() for node in trees.telling(state, protocols.Window)]
     return functools.reduce(jnp.logical_or, flags, jnp.asarray(False))
 
 
 def gates_in(state: PyTree) -> list[protocols.Gate]:
     """Return the states of gates, outer before inner."""
-    return protocols.telling(state, protocols.Gate)
+    return trees.telling(state, protocols.Gate)
 
 
 def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 """The questions that boostax asks the states of optimizers, each a ``typing.Protocol``.
 
 A state answers a question by methods of these names, and needs no base class. It can be inside any
-Optax wrapper. ``telling`` finds the states in a tree that answer a question. A class of states with
-a method that nearly has such a name is refused, because boostax would never call that method.
+Optax wrapper. ``trees.telling`` finds the states in a tree that answer a question. A class of
+states with a method that nearly has such a name is refused, because boostax would never call it.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import jax
 
-from boostax._core import checks, trees, types
+from boostax._core import checks, types
 
 if TYPE_CHECKING:
     from boostax._core.replicas import PerReplica
@@ -167,17 +167,8 @@ def yes(state: object) -> bool:
     return True
 
 
-def telling(tree: types.PyTree, question: type[types.State]) -> list[types.State]:
-    """Return the states in a tree that answer a question, each before the states inside it.
-
-    Raises:
-      TypeError: the tree contains a state whose methods are nearly those of a question.
-    """
-    return trees.find(tree, lambda node: _answers(type(node), question))
-
-
 @functools.cache
-def _answers(kind: type, question: type) -> bool:
+def answers(kind: type, question: type) -> bool:
     """Return whether a class of nodes answers a question; refuse methods that are nearly right."""
     # A class whose instances can be called is a module of the model, with methods of its own.
     if {"_fields", "__dataclass_fields__"} & {*dir(kind)} and "__call__" not in dir(kind):

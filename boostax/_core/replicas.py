@@ -54,7 +54,7 @@ def summed_parts(opt_state: PyTree) -> list[PerReplica]:
 
     See ``protocols.HasSummedParts``.
     """
-    states = protocols.telling(opt_state, protocols.HasSummedParts)
+    states = trees.telling(opt_state, protocols.HasSummedParts)
     return [part for state in states for part in state.summed_parts()]
 
 
@@ -63,7 +63,7 @@ def distributed_items(opt_state: PyTree) -> dict[int, int]:
 
     See ``protocols.HasDistributedItems``.
     """
-    states = protocols.telling(opt_state, protocols.HasDistributedItems)
+    states = trees.telling(opt_state, protocols.HasDistributedItems)
     return {id(part): items for state in states for part, items in state.distributed_items()}
 
 
@@ -121,7 +121,7 @@ def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
 
 def owns_params(opt_state: PyTree) -> bool:
     """Return whether each replica has params of its own: see ``protocols.OwnsParams``."""
-    return any(x.owns_params() for x in protocols.telling(opt_state, protocols.OwnsParams))
+    return any(x.owns_params() for x in trees.telling(opt_state, protocols.OwnsParams))
 
 
 def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
@@ -302,7 +302,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
     summed, items = summed_parts(state), distributed_items(state)
-    asked = protocols.telling(state, protocols.HasServerParts)
+    asked = trees.telling(state, protocols.HasServerParts)
     of_servers = [part for node in asked for part in node.server_parts()]
 
     def moved(node: PyTree) -> PyTree:

@@ -20,7 +20,7 @@ import optax
 from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
-from boostax._core.protocols import SumsGradients, telling
+from boostax._core.protocols import SumsGradients
 from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import Params, PyTree
 from boostax.accumulate.aux import MOST, addends, factor, weigh
@@ -87,7 +87,7 @@ class AccumulateState(NamedTuple):
         """Return the window if ``reshard_state`` must keep the sum over replicas, not the mean."""
         if not isinstance(self.window, PerReplica):
             return []
-        sums = any(x.sums_gradients() for x in telling(self.inner_state, SumsGradients))
+        sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
         return [self.window] if sums or self.window.local.weight is not None else []
 
     def metrics(self) -> dict[str, jax.Array]:

@@ -158,7 +158,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
         "gates": not shared and gate.gates_in(states),
         "own params": changes and replicas.owns_params(states),
         "whole params": changes
-        and any(x.needs_all_params() for x in protocols.telling(states, protocols.NeedsAllParams)),
+        and any(x.needs_all_params() for x in trees.telling(states, protocols.NeedsAllParams)),
         "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
     }
     for name in (name for name, refused in wrong.items() if refused):

@@ -75,7 +75,7 @@ def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) ->
 
 def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
     """Return the params, or their f32 masters if ``store`` is inside."""
-    stored = protocols.telling(inner_state, protocols.KeepsMasters)
+    stored = trees.telling(inner_state, protocols.KeepsMasters)
     return stored[0].master_params(params) if stored else params
 
 

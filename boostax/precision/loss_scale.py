@@ -332,9 +332,9 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     gradient that bypasses the scaler stays multiplied.
     """
     apart = optax.MaskedState, optax.ConditionallyTransformState
-    found = protocols.telling(opt_state, protocols.Scaler)
+    found = trees.telling(opt_state, protocols.Scaler)
     masks = trees.find(opt_state, lambda x: isinstance(x, apart))
-    partial = [mask for mask in masks if protocols.telling(mask, protocols.Scaler)]
+    partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
     if len(found) > 1 or partial:
         got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
         raise ValueError(

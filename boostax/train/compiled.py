@@ -20,7 +20,7 @@ from boostax._core import axes, checks, mismatch, replicas, trees, types
 from boostax._core.describe import closure, variants_of
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.norms import all_finite
-from boostax._core.protocols import ChoosesVariant, telling
+from boostax._core.protocols import ChoosesVariant
 from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.trees import Pruning, is_number, path_name
 from boostax._core.types import PyTree
@@ -122,7 +122,7 @@ class TrainStep:
             params = self.policy.store_params(params)
         with axes.binding(self.names):
             opt_state = self.tx.init(params)
-        nested = variants_of(self.tx) is None and telling(opt_state, ChoosesVariant)
+        nested = variants_of(self.tx) is None and trees.telling(opt_state, ChoosesVariant)
         got = "inside another transformation, where the whole backward pass would be paid for"
         hint = "Put the scaler or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
         checks.require(not nested, who, "scheduled_freeze", got=got, allowed="outermost", hint=hint)

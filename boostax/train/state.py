@@ -197,7 +197,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['dropped_windows', 'micro_step', 'optimizer_steps']
     """
     found: dict[str, jax.Array] = {}
-    for node in protocols.telling(opt_state, protocols.HasMetrics):
+    for node in trees.telling(opt_state, protocols.HasMetrics):
         for name, scalar in node.metrics().items():
             numbered = (f"{name}_{number}" for number in itertools.count(1))
             unique = (x for x in itertools.chain((name,), numbered) if x not in found)

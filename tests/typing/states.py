@@ -7,10 +7,11 @@ import jax
 
 from boostax import states
 from boostax._core import protocols as asks
+from boostax._core import trees
 
 
 def misspelt(opt_state: Any) -> None:
-    for window in asks.telling(opt_state, asks.Window):
+    for window in trees.telling(opt_state, asks.Window):
         assert_type(window.is_open(), jax.Array)
         window.is_opened()  # pyright: ignore[reportAttributeAccessIssue]
 
