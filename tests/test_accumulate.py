@@ -126,7 +126,7 @@ def test_a_schedule_counts_applied_optimizer_steps():
     history, state = run(tx, [1.0, jnp.nan, 1.0, 1.0, 1.0, 1.0])
     assert history == [-1, -1, -1, -1, -3, -3] and int(state.optimizer_steps) == 2
     # What a skipped one gave up is over with the next micro-batch.
-    seen = [bool(run(tx, [1.0, 1.0, jnp.nan, 1.0][:n])[1].taken()) for n in (2, 3, 4)]
+    seen = [bool(run(tx, [1.0, 1.0, jnp.nan, 1.0][:n])[1].gradient_used()) for n in (2, 3, 4)]
     assert seen == [True, False, True]
 
 

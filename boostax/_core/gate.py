@@ -15,14 +15,8 @@ apply the result. Nested gates pass ``apply`` inwards, so that only the innermos
 params. Gradients pass inwards unchanged, beside the factors by which they are to be multiplied
 (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
-The state of a gate describes its last call by methods and fields:
-
-============ ===================================================================================
-``passed()`` whether the call ran the inner transformation (for a window: closed and ran)
-``taken()``  whether the gradient was used, by the inner transformation or in a window
-``held()``   whether a window is open, so that gradients wait in it
-``ran``      the field of ``GateState`` behind ``passed()`` and ``taken()``
-============ ===================================================================================
+The state of a gate describes its last call by the methods of ``protocols.Gate``, and a state in
+which gradients wait by those of ``protocols.Window``.
 """
 
 import dataclasses
@@ -34,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, interpret, mismatch, norms, placement, trees
+from boostax._core import axes, checks, interpret, mismatch, norms, placement, protocols, trees
 from boostax._core.describe import Stepped
 from boostax._core.types import PyTree
 
@@ -227,12 +221,12 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
 def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that is hidden by a wrapper.
 
-    A state in which gradients may wait has a method ``held()``.
+    A state in which gradients may wait is a ``protocols.Window``.
     """
     own = gate_of(tx)
     if own is not None:
         return own.flush(state, params, **extra)
-    hidden = [type(node).__name__ for node in trees.telling(state, "held")]
+    hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
     hint = "The gate of these states is hidden: put it outside optax.chain and the like."
     checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
@@ -367,25 +361,24 @@ def passed(state: PyTree) -> jax.Array:
     The flag of an inner gate is stale if an outer gate skipped the call; the outer flag is then
     False, so the conjunction is still correct.
     """
-    flags = [node.passed() for node in gates_in(state)]
+    flags = [node.inner_ran() for node in gates_in(state)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
 def outermost_passed(state: PyTree) -> jax.Array:
     """Return whether the outermost gate accumulated or applied the last gradient."""
-    gates = gates_in(state)
-    return gates[0].taken() if gates else jnp.asarray(True)
+    return next((gate.gradient_used() for gate in gates_in(state)), jnp.asarray(True))
 
 
 def held_open(state: PyTree) -> jax.Array:
     """Return whether any window is open."""
-    flags = [node.held() for node in trees.telling(state, "held")]
+    flags = [node.is_open() for node in trees.telling(state, protocols.Window)]
     return functools.reduce(jnp.logical_or, flags, jnp.asarray(False))
 
 
-def gates_in(state: PyTree) -> list[Any]:
+def gates_in(state: PyTree) -> list[protocols.Gate]:
     """Return the states of gates, outer before inner."""
-    return trees.telling(state, "passed", "taken")
+    return trees.telling(state, protocols.Gate)
 
 
 def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
@@ -393,6 +386,6 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
     return jnp.where(happened, optax.safe_increment(counter), counter)
 
 
-def told_by(field: str) -> Callable[[Any], jax.Array]:
-    """Make the methods ``passed`` and ``taken`` of a state that keeps one bool for both."""
+def flag_method(field: str) -> Callable[[Any], jax.Array]:
+    """Make a method that returns the bool in a field of the state, for ``protocols.Gate``."""
     return lambda state: getattr(state, field)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
-from boostax._core import mismatch, trees
+from boostax._core import mismatch, protocols, trees
 from boostax._core.types import PyTree
 
 Grads = TypeVar("Grads")
@@ -110,7 +110,7 @@ def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
 
 def scales_in(state: PyTree) -> list[Any]:
     """Return the array that identifies each scaler in a state."""
-    return [node.known_by() for node in trees.telling(state, "known_by")]
+    return [node.scale_array() for node in trees.telling(state, protocols.Scaler)]
 
 
 def mark_of(scale: object) -> Mark:

@@ -33,7 +33,7 @@ class GateState(NamedTuple):
         """Return named scalars for ``boostax.metrics``."""
         return {"held_calls": self.held_calls}
 
-    passed = taken = gates.told_by("ran")
+    inner_ran = gradient_used = gates.flag_method("ran")
 
 
 Rule = Callable[[gates.Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]

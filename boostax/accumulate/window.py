@@ -20,6 +20,7 @@ import optax
 from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
+from boostax._core.protocols import SumsGradients
 from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import Params, PyTree
 from boostax.accumulate.aux import MOST, addends, factor, weigh
@@ -72,22 +73,22 @@ class AccumulateState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(("micro_step", "window"), "micro_step", "optimizer_steps")
 
-    passed = gate.told_by("applied")
+    inner_ran = gate.flag_method("applied")
 
-    def taken(self) -> jax.Array:
+    def gradient_used(self) -> jax.Array:
         """Return whether the last gradient was added to the open window or passed to ``inner``."""
         return jnp.logical_or(self.micro_step > 0, gate.outermost_passed(self.inner_state))
 
-    def held(self) -> jax.Array:
+    def is_open(self) -> jax.Array:
         """Return whether a window is open."""
         return self.micro_step > 0
 
-    def shares(self) -> list[PerReplica]:
+    def summed_parts(self) -> list[PerReplica]:
         """Return the window if ``reshard_state`` must keep the sum over replicas, not the mean."""
         if not isinstance(self.window, PerReplica):
             return []
-        weighted = self.window.local.weight is not None
-        return [self.window] if weighted or trees.telling(self.inner_state, "sums") else []
+        sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
+        return [self.window] if sums or self.window.local.weight is not None else []
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -282,7 +283,7 @@ class _Windows(NamedTuple):
             return params, state._replace(inner_state=inner_state)
         # A scaler inside checked the mark of these gradients when they were added.
         sums = handshake.assume_scaled(_local(state.window), state.inner_state)
-        ends, count = state.held(), state.micro_step
+        ends, count = state.is_open(), state.micro_step
         params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
         with averaged(self.averaged):
             params, inner = gate.flush_inner(self.tx, inner, params, extra)

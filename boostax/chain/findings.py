@@ -105,7 +105,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         # Each replica decides alone although a reduction is inside the gate. The axes of a clip are
         # axes of shards, which the types of the gradients show to a gate.
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
-        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
+        missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
             yield finding("without_axis", name=name, axes=axes)
@@ -156,7 +156,7 @@ def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     if all(row.role != UNKNOWN for row in parts):
         reducing = (*_SEVERAL["reducing"], "subspace")
         reduced = {axis for row in parts if row.role in reducing for axis in row.axes}
-        reduced |= set(step.names) if UNNAMED[0] in reduced else set()
+        reduced |= set(step.names) if UNNAMED in reduced else set()
         for axis in (axis for axis in step.names if axis not in reduced):
             setting = "reduced_over_others" if reduced else "not_reduced"
             yield finding(setting, axis=repr(axis), others=", ".join(map(repr, sorted(reduced))))

@@ -142,7 +142,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
-    with axes.binding(axes.UNNAMED):
+    with axes.binding((axes.UNNAMED,)):
         first, notes = new_tx.init(params), list[str]()
     # Moments are migrated in f32, in any storage dtype.
     saved, old_state = old_state, _classed(old_state, first)
@@ -501,7 +501,7 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
     if (variants := variants_of(tx)) is None:
         return state
     new = variants.resumed(params, state)
-    depth, was = (variants.own(x).coming() for x in (new, state))
+    depth, was = (variants.own(x).next_variant() for x in (new, state))
     if int(depth) != int(was):
         notes.append(_DATA["notes"]["depth"].format(depth, was))
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)

@@ -39,7 +39,7 @@ class LayersState(NamedTuple):
     applied: jax.Array
     skipped_layers: jax.Array
 
-    passed = taken = gate.told_by("applied")
+    inner_ran = gradient_used = gate.flag_method("applied")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""

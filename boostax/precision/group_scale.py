@@ -80,11 +80,11 @@ class GroupLossScaleState(NamedTuple):
         """Return the scale of the last group, f32, by which the loss is multiplied."""
         return self.scales[..., -1]
 
-    def known_by(self) -> jax.Array:
+    def scale_array(self) -> jax.Array:
         """Return the array by which a trace identifies this scaler."""
         return self.table
 
-    passed = taken = gate.told_by("last_finite")
+    inner_ran = gradient_used = gate.flag_method("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
 
@@ -52,11 +52,11 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(scale="scale")
 
-    def known_by(self) -> jax.Array:
+    def scale_array(self) -> jax.Array:
         """Return the array by which a trace identifies this scaler."""
         return self.scale
 
-    passed = taken = gate.told_by("last_finite")
+    inner_ran = gradient_used = gate.flag_method("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -332,9 +332,9 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     gradient that bypasses the scaler stays multiplied.
     """
     apart = optax.MaskedState, optax.ConditionallyTransformState
-    found = trees.telling(opt_state, "known_by")
+    found = trees.telling(opt_state, protocols.Scaler)
     masks = trees.find(opt_state, lambda x: isinstance(x, apart))
-    partial = [mask for mask in masks if trees.telling(mask, "known_by")]
+    partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
     if len(found) > 1 or partial:
         got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
         raise ValueError(
@@ -345,7 +345,7 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     if not found:
         return jnp.ones((), jnp.float32), None
     of_groups = getattr(found[0], "scales", None)
-    handshake.hand_on(found[0].known_by(), of_groups)
+    handshake.hand_on(found[0].scale_array(), of_groups)
     return found[0].scale, of_groups
 
 
@@ -408,7 +408,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
 
     Args:
       who: the name of the scaler.
-      scale: the array that identifies the scaler's state; see ``known_by``.
+      scale: the array that identifies the scaler's state; see ``protocols.Scaler``.
       groups: the number of groups of gradients, each with its scale.
     """
     if not isinstance(scale, Tracer):

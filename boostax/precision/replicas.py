@@ -58,7 +58,7 @@ class CheckReplicasState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(())
 
-    passed = taken = gate.told_by("ran")
+    inner_ran = gradient_used = gate.flag_method("ran")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``.

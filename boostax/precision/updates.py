@@ -30,9 +30,9 @@ class CheckUpdatesState(NamedTuple):
     held_updates: jax.Array
     inner_state: optax.OptState
 
-    passed = gate.told_by("last_update_finite")
+    inner_ran = gate.flag_method("last_update_finite")
 
-    def taken(self) -> jax.Array:
+    def gradient_used(self) -> jax.Array:
         """Return whether the last gradient was applied or added to a window."""
         return self.last_update_finite & gate.outermost_passed(self.inner_state)
 

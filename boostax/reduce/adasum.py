@@ -284,7 +284,7 @@ class AdasumDeltaState(NamedTuple):
     inner_state: PerReplica
     adasum: AdasumState
 
-    def servers(self) -> list[PerReplica]:
+    def server_parts(self) -> list[PerReplica]:
         """Return the parts that are equal on all devices of a server, for ``reshard_state``."""
         return [self.inner_state]
 

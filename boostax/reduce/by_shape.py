@@ -50,8 +50,8 @@ class ByShapeState(NamedTuple):
     order: tuple[jax.Array, ...]
     inner_state: PyTree
 
-    def dealt(self) -> list[tuple[PerReplica, int]]:
-        """Return the parts that are dealt and the number of their items, for ``reshard_state``."""
+    def distributed_items(self) -> list[tuple[PerReplica, int]]:
+        """Return the distributed parts and the number of their items, for ``reshard_state``."""
         views, counts = trees.find(self.inner_state, _is_dealt), [*map(len, self.order)]
         return [pair for x in views for pair in zip(x.by_shape, counts, strict=True)]
 
@@ -268,7 +268,7 @@ def by_shape(
       >>> params = {"q": jnp.eye(4), "k": jnp.eye(4), "bias": jnp.zeros(4)}
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name="data")
       >>> updates, state = jax.jit(step)(jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params))
-      >>> updates["q"].shape, state.dealt()[-1][0].local.shape  # of both; of its own
+      >>> updates["q"].shape, state.distributed_items()[-1][0].local.shape  # of both; of its own
       ((2, 4, 4), (2, 1, 4, 4))
 
     References:

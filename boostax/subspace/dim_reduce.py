@@ -229,7 +229,7 @@ class DimReduceState(NamedTuple):
         to_mean = jnp.zeros_like(self.to_mean)
         return self._replace(basis=rows, explained=explained, memory=memory, to_mean=to_mean)
 
-    passed = taken = gate.told_by("finite")
+    inner_ran = gradient_used = gate.flag_method("finite")
 
 
 # The branch of a step does not change these fields.

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import checks, trees, types
+from boostax._core import checks, protocols, trees, types
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax._core.transfer import is_key, place
@@ -197,7 +197,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['dropped_windows', 'micro_step', 'optimizer_steps']
     """
     found: dict[str, jax.Array] = {}
-    for node in trees.telling(opt_state, "metrics"):
+    for node in trees.telling(opt_state, protocols.HasMetrics):
         for name, scalar in node.metrics().items():
             numbered = (f"{name}_{number}" for number in itertools.count(1))
             unique = (x for x in itertools.chain((name,), numbered) if x not in found)
