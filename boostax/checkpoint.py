@@ -198,8 +198,7 @@ class Checkpointer:
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
         restored = _described(_named(state))
-        altered = [name for name in restored if restored[name] != record["leaves"][name]]
-        if altered:
+        if altered := [x for x in restored if restored[x] != record["leaves"][x]]:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
         # On CPU restored arrays share the host's memory, which XLA does not donate.
@@ -330,8 +329,9 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
         return f"saved by {by} with {both[0]}, got {both[1]}. {hint}"
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
-    hint = "Take the chain and the model that saved it; if only the number of replicas differs, "
-    hint += "reshard=True."
+    hint = "Take its chain and its model; if only the number of replicas differs, reshard=True."
+    data = checks.table("boostax.config", "migrate")
+    hint = data["saved"] if named & data["renamed"].keys() else hint
     plain = [{name.replace("/local/", "/") for name in tree} for tree in (was, now)]
     if plain[0] == plain[1] and was.keys() != now.keys():
         hint = "One of them is on a mesh. Restore it as it was saved, or by reshard=True on a mesh "

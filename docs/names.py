@@ -1,4 +1,4 @@
-"""Write ``names.md``, ``llms.txt`` and ``api/``, which have every public name, ``loops/``, and a map.
+"""Write ``names.md``, ``llms.txt`` and ``api/`` with every public name, ``loops/``, and a map.
 
 ``names.md`` says what it does in a line and links to the reference in ``api/`` and to its page;
 ``llms.txt`` has its signature and what it refuses, for programs. A page in ``loops/`` is a program

@@ -16,7 +16,9 @@ params. Gradients pass inwards unchanged, beside the factors by which they are t
 (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
 The state of a gate describes its last call by the methods of ``protocols.Gate``, and a state in
-which gradients wait by those of ``protocols.Window``.
+which gradients wait by those of ``protocols.Window``. Its field ``applied``, a bool, is the flag
+behind ``inner_ran()``: whether the last call ran the inner transformation. Its field ``skipped``,
+an i32, counts the calls since the start that did not.
 """
 
 import dataclasses
@@ -233,20 +235,15 @@ def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any])
     return params, state
 
 
-def flush_of(tx: Extended, flag: str) -> Flush:
-    """Make the ``flush`` of a gate that accumulates no gradients itself.
-
-    Args:
-      tx: the transformation inside, whose state is ``inner_state``.
-      flag: the field that records whether the last call ran ``tx``.
-    """
+def flush_of(tx: Extended) -> Flush:
+    """Make the ``flush`` of a gate around ``tx`` that accumulates no gradients itself."""
 
     def flush_fn(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A flush that closes a window counts as a run, even if the last gradient was skipped.
-        ran = getattr(state, flag) | (waiting & passed(inner_state))
-        return params, state._replace(**{flag: ran}, inner_state=inner_state)
+        # A flush that closes a window applies it, even if the last gradient was skipped.
+        applied = state.applied | (waiting & passed(inner_state))
+        return params, state._replace(applied=applied, inner_state=inner_state)
 
     return flush_fn
 
@@ -304,23 +301,22 @@ def decide(
     params: PyTree,
     **how: Any,
 ) -> Stepped:
-    """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, ran, inner_state)``.
+    """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, applied, inner_state)``.
 
     A call whose loss counted no items is held, too. Its zero gradient is no evidence about a scale
     or a limit, so ``finish`` then gets ``state`` unchanged as ``moved``.
     """
-    counted = grads.counted
-    if counted is not None:
+    if (counted := grads.counted) is not None:
         keep = lambda x, old: x if x is old else jnp.where(counted, x, old)  # noqa: E731
         ok, moved = ok & counted, jax.tree.map(keep, moved, state)
     value, inner_state = run_or_hold(ok, heavy, params, state.inner_state, **how)
     return value, finish(moved, ok, inner_state)
 
 
-def held_or_ran(state: Any, ran: jax.Array, inner_state: Any) -> Any:
-    """Return a state after a call that ran or was held, for ``decide``."""
-    held = counted(state.held_calls, ~ran)
-    return state._replace(ran=ran, held_calls=held, inner_state=inner_state)
+def applied_or_skipped(state: Any, applied: jax.Array, inner_state: Any) -> Any:
+    """Return a state after a call that was applied or skipped, for ``decide``."""
+    skipped = counted(state.skipped, ~applied)
+    return state._replace(applied=applied, skipped=skipped, inner_state=inner_state)
 
 
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
@@ -386,6 +382,6 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
     return jnp.where(happened, optax.safe_increment(counter), counter)
 
 
-def flag_method(field: str) -> Callable[[Any], jax.Array]:
-    """Make a method that returns the bool in a field of the state, for ``protocols.Gate``."""
-    return lambda state: getattr(state, field)
+def flag(state: Any) -> jax.Array:
+    """Return ``applied``, as both methods of ``protocols.Gate`` do for a state with one flag."""
+    return state.applied
