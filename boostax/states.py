@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks, handshake, replicas
+from boostax._core import axes, checks, replicas
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late
 from boostax._core.replicas import PerReplica as PerReplica
@@ -50,9 +50,7 @@ def enter_replica(opt_state: PyTree) -> PyTree:
       (3,)
     """
     replicas.require_replicas("enter_replica", opt_state, 1)
-    entered = _map_local(lambda x: x[0], opt_state)
-    handshake.hand_on_state(opt_state, entered)
-    return entered
+    return _map_local(lambda x: x[0], opt_state)
 
 
 def leave_replica(opt_state: PyTree) -> PyTree:

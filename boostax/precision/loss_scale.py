@@ -468,6 +468,5 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
     allowed, got = "multiplied by the scale once", "one that is multiplied already"
     checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
     handshake.keep(product, handshake.Mark(product=True))
-    for scale in scales:
-        handshake.mark_of(scale).loss = True
+    handshake.scaled(opt_state)
     return product
