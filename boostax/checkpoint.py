@@ -385,7 +385,7 @@ def _require_equal(who: str, state: PyTree) -> None:
             # Arrays in host memory are left out.
             if at.memory_kind in (None, next(iter(at.device_set)).default_memory().kind):
                 meshes.setdefault(at.mesh, {})[name] = x
-    hint = "Other bits stand there than on the other devices. Go back to a checkpoint; or, where "
+    hint = "Its bits differ from those of the other devices. Go back to a checkpoint; or, where "
     hint += "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
     for mesh, arrays in meshes.items():
         specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())

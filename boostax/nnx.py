@@ -36,7 +36,7 @@ class Optimizer(nnx.Optimizer[_M]):
     """An ``nnx.Optimizer`` that writes params only if a step is taken.
 
     Use it in place of ``nnx.Optimizer``; it is made, updated, split, merged and checkpointed in the
-    same way. Gates (a loss scaler, a window) stand outermost in ``tx``; a step that a gate holds
+    same way. Gates (a loss scaler, a window) are outermost in ``tx``; a step that a gate skips
     writes no params. ``value_and_grad`` returns the gradients that the chain needs: gradients of
     the scaled loss, local to each replica, without the leaves that ``scheduled_freeze`` freezes.
 
@@ -52,13 +52,13 @@ class Optimizer(nnx.Optimizer[_M]):
       **more: other arguments of ``nnx.Optimizer``: ``graph``.
 
     Attributes:
-      step: number of calls of ``update``, including held calls;
+      step: number of calls of ``update``, including skipped calls;
         ``boostax.metrics(optimizer.opt_state)`` counts applied steps.
       tx: the chain, or with ``axis_name`` the result of ``boostax.on_mesh``.
       opt_state: the state of ``tx``, in NNX variables; arrays assigned to it go to ``set_state``.
 
-    Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a held
-    step reads the params for the loss and writes no params.
+    Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a
+    skipped step reads the params for the loss and writes no params.
 
     Raises:
       ValueError: params that are not on a mesh although ``axis_name`` is given; a ``wrt`` that
@@ -113,7 +113,7 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(fits, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
-            # Arrays are dealt over the replicas in a state without variables.
+            # Arrays are distributed over the replicas in a state without variables.
             nnx.update(self.opt_state, nnx.state(tx.init(params), **more))
             # A program cannot take a counter on one device and params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -210,7 +210,7 @@ class Optimizer(nnx.Optimizer[_M]):
         return fn
 
     def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
-        """Update the model as ``nnx.Optimizer.update`` does; a held step writes no param.
+        """Update the model as ``nnx.Optimizer.update`` does; a skipped step writes no param.
 
         Args:
           model: the model whose params are changed.

@@ -158,7 +158,7 @@ MISTAKES = {
     "every=4.0": (lambda: accumulate(ADAM, 4.0), "counts micro-steps per update"),
     "every='4'": (lambda: accumulate(ADAM, "4"), "counts micro-steps per update"),
     "every=0": (lambda: accumulate(ADAM, 0), "counts micro-steps per update"),
-    "every first": (lambda: accumulate(4, ADAM), "around an optimizer, not beside it"),
+    "every first": (lambda: accumulate(4, ADAM), "around an optimizer, not next to it"),
     "every_k_schedule=": (lambda: accumulate(ADAM, every_k_schedule=4), r"\(1e-3\), every=4\)"),
     "a window as a link": (lambda: chain(accumulate(4), ADAM), "around an optimizer, not beside"),
     "a scaler as a link": (lambda: chain(scaler(), ADAM), r"scale\(optax\.adamw"),

@@ -288,7 +288,7 @@ def scheduled_freeze(
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
         ``"per_group"`` with optimizers that keep a copy of the params (schedule-free), because the
         copy would be stale.
-      repeat: whether the schedule starts anew at its end.
+      repeat: whether the schedule starts again at its end.
 
     Returns:
       A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes and no

@@ -256,7 +256,7 @@ class Plan:
       labels: a tree of ints like the params: the group of each leaf.
       groups: number of groups.
       schedule: the depth of every step.
-      repeat: whether the schedule starts anew at its end.
+      repeat: whether the schedule starts again at its end.
 
     Attributes:
       groups: number of groups.

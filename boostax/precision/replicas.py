@@ -41,7 +41,7 @@ class CheckReplicasState(NamedTuple):
     Attributes:
       calls: i32, calls since the start.
       ran: bool, whether the last call ran the inner transformation.
-      held_calls: i32, calls that were held.
+      held_calls: i32, calls that were skipped.
       compared: i32, the number of compared replicas; 0 before the first call.
       leaves: u32 ``[16]``, CRC-32 of the paths, such as ``params/w``, of the leaves in the last
         difference; 0 in unused slots.
@@ -86,8 +86,8 @@ def check_replicas(
     leaf without copies (FSDP over all devices) is not compared. Arrays in a ``PerReplica`` may
     differ.
 
-    A difference holds the step: params, state and schedules stay unchanged, bit for bit. Replicas
-    that differ stay different, so all further calls with a comparison are held:
+    A step with a difference is skipped: params, state and schedules stay unchanged, bit for bit.
+    Replicas that differ stay different, so all further calls with a comparison are skipped:
     ``boostax.precision.raise_if_diverged(state)`` raises an error with the names of leaves and
     replicas. Put the check outside all other gates: ``check_replicas(dynamic_loss_scale(...))``.
 

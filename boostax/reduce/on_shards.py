@@ -165,7 +165,7 @@ def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Spe
 def on_rows(
     who: str, names: tuple[str, ...], path: Path, call: Callable[..., Any], given: Any, deal: bool
 ) -> Any:
-    """Run ``call`` per device, to deal leaves of one shape, or to gather them.
+    """Run ``call`` per device, to distribute leaves of one shape, or to gather them.
 
     Args:
       who: the reduction.
