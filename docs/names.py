@@ -4,7 +4,7 @@
 ``llms.txt`` has its signature and what it refuses, for programs. A page in ``loops/`` is a program
 of ``examples``, with its docstring as prose, and how to change it, as ``loops.md`` has it.
 
-``python docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
+``python docs/names.py --write`` writes them; ``tests/test_docs.py`` compares them with the code.
 """
 
 import ast
@@ -45,7 +45,7 @@ HEAD = """\
 > `optax.GradientTransformation`.
 
 One order is right, outermost first: freeze, carry, loss scale, accumulate, average, store, then a
-chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...) stand outermost
+chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...) are outermost
 and are applied by `boostax.apply_gradients` or `boostax.make_train_step`. Arguments after the first
 one or two are by keyword. Documents: [the five in one step](the_five.md), [how to
 choose](choose.md), [the contract](contract.md), [where params live](placements.md), [the
