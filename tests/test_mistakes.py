@@ -140,9 +140,9 @@ MISTAKES = {
     "on_mesh, 4 replicas": (lambda: on_replicas(PLACED, 4), r"has 8 replicas: .*mesh=mesh"),
     "apply_if_finite": (lambda: on_replicas(FINITE), r"boostax\.skip_bad_steps"),
     "specs of another tree": (lambda: sharded(P("data"), None), r"Use PartitionSpec\(\)"),
-    "specs that do not divide": (lambda: sharded(P("data"), P()), "leave it whole by"),
-    "specs of another mesh": (lambda: sharded(P("model"), P()), "leave it whole by"),
-    "specs of other ranks": (lambda: sharded(P(), P(None, "data")), "leave it whole by"),
+    "specs that do not divide": (lambda: sharded(P("data"), P()), "replicate it by"),
+    "specs of another mesh": (lambda: sharded(P("model"), P()), "replicate it by"),
+    "specs of other ranks": (lambda: sharded(P(), P(None, "data")), "replicate it by"),
     "ZeRO on one device": (lambda: step(shard_optimizer=True), "leave it out on one device"),
     "jax.grad in shard_map": (mapped, r"boostax\.train\.local_params\(params, axis\)"),
     # Order

@@ -83,7 +83,7 @@ class Description:
       role: see ``Role``.
       axes: mesh axes over which the part reduces or agrees.
       inner: transformations inside, by the field of the state that holds their states.
-      lossy: whether values that are not sent are lost for good.
+      lossy: whether values that are not sent are lost permanently.
     """
 
     name: str
@@ -120,7 +120,7 @@ def describe(
       axes: mesh axes over which the part reduces or agrees.
       inner: transformations inside, by the field of the state that holds their states.
       what: a summary; by default the first line of the factory's docstring.
-      lossy: whether values that are not sent are lost for good.
+      lossy: whether values that are not sent are lost permanently.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.

@@ -80,7 +80,7 @@ class Pending(NamedTuple):
         """Return whether both the gradients and the sum of their squares are finite.
 
         Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
-        the second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
+        the second moment of Adam infinite forever. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
         the sum of up to 2**32 squares does not overflow. Sparse gradients are checked by their
         data, before rows with the same index are added.
         """

@@ -108,7 +108,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int | None, count: Callable[[int], int]) -> "Runs":
-        """Cut a leaf into runs of up to ``block`` elements; ``None`` takes a large leaf whole."""
+        """Cut a leaf into runs of up to ``block`` elements; ``None`` does not cut a large leaf."""
         size = math.prod(shape)
         if block is None and size > SMALL:
             grid = exchange.Grid.of((1, *shape), size, selection.BITS)
