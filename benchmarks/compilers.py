@@ -435,8 +435,7 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
             for name, limit in (("wire", 1.0), ("products", 1.1 / 8)):
                 claim = f"{row['form']}, {row['matrices']}, {name} on v5e, of a mean and Muon"
                 found.append(harness.Bar(claim, row[f"v5e {name}"], limit))
-    others = sections["Reductions other than the mean"]
-    cycles = {row["reduction"]: row["v5e cycles"] for row in others}
+    cycles = {x["reduction"]: x["v5e cycles"] for x in sections["Reductions other than the mean"]}
     for form, (_, limit) in cases.NARROW.items():
         claim = f"{form}, of the f32 mean's cycles on v5e"
         found.append(harness.Bar(claim, cycles[form], limit))

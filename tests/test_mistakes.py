@@ -290,8 +290,7 @@ def test_a_mistake_is_met_by_the_line_that_mends_it(name, tmp_path):
     full = FULL.match(own)
     if name in MISTAKES:
         assert full, own or others or "nothing is said"
-        mend = next(filter(None, full.groups()))
-        assert re.search(MISTAKES[name][1], mend, re.DOTALL), own
+        assert re.search(MISTAKES[name][1], next(filter(None, full.groups())), re.DOTALL), own
     elif name in LESS:
         assert (own or others) and not full, "now it is full: move it to MISTAKES"
     else:
