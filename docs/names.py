@@ -60,7 +60,7 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
-# What stands in a program for what a row of ``loops.md`` replaces in that of Optax. A row without
+# What in a program replaces what a row of ``loops.md`` replaces in that of Optax. A row without
 # its text is left out, as are sharded sums of whole params and micro-batches with a model's state.
 _NONE = {"loss_fn, mesh=mesh": "-", "tx), WINDOW)": "-"}
 INSTEAD = {
@@ -139,7 +139,7 @@ def entry(package: str, name: str, value: Any) -> str:
 
 
 def packages() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Yield each package with its names; a name that several offer stands in the first."""
+    """Yield each package with its names; a name that several offer is in the first."""
     seen = set[int]()
     for package in PACKAGES:
         found = public(importlib.import_module(package))
@@ -166,7 +166,7 @@ def names() -> str:
         lines = [f"## {package}", ""]
         for name, value in found:
             first = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-            # The class of a state stands on the page of what its docstring names.
+            # The class of a state is on the page of what its docstring names.
             pages = _pages(name) or _pages(*re.findall(r"`(?:boostax\.)?(\w+)`", first))
             links = [f"[{page.stem}]({page.relative_to(DOCS)})" for page in pages]
             see = f" See {', '.join(links)}." if links else ""
