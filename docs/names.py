@@ -60,8 +60,8 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
-# What in a program replaces what a row of ``loops.md`` replaces in that of Optax. A row without
-# its text is left out, as are sharded sums of whole params and micro-batches with a model's state.
+# The text in a program for what a row of ``loops.md`` replaces in that of Optax. A row without its
+# text is left out, as are sharded sums of whole params and micro-batches with a model's state.
 _NONE = {"loss_fn, mesh=mesh": "-", "tx), WINDOW)": "-"}
 INSTEAD = {
     "loops/equinox_loop.py": {

@@ -1,7 +1,7 @@
 """Train a small transformer to predict the next character of Python's standard library.
 
 In f16 with a dynamic loss scale, on four devices (emulated on a CPU), four batches to an optimizer
-step. At the end it counts what its step sends and the plain one, and draws the loss.
+step. At the end it counts what its step and the plain one send, and draws the loss.
 
     python examples/train_text.py [--calls 800] [--output runs/text]
 """
@@ -139,7 +139,7 @@ def plain_step(calls, loss):
 
 
 def print_audits(step, state, calls, batch, mesh):
-    """Print what an optimizer step sends and holds, as XLA compiled it, and the plain one."""
+    """Print what an optimizer step and the plain one send and hold, as XLA compiled them."""
 
     def typed(tree, *spec, lead=()):
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))

@@ -160,7 +160,7 @@ MISTAKES = {
     "every=0": (lambda: accumulate(ADAM, 0), "counts micro-steps per update"),
     "every first": (lambda: accumulate(4, ADAM), "around an optimizer, not next to it"),
     "every_k_schedule=": (lambda: accumulate(ADAM, every_k_schedule=4), r"\(1e-3\), every=4\)"),
-    "a window as a link": (lambda: chain(accumulate(4), ADAM), "around an optimizer, not beside"),
+    "a window as a link": (lambda: chain(accumulate(4), ADAM), "around an optimizer, not next to"),
     "a scaler as a link": (lambda: chain(scaler(), ADAM), r"scale\(optax\.adamw"),
     "optax.adam": (lambda: accumulate(optax.adam, 4), r"optax\.adamw\(1e-3\)"),
     "apply_if_finite's limit": (lambda: SKIP(ADAM, max_consecutive_errors=5), r"bad_steps\(op"),
