@@ -50,11 +50,11 @@ def gates() -> Rows:
         for name, target in TARGETS.items():
             found = cases.on_one_chip(make(), target, pure)
             row[f"{name} temporaries"] = found.temporary_bytes / BYTES
-            row[f"{name} held"] = found.traffic.least / BYTES
+            row[f"{name} skipped"] = found.traffic.least / BYTES
             row[f"{name} applied"] = found.traffic.most / BYTES
             if found.cycles is not None:
                 unit = bare[name].cycles.most
-                row["v5e cycles held"] = found.cycles.least / unit
+                row["v5e cycles skipped"] = found.cycles.least / unit
                 row["v5e cycles applied"] = found.cycles.most / unit
         rows.append(row)
         print(row, flush=True)
@@ -92,7 +92,7 @@ def recording() -> Rows:
             {
                 "compiler": name,
                 "temporaries": found.temporary_bytes / BYTES,
-                "held": found.traffic.least / BYTES,
+                "skipped": found.traffic.least / BYTES,
                 "applied": found.traffic.most / BYTES,
                 "bare Adam": bare.traffic.most / BYTES,
             }
@@ -135,7 +135,7 @@ def train_steps() -> Rows:
             peer = peers.setdefault(name, found)
             row[f"{name} temporaries"] = found.temporaries
             row[f"{name} wire"] = found.wire_bytes.most / peer.wire_bytes.most
-            row[f"{name} held"] = found.traffic.least / found.params_bytes
+            row[f"{name} skipped"] = found.traffic.least / found.params_bytes
             row[f"{name} applied"] = found.traffic.most / found.params_bytes
             if found.cycles is not None:
                 row["v5e cycles"] = found.cycles.most / peer.cycles.most
@@ -361,7 +361,7 @@ def sharded_size() -> Rows:
                 "compile seconds": found.compile_seconds,
                 "arguments GB": found.argument_bytes / 1e9,
                 "temporaries GB": found.temporary_bytes / 1e9,
-                "temporaries beside the mean's, P": (found.temporary_bytes - plain.temporary_bytes)
+                "temporaries above the mean's, P": (found.temporary_bytes - plain.temporary_bytes)
                 / (4 * found.params / 16),
                 "between replicas": _between(found) / _between(plain),
                 "crossing": found.crossing_bytes.most / crossing if "*" in target else None,
@@ -384,7 +384,7 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "Released layers": released,
     "Wire formats": wires,
     "Matrices by shape": by_shape,
-    "Reductions beside the mean": narrow,
+    "Reductions other than the mean": narrow,
     "Size": size,
     "Size, sharded": sharded_size,
 }
@@ -398,20 +398,20 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
         worst = max(row[f"{name} temporaries"] for row in own)
         found.append(harness.Bar(f"gates, temporaries on {name}, P", worst, 0.07))
         for kind, limit in (("scalers", 1.1), ("windows", 3.1)):
-            held = max(
-                row[f"{name} held"]
+            worst = max(
+                row[f"{name} skipped"]
                 for row in own
                 if row["gate"].startswith("accumulate") == (kind == "windows")
             )
-            found.append(harness.Bar(f"{kind}, held call on {name}, P of traffic", held, limit))
-    held = max(row["v5e cycles held"] for row in own)
-    found.append(harness.Bar("gates, held call on v5e, of Adam's cycles", held, 0.42))
+            found.append(harness.Bar(f"{kind}, skipped call on {name}, P of traffic", worst, limit))
+    worst = max(row["v5e cycles skipped"] for row in own)
+    found.append(harness.Bar("gates, skipped call on v5e, of Adam's cycles", worst, 0.42))
     steps = {row["step"]: row for row in sections["Train steps"]}
     for name in TARGETS:
         plain = steps["`all_reduce`"]
         for form in ("`dynamic_loss_scale`", "`accumulate`"):
             added = steps[form][f"{name} temporaries"] - plain[f"{name} temporaries"]
-            claim = f"{form}, temporaries beside the mean's on {name}, P"
+            claim = f"{form}, temporaries above the mean's on {name}, P"
             found.append(harness.Bar(claim, added, 1.1))
         if sharded := steps.get("`shard_optimizer=True`"):
             # XLA:CPU makes no reduce-scatter: gradients are all-reduced, new params gathered.
@@ -435,13 +435,13 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
             for name, limit in (("wire", 1.0), ("products", 1.1 / 8)):
                 claim = f"{row['form']}, {row['matrices']}, {name} on v5e, of a mean and Muon"
                 found.append(harness.Bar(claim, row[f"v5e {name}"], limit))
-    beside = {row["reduction"]: row["v5e cycles"] for row in sections["Reductions beside the mean"]}
+    cycles = {x["reduction"]: x["v5e cycles"] for x in sections["Reductions other than the mean"]}
     for form, (_, limit) in cases.NARROW.items():
         claim = f"{form}, of the f32 mean's cycles on v5e"
-        found.append(harness.Bar(claim, beside[form], limit))
+        found.append(harness.Bar(claim, cycles[form], limit))
     for row in sections["Size, sharded"]:
-        claim = f"{row['reduction']} on {row['machine']}, temporaries beside the mean's, P"
-        found.append(harness.Bar(claim, row["temporaries beside the mean's, P"], 1.2))
+        claim = f"{row['reduction']} on {row['machine']}, temporaries above the mean's, P"
+        found.append(harness.Bar(claim, row["temporaries above the mean's, P"], 1.2))
     for row in sections["Recording"]:
         claim = f"`record_trajectory`, temporaries on {row['compiler']}, P"
         found.append(harness.Bar(claim, row["temporaries"], 0.13))

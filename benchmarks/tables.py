@@ -10,15 +10,15 @@ A page holds a table behind its template, which is a comment::
     (the table)
     <!-- end of table -->
 
-In braces stands a cell, ``FILE > SECTION > ROW > COLUMN : FORMAT``. Of a section any words that no
+In braces is a cell, ``FILE > SECTION > ROW > COLUMN : FORMAT``. Of a section any words that no
 other section has are enough; a row is named by its first columns, joined by ``&``. What a path
 leaves out in front is the table's FILE and SECTION and the row of the line: a line with such a
 cell is written once for each of ``rows`` (``*``: all of them), whose name is ``_`` in a longer
 path. ``COLUMN ± COLUMN`` adds an error, and ``COLUMN ÷ ROW`` divides by the value of another row.
-A format is Python's, of a number in a unit of `UNITS` if one stands in front: ``ms .1f``. Without
+A format is Python's, of a number in a unit of `UNITS` if one is in front: ``ms .1f``. Without
 a format the cell is written as it is.
 
-``python benchmarks/tables.py`` lists the pages that disagree; ``--write`` mends them.
+``python benchmarks/tables.py`` lists the pages that disagree; ``--write`` fixes them.
 """
 
 import os

@@ -36,7 +36,7 @@ class Optimizer(nnx.Optimizer[_M]):
     """An ``nnx.Optimizer`` that writes params only if a step is taken.
 
     Use it in place of ``nnx.Optimizer``; it is made, updated, split, merged and checkpointed in the
-    same way. Gates (a loss scaler, a window) stand outermost in ``tx``; a step that a gate holds
+    same way. Gates (a loss scaler, a window) are outermost in ``tx``; a step that a gate skips
     writes no params. ``value_and_grad`` returns the gradients that the chain needs: gradients of
     the scaled loss, local to each replica, without the leaves that ``scheduled_freeze`` freezes.
 

@@ -5,7 +5,7 @@
 of ``examples``, with its docstring as prose, and how to change it, as ``loops.md`` has it. The map
 in ``ARCHITECTURE.md`` has the subject of each file of the library, from its docstring.
 
-``python docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
+``python docs/names.py --write`` writes them; ``tests/test_docs.py`` compares them with the code.
 """
 
 import ast
@@ -46,7 +46,7 @@ HEAD = """\
 > `optax.GradientTransformation`.
 
 One order is right, outermost first: freeze, carry, loss scale, accumulate, average, store, then a
-chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...) stand outermost
+chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...) are outermost
 and are applied by `boostax.apply_gradients` or `boostax.make_train_step`. Arguments after the first
 one or two are by keyword. Documents: [the five in one step](the_five.md), [how to
 choose](choose.md), [the contract](contract.md), [where params live](placements.md), [the
@@ -61,8 +61,8 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
-# What stands in a program for what a row of ``loops.md`` replaces in that of Optax. A row without
-# its text is left out, as are sharded sums of whole params and micro-batches with a model's state.
+# The text in a program for what a row of ``loops.md`` replaces in that of Optax. A row without its
+# text is left out, as are sharded sums of whole params and micro-batches with a model's state.
 _NONE = {"loss_fn, mesh=mesh": "-", "tx), WINDOW)": "-"}
 INSTEAD = {
     "loops/equinox_loop.py": {
@@ -140,7 +140,7 @@ def entry(package: str, name: str, value: Any) -> str:
 
 
 def packages() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Yield each package with its names; a name that several offer stands in the first."""
+    """Yield each package with its names; a name that several offer is in the first."""
     seen = set[int]()
     for package in PACKAGES:
         found = public(importlib.import_module(package))
@@ -167,7 +167,7 @@ def names() -> str:
         lines = [f"## {package}", ""]
         for name, value in found:
             first = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-            # The class of a state stands on the page of what its docstring names.
+            # The class of a state is on the page of what its docstring names.
             pages = _pages(name) or _pages(*re.findall(r"`(?:boostax\.)?(\w+)`", first))
             links = [f"[{page.stem}]({page.relative_to(DOCS)})" for page in pages]
             see = f" See {', '.join(links)}." if links else ""

@@ -1,7 +1,7 @@
 """Train a small transformer to predict the next character of Python's standard library.
 
 In f16 with a dynamic loss scale, on four devices (emulated on a CPU), four batches to an optimizer
-step. At the end it counts what its step sends beside the plain one, and draws the loss.
+step. At the end it counts what its step and the plain one send, and draws the loss.
 
     python examples/train_text.py [--calls 800] [--output runs/text]
 """
@@ -39,7 +39,7 @@ def read_text():
     codes = np.frombuffer(text[:CHARACTERS].encode("utf-32-le"), np.uint32)
     characters, counts = np.unique(codes, return_counts=True)
     common = np.sort(characters[np.argsort(-counts)][: VOCABULARY - 1])
-    # Token 0 stands for every rarer character.
+    # Token 0 represents every rarer character.
     places = np.searchsorted(common, codes).clip(max=len(common) - 1)
     tokens = np.where(common[places] == codes, places + 1, 0).astype(np.int32)
     return tokens[:-HELD_OUT], tokens[-HELD_OUT:]
@@ -139,7 +139,7 @@ def plain_step(calls, loss):
 
 
 def print_audits(step, state, calls, batch, mesh):
-    """Print what an optimizer step sends and holds, as XLA compiled it, beside the plain one."""
+    """Print what an optimizer step and the plain one send and hold, as XLA compiled them."""
 
     def typed(tree, *spec, lead=()):
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))

@@ -151,8 +151,7 @@ def maxtext_accumulation(mesh):
 
     def loss_fn(params, batch):
         real = batch["segments"] != 0
-        entropy = _entropy(params, batch["inputs"], batch["targets"], constrain)
-        total = jnp.sum(entropy * real)
+        total = jnp.sum(_entropy(params, batch["inputs"], batch["targets"], constrain) * real)
         return total, (total, jnp.sum(real))
 
     def accumulated(params, batch):

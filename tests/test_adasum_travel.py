@@ -127,8 +127,7 @@ def test_orthogonality_is_the_ratio_of_squared_norms(replicas):
     # In steps of 1e-25 and 1e18 the squares leave the range of f32.
     cases = {str(m): gradients([(12,), (3, 4)], replicas, magnitude=m) for m in (1, 1e-25, 1e18)}
     cases["apart"] = [cases["1"][0], cases["1e-25"][1]]
-    direction = np.float32([1, -2, 3] * 4)
-    cases["parallel"] = [np.stack([direction] * replicas)] * 2
+    cases["parallel"] = [np.stack([np.float32([1, -2, 3] * 4)] * replicas)] * 2
     cases["orthogonal"] = [np.eye(replicas, 12, dtype=np.float32) * np.float32(1e9)] * 2
     cases["zero"] = [np.zeros((replicas, 12), np.float32)] * 2
     exact = {"parallel": replicas, "orthogonal": 1, "zero": 1}

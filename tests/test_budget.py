@@ -87,8 +87,7 @@ def public_names():
     packages = sorted(path.parent.name for path in ROOT.glob("boostax/[!_]*/__init__.py"))
     packages += ["explaining", "states"]
     names = {x for x in boostax._LATE if x not in packages}
-    modules = [importlib.import_module(f"boostax.{x}") for x in packages]
-    for module in (boostax, *modules):
+    for module in (boostax, *[importlib.import_module(f"boostax.{x}") for x in packages]):
         for name, value in vars(module).items():
             ours = getattr(value, "__module__", "boostax").startswith("boostax")
             if ours and not name.startswith("_") and type(value).__name__ != "module":

@@ -232,8 +232,7 @@ def test_a_state_of_four_replicas_trains_on_by_others(replicas):
     wanted, known = params, init(params)
     for seed, count in [(0, 4), (1, 4), (2, replicas)]:
         wanted, known = one(wanted, known, drawn(params, seed, count))
-    mesh = mesh_of(data=replicas)
-    moved = placed(jax.device_get(first), mesh)
+    moved = placed(jax.device_get(first), mesh_of(data=replicas))
     target = boostax.on_mesh(tx, moved, axis_name="data").init(moved)
     found = as_saved(target, {name: {"shape": x.shape} for name, x in trees.named(state)})
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(state)]

@@ -44,13 +44,10 @@ def averaged(tx, grads):
     """By path name, the fewest axes whose mean is what the update lacks."""
     found, updates = {}, jax.tree.leaves(update(tx, grads))
     for (name, g), u in zip(trees.named(grads), updates, strict=True):
-        fits = (axes for axes in subsets(g.ndim) if np.allclose(u, less_mean(g, axes), atol=1e-6))
-        found[name] = next(fits)
+        subsets = (itertools.combinations(range(g.ndim), n) for n in range(g.ndim + 1))
+        subsets = itertools.chain.from_iterable(subsets)
+        found[name] = next(x for x in subsets if np.allclose(u, less_mean(g, x), atol=1e-6))
     return found
-
-
-def subsets(ndim):
-    return (axes for n in range(ndim + 1) for axes in itertools.combinations(range(ndim), n))
 
 
 # The formula

@@ -195,7 +195,7 @@ def test_a_gate_adds_at_most_one_copy_to_a_whole_step(name, target):
     """The scaled gradients are held while their finiteness is agreed; a window has its sum."""
     found = trained(perceptron(16, 2048), STEPS[name](), target, calls=WINDOW)
     added = found.temporaries - mean_step(target, 16, 2048).temporaries
-    print(f"{name}: {added:+.3f} P of temporaries beside the mean's")
+    print(f"{name}: {added:+.3f} P of temporaries above the mean's")
     assert added <= 1.1
 
 

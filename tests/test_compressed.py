@@ -130,8 +130,7 @@ def test_the_truly_largest_are_sent(seed):
     """Also of magnitudes below one, where SINGA's comparison takes the first."""
     grads = {"w": np.float32(np.random.default_rng(seed).normal(size=(2, 500)) / 10)}
     _, state = SHARP(grads)
-    kept = np.asarray(state.residual.local["w"])
-    for own, held in zip(grads["w"], kept, strict=True):
+    for own, held in zip(grads["w"], np.asarray(state.residual.local["w"]), strict=True):
         largest = np.argsort(-abs(own), kind="stable")[:25]
         assert set(np.flatnonzero(held != own)) == set(largest)
 
@@ -155,8 +154,7 @@ def test_stochastic_rounding_is_right_on_average(seed):
     found = np.float64(by_chance(grads))
     step = abs(grads).max() / 127
     # Two roundings, each with a standard deviation of half a step at most.
-    error = 5 * step / np.sqrt(400)
-    np.testing.assert_allclose(found.mean(0), grads.mean(0), rtol=0, atol=error)
+    np.testing.assert_allclose(found.mean(0), grads.mean(0), rtol=0, atol=5 * step / np.sqrt(400))
     assert found.std(0).max() > 0
 
 

@@ -520,8 +520,7 @@ def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
 
 def test_a_dictionary_of_names_is_groups():
     """By path names where the params are no dictionary of those keys; JSON has no other keys."""
-    params = [listed(), listed()]
-    labels = tree_of("scheduled_freeze", {"0": 0, "1/conv1": 2, "1/fc*": 1}, params)
+    labels = tree_of("scheduled_freeze", {"0": 0, "1/conv1": 2, "1/fc*": 1}, [listed(), listed()])
     assert jax.tree.leaves(labels[0]) == [0] * 4
     assert labels[1] == {"conv1": {"kernel": 2, "bias": 2}, "fc[0]": {"kernel": 1}, "fc*": 1}
 

@@ -66,8 +66,7 @@ def test_the_loss_sees_params_rounded_by_blocks_of_their_shards(name, dtype, kin
     params = jax.device_put(whole, where)
     found = jax.jit(boostax.train.gather_params(params, dtype, axis_name="data"))(params)
     for leaf, x in whole.items():
-        spec = SPECS[name][1][leaf]
-        expected = x if leaf == "b" else rounded(x, spec, mesh, dtype)
+        expected = x if leaf == "b" else rounded(x, SPECS[name][1][leaf], mesh, dtype)
         np.testing.assert_allclose(found[leaf], expected, rtol=1e-6, atol=1e-9)
         assert "data" not in jax.tree.leaves(tuple(found[leaf].sharding.spec))
     if dtype == "int8":

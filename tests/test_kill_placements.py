@@ -42,8 +42,7 @@ def times(factor, kind, field):
     """A change of a state: a field of all nodes of a class, multiplied."""
 
     def change(node):
-        value = jax.tree.map(lambda x: factor * x, getattr(node, field))
-        return node._replace(**{field: value})
+        return node._replace(**{field: jax.tree.map(lambda x: factor * x, getattr(node, field))})
 
     at = is_a(kind)
     return lambda state: jax.tree.map(lambda x: change(x) if at(x) else x, state, is_leaf=at)

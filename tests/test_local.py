@@ -60,8 +60,7 @@ def on_replicas(train, mode, noise):
         return jax.jit(jax.vmap(train, (None, 0), axis_name="data"))(start(), noise)
 
     def on_one(params, noise):
-        result = train(params, jax.tree.map(lambda x: x[0], noise))
-        return jax.tree.map(lambda x: x[None], result)
+        return jax.tree.map(lambda x: x[None], train(params, jax.tree.map(lambda x: x[0], noise)))
 
     how = {"mesh": mesh_of(data=len(jax.tree.leaves(noise)[0])), "check_vma": mode == "checked"}
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}

@@ -34,8 +34,7 @@ def trace(overflow, **options):
         params, state = boostax.apply_gradients(drawn(tx), grads, state, params)
         return (params, state, ~odd), state
 
-    start = (params, tx.init(params), jnp.asarray(False))
-    return jax.lax.scan(step, start, overflow)[1]
+    return jax.lax.scan(step, (params, tx.init(params), jnp.asarray(False)), overflow)[1]
 
 
 @pytest.fixture(scope="module")

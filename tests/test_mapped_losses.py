@@ -23,8 +23,7 @@ def local(w, x):
 def normalized(w, x, mean):
     """With statistics of all replicas, as BatchNorm over a mesh axis has them."""
     h = x @ w
-    centre = mean(jnp.mean(h))
-    return jnp.mean(jnp.tanh(h - centre) ** 2)
+    return jnp.mean(jnp.tanh(h - mean(jnp.mean(h))) ** 2)
 
 
 def total(w, x):
@@ -133,8 +132,7 @@ def looped(loss):
 
     def run(w, batch):
         turn = jax.checkpoint(lambda carry, row: (carry + row * (1 + pmean(row * 0)), None))
-        rows = lax.stop_gradient(w)[None] * jnp.zeros((3, 1))
-        return loss(lax.scan(turn, w, rows)[0], batch)
+        return loss(lax.scan(turn, w, lax.stop_gradient(w)[None] * jnp.zeros((3, 1)))[0], batch)
 
     return run
 

@@ -21,8 +21,7 @@ PAGES = pathlib.Path(__file__).parents[1] / "docs" / "coming_from"
 
 @pytest.mark.mindspore
 def test_weights_are_those_of_mindspore_or_a_note_says_that_they_are_not():
-    programs = [draw(seed) for seed in SEEDS]
-    found = dict(zip(SEEDS, outcomes(programs, PYTHON), strict=True))
+    found = dict(zip(SEEDS, outcomes([draw(seed) for seed in SEEDS], PYTHON), strict=True))
     assert not {seed: x for seed, x in found.items() if x.fate in ("different", "refused")}
     assert sum(x.fate == "equal" for x in found.values()) >= len(SEEDS) // 2
 

@@ -140,9 +140,9 @@ MISTAKES = {
     "on_mesh, 4 replicas": (lambda: on_replicas(PLACED, 4), r"has 8 replicas: .*mesh=mesh"),
     "apply_if_finite": (lambda: on_replicas(FINITE), r"boostax\.skip_bad_steps"),
     "specs of another tree": (lambda: sharded(P("data"), None), r"Use PartitionSpec\(\)"),
-    "specs that do not divide": (lambda: sharded(P("data"), P()), "leave it whole by"),
-    "specs of another mesh": (lambda: sharded(P("model"), P()), "leave it whole by"),
-    "specs of other ranks": (lambda: sharded(P(), P(None, "data")), "leave it whole by"),
+    "specs that do not divide": (lambda: sharded(P("data"), P()), "replicate it by"),
+    "specs of another mesh": (lambda: sharded(P("model"), P()), "replicate it by"),
+    "specs of other ranks": (lambda: sharded(P(), P(None, "data")), "replicate it by"),
     "ZeRO on one device": (lambda: step(shard_optimizer=True), "leave it out on one device"),
     "jax.grad in shard_map": (mapped, r"boostax\.train\.local_params\(params, axis\)"),
     # Order
@@ -158,9 +158,9 @@ MISTAKES = {
     "every=4.0": (lambda: accumulate(ADAM, 4.0), "counts micro-steps per update"),
     "every='4'": (lambda: accumulate(ADAM, "4"), "counts micro-steps per update"),
     "every=0": (lambda: accumulate(ADAM, 0), "counts micro-steps per update"),
-    "every first": (lambda: accumulate(4, ADAM), "around an optimizer, not beside it"),
+    "every first": (lambda: accumulate(4, ADAM), "around an optimizer, not next to it"),
     "every_k_schedule=": (lambda: accumulate(ADAM, every_k_schedule=4), r"\(1e-3\), every=4\)"),
-    "a window as a link": (lambda: chain(accumulate(4), ADAM), "around an optimizer, not beside"),
+    "a window as a link": (lambda: chain(accumulate(4), ADAM), "around an optimizer, not next to"),
     "a scaler as a link": (lambda: chain(scaler(), ADAM), r"scale\(optax\.adamw"),
     "optax.adam": (lambda: accumulate(optax.adam, 4), r"optax\.adamw\(1e-3\)"),
     "apply_if_finite's limit": (lambda: SKIP(ADAM, max_consecutive_errors=5), r"bad_steps\(op"),
@@ -290,8 +290,7 @@ def test_a_mistake_is_met_by_the_line_that_mends_it(name, tmp_path):
     full = FULL.match(own)
     if name in MISTAKES:
         assert full, own or others or "nothing is said"
-        mend = next(filter(None, full.groups()))
-        assert re.search(MISTAKES[name][1], mend, re.DOTALL), own
+        assert re.search(MISTAKES[name][1], next(filter(None, full.groups())), re.DOTALL), own
     elif name in LESS:
         assert (own or others) and not full, "now it is full: move it to MISTAKES"
     else:

@@ -284,8 +284,7 @@ def before(part):
 
 
 def partitioned(scale):
-    parts = {"w": scale(optimizer()), "b": optimizer()}
-    return optax.partition(parts, {"w": "w", "b": "b"})
+    return optax.partition({"w": scale(optimizer()), "b": optimizer()}, {"w": "w", "b": "b"})
 
 
 TRACE, TOP_K = optax.trace(0.9), boostax.top_k_reduce(AXIS, 0.5)

@@ -35,8 +35,7 @@ def initial():
 def explicit_loss(params, x):
     """As an Explicit mesh wants it: the sharding of a contraction of what is sharded is said."""
     for layer in params:
-        hidden = jnp.tanh(x @ layer["up"])
-        x = x + jnp.matmul(hidden, layer["down"], out_sharding=P())
+        x = x + jnp.matmul(jnp.tanh(x @ layer["up"]), layer["down"], out_sharding=P())
     return jnp.mean(x**2)
 
 
@@ -216,8 +215,7 @@ def test_two_replica_axes():
         step = jax.jit(functools.partial(boostax.apply_gradients, drawn(mine)))
         lead = {k: P(names, *spec) for k, spec in specs.items()}
         for _ in range(4):
-            given = boostax.PerReplica(placed(grads, mesh, lead))
-            there, state = step(given, state, there)
+            there, state = step(boostax.PerReplica(placed(grads, mesh, lead)), state, there)
         assert_near(there, jax.tree.map(lambda x: x[0, 0], wanted), 3e-6)
 
 
@@ -249,8 +247,7 @@ def test_gradients_that_jax_left_unreduced_are_taken(sizes, make):
 
         @jax.jit
         def unreduced(params, state, batch):
-            said = jax.reshard(params, P(*spec, reduced={"data"}))
-            grads = jax.grad(loss)(said, batch)
+            grads = jax.grad(loss)(jax.reshard(params, P(*spec, reduced={"data"})), batch)
             traced.append(jax.typeof(grads["w"]).sharding.spec.unreduced)
             return boostax.apply_gradients(tx, grads, state, params)
 
@@ -264,8 +261,7 @@ def test_gradients_that_jax_left_unreduced_are_taken(sizes, make):
 
 def test_a_sum_behind_a_reduction_is_refused():
     """It would be as many times too large as there are replicas; a mean is the same again."""
-    mesh = mesh_of(data=4, model=2)
-    params = placed(initial(), mesh, [PLACEMENTS["replicated"]] * DEPTH)
+    params = placed(initial(), mesh_of(data=4, model=2), [PLACEMENTS["replicated"]] * DEPTH)
     grads = boostax.PerReplica(jax.tree.map(lambda x: jnp.stack([x] * 4), params))
     mean, total = boostax.all_reduce("data"), boostax.all_reduce("data", op="sum")
 

@@ -104,8 +104,7 @@ def test_the_growth_interval_is_exact():
     for _ in range(8):
         peer = step(peer)
         peer_scales.append(float(peer.scale))
-    grew = [t + 1 for t in range(1, 8) if peer_scales[t] > peer_scales[t - 1]]
-    assert grew == [4, 8]
+    assert [t + 1 for t in range(1, 8) if peer_scales[t] > peer_scales[t - 1]] == [4, 8]
 
 
 def test_the_step_is_traced_once():

@@ -268,8 +268,7 @@ def test_flax_layers_params_statistics_norms_and_output(make, level):
 
 def test_flax_products_are_low_at_o1_and_nothing_else(make):
     fn, params, stats, _ = make("O1")
-    low = low_primitives(fn, params, stats)
-    assert PRODUCTS <= low <= PRODUCTS | {"convert_element_type"}
+    assert PRODUCTS <= low_primitives(fn, params, stats) <= PRODUCTS | {"convert_element_type"}
 
 
 def test_a_class_name_keeps_a_flax_layer_in_f32(make):

@@ -1,5 +1,6 @@
 """Several processes train what one does, and each reads its own rows."""
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -31,16 +32,12 @@ def trained(tmp_path_factory):
     return train
 
 
-def assert_equal_training(found, wanted):
-    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # noqa: E731
-    jax.tree.map(compare, found, wanted)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [(p, d) for p in (2, 4) for d in (1, 2, 3, 4)])
 def test_every_layout_trains_what_one_process_does(trained, layout):
     count, devices = layout
-    assert_equal_training(trained(count, devices), trained(1, count * devices))
+    found, expected = trained(count, devices), trained(1, count * devices)
+    chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.long

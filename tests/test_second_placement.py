@@ -67,8 +67,7 @@ def test_a_later_placement_is_what_a_step_of_its_own_makes(share):
 def test_params_of_another_mesh():
     """With the same axes they keep their shards on its devices; without, they are refused."""
     eight, four = mesh_of(data=4, model=2), FOUR
-    step = make(eight)
-    state = run(step, placed(four, "HSDP"))
+    state = run(make(eight), placed(four, "HSDP"))
     assert state.params["w"].sharding.is_equivalent_to(NamedSharding(eight, SPECS["HSDP"]["w"]), 2)
     narrow = make(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)))
     with pytest.raises(ValueError, match=r"param b must be sharded over axes of the step's mesh"):

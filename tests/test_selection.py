@@ -49,8 +49,7 @@ def test_the_largest_are_chosen_in_order(kind, shape):
         # Of equal ones the first.
         cells = np.abs(x).reshape(-1, selection.BITS, shape[1]).transpose(0, 2, 1).ravel()
         taken = chosen.reshape(-1, selection.BITS, shape[1]).transpose(0, 2, 1).ravel()
-        equal = cells == largest[0]
-        assert (np.diff(taken[equal].astype(np.int8)) <= 0).all()
+        assert (np.diff(taken[cells == largest[0]].astype(np.int8)) <= 0).all()
 
 
 def test_in_double_precision():

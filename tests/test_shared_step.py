@@ -94,8 +94,7 @@ def trained(tx, share, steps=6, **options):
 def assert_near(left, right):
     """Within 1e-6 of a leaf's norm: sums in another order change the last bits."""
     chex.assert_trees_all_equal_shapes_and_dtypes(left, right)
-    pairs = zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True)
-    for (path, x), y in pairs:
+    for (path, x), y in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y), jax.tree_util.keystr(path)
 

@@ -22,8 +22,7 @@ def test_the_site_builds(tmp_path):
     html = reference.read_text()
     assert "boostax.accumulate" in re.findall(r'id="([^"]+)"', html)
     # Each name leads to its entry.
-    listed = (out / "docs" / "names.html").read_text()
-    links = re.findall(r'href="(api/[^"#]+)#([^"]+)"', listed)
+    links = re.findall(r'href="(api/[^"#]+)#([^"]+)"', (out / "docs" / "names.html").read_text())
     pages = {page: (out / "docs" / page).read_text() for page, _ in links}
     assert [name for page, name in links if f'id="{name}"' not in pages[page]] == []
     assert not {f"boostax.{name}" for name in COMMON} - {name for _, name in links}

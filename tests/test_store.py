@@ -44,8 +44,7 @@ def halved_badly(start, few):
     high = formats.nearest(x)
     again = formats.joined(high, formats.rest(x, high))
     same = jax.lax.bitcast_convert_type(again, jnp.uint32) == whole
-    both = jnp.isnan(high) & jnp.isnan(again)
-    return jnp.sum(~jnp.where(jnp.isnan(x), both, same))
+    return jnp.sum(~jnp.where(jnp.isnan(x), jnp.isnan(high) & jnp.isnan(again), same))
 
 
 def test_halves_of_every_class_of_numbers_and_every_kind_of_nan():
@@ -90,8 +89,7 @@ def test_a_sign_in_a_stored_leaf_is_that_of_jax(dtype):
     """Of every class of numbers, bit for bit: -0 and NaN stay what they are."""
     numbers = np.concatenate([EDGES, [np.inf, np.nan]])
     x = jnp.asarray(np.concatenate([numbers, -numbers])).astype(dtype)
-    program = jax.make_jaxpr(jnp.sign)(x)
-    (found,) = entries.play(program, [x], x.shape, None)
+    (found,) = entries.play(jax.make_jaxpr(jnp.sign)(x), [x], x.shape, None)
     np.testing.assert_array_equal(*(np.asarray(y).tobytes() for y in (found, jnp.sign(x))))
 
 
@@ -155,8 +153,7 @@ def test_arrays_of_a_param_share_noise_and_are_rounded_independently(name):
     for salt in ("", "mu", "nu"):
         codes, scales = made.encode(x, formats.draw(formats.fold(0, 0), x.shape), salt)
         errors.append(np.ravel(made.decode(codes, scales) - x))
-    off = np.corrcoef(errors) - np.eye(3)
-    assert abs(off).max() <= 6 / np.sqrt(x.size)
+    assert abs(np.corrcoef(errors) - np.eye(3)).max() <= 6 / np.sqrt(x.size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -170,9 +167,8 @@ def test_second_moments_keep_their_size_over_forty_octaves(name, most):
     v = 2.0 ** jax.random.uniform(jax.random.key(1), (256, 64), minval=-40.0, maxval=0.0)
     v = v.at[0].set(1.0)
     assert float(jnp.abs(rounded(name, v) / v - 1).max()) <= most
-    tiny = v.at[1].set(1e-30)
     # One divides by them.
-    assert float(rounded(name, tiny).min()) > 0
+    assert float(rounded(name, v.at[1].set(1e-30)).min()) > 0
 
 
 def test_codes_of_log8_are_levels_above_the_scale():
@@ -405,8 +401,7 @@ def test_codes_and_scales_are_sharded_like_the_param():
     params = jax.tree.map(place, low(some(0, (256, 1024))))
     inner = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2))
     tx = store(inner, params="remainder", moments="log8")
-    on_mesh = boostax.on_mesh(tx, params, axis_name="data")
-    state = on_mesh.init(params)
+    state = boostax.on_mesh(tx, params, axis_name="data").init(params)
     wanted = NamedSharding(mesh, P(None, "data"))
     for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"].scales["w"]):
         assert x.sharding.is_equivalent_to(wanted, 2), x.sharding

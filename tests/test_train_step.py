@@ -87,8 +87,7 @@ def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microba
     chex.assert_trees_all_close(state.params, expected, rtol=2e-6, atol=1e-7)
     if loss_fn is token_loss:
         assert int(metrics["tokens"]) == int(batches[-1]["mask"].sum()), "counts are summed"
-        whole = token_loss(PARAMS, batches[-1])[0]
-        np.testing.assert_allclose(metrics["loss"], whole, rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], token_loss(PARAMS, batches[-1])[0], rtol=1e-5)
 
 
 def test_one_program_for_ever_and_it_aliases_the_state(mesh, caplog):
@@ -98,9 +97,8 @@ def test_one_program_for_ever_and_it_aliases_the_state(mesh, caplog):
     with jax.log_compiles():
         analysis = step.lower(state, batch).compile().memory_analysis()
     assert "Compiling" in caplog.text
-    donated = sum(x.nbytes for x in jax.tree.leaves(state))
     # All but the scaler's flag of the last step, which is written and never read.
-    assert analysis.alias_size_in_bytes == donated - 1
+    assert analysis.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state)) - 1
     caplog.clear()
     with jax.log_compiles():
         follow(step, state, [batch] * 3)
@@ -247,8 +245,7 @@ def test_logits_are_each_rows_own(mapped, microbatches):
         how = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
         aux = jax.jit(jax.shard_map(lead, check_vma=mapped == "shard_map", **how))(ROWS)
     elif mapped == "pmap":
-        devices = jax.devices()[:2]
-        aux = jax.pmap(told, axis_name="data", devices=devices)(ROWS.reshape(2, 8, 2))
+        aux = jax.pmap(told, axis_name="data", devices=jax.devices()[:2])(ROWS.reshape(2, 8, 2))
     else:
         aux = jax.jit(told)(ROWS)
         if mapped == "mesh":

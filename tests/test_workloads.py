@@ -77,5 +77,4 @@ def test_digits_learn_and_are_judged_alike_in_batches_of_any_size():
     found = task.evaluate(trained)
     assert found["loss"] < 0.4 and found["accuracy"] > 0.9
     # 359 images are no multiple of either: the filling of the last batch must not count.
-    other = digits(SMALL_DIGITS(batch_size=50)).evaluate(trained)
-    assert other == pytest.approx(found, rel=1e-5)
+    assert digits(SMALL_DIGITS(batch_size=50)).evaluate(trained) == pytest.approx(found, rel=1e-5)

@@ -19,7 +19,7 @@ Choice = TypeVar("Choice", bound=str)
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
-_AROUND = " It stands around an optimizer, not beside it in optax.chain."
+_AROUND = " Put it around an optimizer, not next to it in optax.chain."
 _ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
 # Notes on calls by argument, and the names by which users know the classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}

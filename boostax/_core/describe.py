@@ -45,7 +45,7 @@ Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
 Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace"]
 PassedThrough = Literal["recorder", "watch", "nothing"]
-# The position of an unknown part is not judged.
+# The position of an unknown part is not checked.
 Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThrough, "unknown"]
 
 
@@ -83,7 +83,7 @@ class Description:
       role: see ``Role``.
       axes: mesh axes over which the part reduces or agrees.
       inner: transformations inside, by the field of the state that holds their states.
-      lossy: whether values that are not sent are lost for good.
+      lossy: whether values that are not sent are lost permanently.
     """
 
     name: str
@@ -116,11 +116,11 @@ def describe(
         ``"mean"``, ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
         ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
         ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
-        ``"nothing"``; ``"unknown"`` is not judged.
+        ``"nothing"``; ``"unknown"`` is not checked.
       axes: mesh axes over which the part reduces or agrees.
       inner: transformations inside, by the field of the state that holds their states.
       what: a summary; by default the first line of the factory's docstring.
-      lossy: whether values that are not sent are lost for good.
+      lossy: whether values that are not sent are lost permanently.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.
@@ -139,7 +139,7 @@ def describe(
       >>> boostax.explain(tx, jnp.zeros(2)).parts[0].role
       'rate'
     """
-    checks.choice("describe", "role", role, Role, "'unknown' is counted and not judged.")
+    checks.choice("describe", "role", role, Role, "'unknown' is counted and not checked.")
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)

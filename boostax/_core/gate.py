@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: one branch that runs the inner transformation, or holds everything.
+"""The gate: one branch that runs the inner transformation, or keeps all state.
 
 Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs/compilers.md``):
 
@@ -12,7 +12,7 @@ Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs
 
 The ``update`` of a gated transformation is therefore an object with a ``step``, which can also
 apply the result. Nested gates pass ``apply`` inwards, so that only the innermost branch touches the
-params. Gradients pass inwards unchanged, beside the factors by which they are to be multiplied
+params. Gradients pass inwards unchanged, together with the factors that multiply them later
 (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
 The state of a gate describes its last call by the methods of ``protocols.Gate``, and a state in
@@ -76,9 +76,9 @@ class Pending(NamedTuple):
         """Return whether both the gradients and the sum of their squares are finite.
 
         Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
-        the second moment of Adam infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
-        the squares of up to 2**32 elements add up without overflow. Sparse gradients are judged by
-        their data, before rows with the same index are added.
+        the second moment of Adam infinite forever. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
+        the sum of up to 2**32 squares does not overflow. Sparse gradients are checked by their
+        data, before rows with the same index are added.
         """
         largest = norms.largest_magnitudes(self.raw)
 
@@ -167,7 +167,7 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 def refuse_gates(who: str, gates: Sequence[Any]) -> None:
     """Refuse gates, or the states of gates, inside ``who``."""
     got = [type(gate).__name__ for gate in gates if gate is not None]
-    hint = f"They hold steps back: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
+    hint = f"They skip steps: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
@@ -303,8 +303,8 @@ def decide(
 ) -> Stepped:
     """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, applied, inner_state)``.
 
-    A call whose loss counted no items is held, too. Its zero gradient is no evidence about a scale
-    or a limit, so ``finish`` then gets ``state`` unchanged as ``moved``.
+    A call whose loss counted no items is skipped, too. Its zero gradient is no evidence about a
+    scale or a limit, so ``finish`` then gets ``state`` unchanged as ``moved``.
     """
     if (counted := grads.counted) is not None:
         keep = lambda x, old: x if x is old else jnp.where(counted, x, old)  # noqa: E731

@@ -106,7 +106,7 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     found = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
-    hint = f"It says nothing of {few(missed)}."
+    hint = f"It has no group for {few(missed)}."
     allowed = "a dictionary whose names match every leaf"
     checks.require(not missed, who, "groups", got=groups, allowed=allowed, hint=hint)
     return [numbers[i] for i in found]

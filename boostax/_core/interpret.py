@@ -111,9 +111,9 @@ def evaluate(
 
     Args:
       program: a traced program.
-      args: its inputs, arrays or values that stand for arrays.
+      args: its inputs, arrays or values that represent arrays.
       rule: ``rule(eqn, operands)`` returns the results of an equation; ``replay`` is JAX's own.
-      constant: ``constant(value, aval)`` returns the value that stands for a constant.
+      constant: ``constant(value, aval)`` returns the value that represents a constant.
       inline: names in ``THROUGH`` whose bodies replace their equations.
     """
     jaxpr, avals = program.jaxpr, [var.aval for var in program.jaxpr.constvars]

@@ -88,7 +88,7 @@ def _by_sums(parts: list[list[jax.Array]]) -> list[jax.Array]:
 def _by_pairs(parts: list[list[jax.Array]]) -> list[jax.Array]:
     """Return the two sums of each leaf by one reduction, whose operand XLA:CPU does not write out.
 
-    The reduction adds term by term, so a plain sum, which rounds less, adds up the longest
+    The reduction adds term by term, so a plain sum, which rounds less, reduces the longest
     dimension.
     """
 

@@ -68,7 +68,7 @@ def distributed_items(opt_state: PyTree) -> dict[int, int]:
 
 
 def _deal(x: Any, replicas: int, items: int) -> Any:
-    """Deal items over another number of replicas; unused slots repeat the last item."""
+    """Distribute items over another number of replicas; unused slots repeat the last item."""
     slots = -(-items // replicas)
     order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
     return x.reshape(-1, *x.shape[2:])[order]
@@ -133,8 +133,8 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
     Returns:
       The state for the outside of a mapped function: every array inside a ``PerReplica`` has shape
-      ``(replicas, *shape)``; all other arrays are unchanged. The matrices of ``by_shape`` are dealt
-      over the replicas.
+      ``(replicas, *shape)``; all other arrays are unchanged. The matrices of ``by_shape`` are
+      distributed over the replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -261,11 +261,11 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
     So doubling the number of replicas copies each state, and halving it averages neighbours. Arrays
-    that are added up over the replicas (an open window with ``normalize="weight"``, or before
+    that are summed over the replicas (an open window with ``normalize="weight"``, or before
     ``all_reduce(op="sum")``) are also multiplied by ``n / m``, so that their sum is unchanged.
     Integers, booleans and PRNG keys come from the old replica that covers the start of the new
     replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of ``by_shape``
-    are dealt again, without rounding.
+    are distributed again, without rounding.
 
     A state class of your own returns the ``PerReplica`` parts whose sum is to stay from a method
     ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window around it
@@ -322,7 +322,7 @@ def spread_anew(
 ) -> PerReplica:
     """Return a per-replica part for other replicas, by the rule of ``reshard_state``.
 
-    If the part deals ``items``, the value of each item is unchanged.
+    If the part distributes ``items``, the value of each item is unchanged.
     """
 
     def spread(x: jax.Array) -> jax.Array:

@@ -324,7 +324,7 @@ def is_none(node: object) -> bool:
 def aside(params: PyTree) -> PyTree:
     """Hide the constants among the params from JAX; ``restored`` brings them back.
 
-    A Python integer or bool is a constant. A Python float is a constant only beside traced arrays;
+    A Python integer or bool is a constant. A Python float is a constant only among traced arrays;
     without traced arrays it is trained, as in ``jax.grad``.
     """
     leaves = jax.tree.leaves(params)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Combine the auxiliary results of a loss over micro-batches, replicas and calls.
 
-All means follow one rule: weighted sums and weights are added up, and divided once.
+All means follow one rule: weighted values and weights are summed, and divided once.
 
 The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. Slice
 :math:`i` has the mean :math:`x_i` over a number :math:`w_i` of tokens, its weight. The mean over
@@ -64,7 +64,7 @@ class Aux(NamedTuple):
       metrics: tree of arrays to report. Floating arrays are averaged like the loss, in f32 or
         wider, and integers are summed.
       means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
-        Sums and counts, of any shapes that broadcast, are added up over micro-batches and replicas,
+        Sums and counts, of any shapes that broadcast, are summed over micro-batches and replicas,
         and divided once; a count of 0 gives 0. The returned ``Aux`` has the quotients, also of each
         term of a loss of terms.
 
@@ -204,7 +204,7 @@ def of_slice(result: Any, counts: Any, apart: Any = None, least: float = 1.0) ->
     if terms:
         twice = [*means.keys() & terms, *["weight"] * (told.weight is not None)]
         allowed, hint = "without a weight and the names of terms", "Each term has its count."
-        checks.require(not twice, _WHO, "Aux beside terms", got=twice, allowed=allowed, hint=hint)
+        checks.require(not twice, _WHO, "Aux with terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError
         sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
@@ -238,7 +238,7 @@ def over_replicas(
     told, replicas = as_aux(aux), axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
     summed = jnp.float32(replicas) if told.weight is None else total(local, names)
-    # The mean weight over the replicas is equal on all replicas, and a window's weights add up to
+    # The mean weight over the replicas is equal on all replicas, and a window's weights sum to
     # the number of all tokens.
     weight = None if told.weight is None else summed / replicas
     if weight is not None:

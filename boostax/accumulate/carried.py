@@ -67,7 +67,7 @@ def carry(
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines micro-batches by the same rules.
 
-    Put ``carry`` outermost; only ``scheduled_freeze`` may stand around it. It needs
+    Put ``carry`` outermost; only ``scheduled_freeze`` may be around it. It needs
     ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
     rounded.
 
@@ -182,8 +182,8 @@ class _Carry(NamedTuple):
 def require_outside(inner_state: PyTree, who: str) -> None:
     """Refuse ``carry`` inside a transformation that sums gradients."""
     inside = trees.find(inner_state, lambda node: isinstance(node, CarryState))
-    allowed, hint = "without carry, which must stand outermost", f"Write boostax.carry({who}(...))."
-    got = "a wrapper that adds up new values"
+    allowed, hint = "without carry, which must be outermost", f"Write boostax.carry({who}(...))."
+    got = "a wrapper that sums new values"
     checks.require(not inside, who, "inner", got=got, allowed=allowed, hint=hint)
 
 

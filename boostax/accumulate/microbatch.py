@@ -141,7 +141,7 @@ def microbatch(
 def _scan(
     evaluate: Callable[..., _Terms], number: int, first: dict[str, PyTree], rules: Any, narrow: Any
 ) -> _Terms:
-    """Add up the results of ``evaluate`` over the micro-batches."""
+    """Sum the results of ``evaluate`` over the micro-batches."""
     replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), first)
     state = axes.unify(first, after)
     if axes.types(state) != axes.types(first):

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 _WORDS = checks.table("boostax.chain", "orders")
-# The roles behind each name that stands for several roles in ``orders.toml``.
+# The roles behind each name for several roles in ``orders.toml``.
 _SEVERAL = checks.table("boostax.chain", "roles")["several"]
 
 

@@ -10,7 +10,7 @@ listed in ``_core/describe.py``; Optax's transformations have these further role
 
 ==================== ==========================================================================
 ``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``
-``adder``            ``optax.apply_every``: adds up updates, and returns zeros in between
+``adder``            ``optax.apply_every``: sums updates, and returns zeros in between
 ``hold``             ``optax.apply_if_finite``: skips like a scaler, but not for ever
 ``condition``        runs its inside in some calls, and passes gradients unchanged in the others
 ``mask``             runs its inside in some calls, and returns zeros in the others
@@ -70,7 +70,7 @@ class Part:
     parallel: bool = False
 
 
-# This stands for an unknown part of a combinator whose closure Optax has changed.
+# This represents an unknown part of a combinator whose closure Optax has changed.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
 
 

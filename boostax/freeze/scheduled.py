@@ -282,14 +282,14 @@ def scheduled_freeze(
         without a match form one more group.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
         depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` takes more); a
-        sequence of depths; or one depth, which freezes its groups for good and keeps no moments for
-        them.
+        sequence of depths; or one depth, which freezes its groups permanently and keeps no moments
+        for them.
       moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does. The
         counters and moments of a depth change only in steps of that depth, but the optimizer's
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
         ``"per_group"`` with optimizers that keep a copy of the params (schedule-free), because the
         copy would be stale.
-      repeat: whether the schedule starts anew at its end.
+      repeat: whether the schedule starts again at its end.
 
     Returns:
       A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes and no

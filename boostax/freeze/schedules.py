@@ -98,7 +98,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     if kind == "interval":
         return _interval(groups, freeze_p, length, seed)
     if kind != "continuous":
-        # Each group freezes for good at a step whose ``power``-th root is evenly spaced.
+        # Each group freezes permanently at a step whose ``power``-th root is evenly spaced.
         power = 3 if kind == "ramp" else 1
         times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
         begins = np.maximum(np.floor(length * times + 0.5), 1)
@@ -170,7 +170,7 @@ def freeze_schedule(
       ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over complete cycles the share of
       frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A training run of fewer than ``z``
       steps freezes nothing.
-    - ``"progressive"`` and ``"ramp"``: group ``i - 1`` freezes for good at step
+    - ``"progressive"`` and ``"ramp"``: group ``i - 1`` freezes permanently at step
 
       .. math::
         \lfloor T c_i^k + \tfrac12 \rfloor \ge 1, \qquad
@@ -256,7 +256,7 @@ class Plan:
       labels: a tree of ints like the params: the group of each leaf.
       groups: number of groups.
       schedule: the depth of every step.
-      repeat: whether the schedule starts anew at its end.
+      repeat: whether the schedule starts again at its end.
 
     Attributes:
       groups: number of groups.
@@ -346,7 +346,7 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
         return schedule, repeat
     if callable(schedule):
         return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE), repeat
-    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
+    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen permanently."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:
         listed = list(schedule) if isinstance(schedule, Iterable) else schedule

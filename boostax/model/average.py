@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Averages of the params beside any optimizer: exponential, uniform, or of the latest snapshots.
+r"""Averages of the params for any optimizer: exponential, uniform, or of the latest snapshots.
 
 If the params move randomly around a minimum, the mean of several points has a lower loss than each
 point. A decaying learning rate removes the same noise. An average moves only with *applied* steps:
@@ -90,7 +90,7 @@ def average_params(
     start: int = 0,
     dtype: DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep an average of the params beside the optimizer; ``averaged_params`` reads it.
+    r"""Keep an average of the params in the state; ``averaged_params`` reads it.
 
     The params are sampled after the applied steps :math:`\text{start} + 1 + i \cdot \text{every}`,
     counted from 1. The n-th sample gives

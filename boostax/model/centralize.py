@@ -69,7 +69,7 @@ def centralize_gradients(
 
     Centralization projects the gradient so that the sum of the weights into each unit stays fixed:
     always with plain or momentum SGD, with Adam only after ``scale_by_adam``. The projection is
-    linear, so it may stand before or after a mean over replicas or micro-batches. Its order with
+    linear, so it may come before or after a mean over replicas or micro-batches. Its order with
     weight decay is a choice: ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also
     centralizes the decay, as MindSpore does; in the other order, or with decoupled decay, the decay
     is unchanged.

@@ -122,7 +122,7 @@ def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
 def examine(
     run: Callable[..., PyTree], fixed: PyTree, data: tuple[Any, Any], paths: Sequence[str] = ()
 ) -> LessBNReport:
-    """Judge every norm of a marked model by the flow of the data in its traced program.
+    """Keep or remove every norm of a marked model by the flow of data in its traced program.
 
     An addition ends a residual branch if one operand is a shortcut, with at most one product beyond
     the fork and fewer products than the other operand. A concatenation ends a branch if one operand
@@ -132,7 +132,7 @@ def examine(
     - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
       concatenation it stays, because no other norm normalises the shortcut's channels.
 
-    A norm in several branches is judged at the end of the innermost branch. A norm outside all
+    A norm in several branches is decided at the end of the innermost branch. A norm outside all
     branches stays. Bodies of loops (once), branches, ``jit`` and ``remat`` are included.
 
     Args:
@@ -184,7 +184,7 @@ def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -
 
 
 def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
-    """Judge the norms of the branch, if any, that ends where ``flows`` join."""
+    """Decide the norms of the branch, if any, that ends where ``flows`` join."""
     common = _union(flows).nodes.intersection(*(flow.nodes for flow in flows))
     beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
     lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]

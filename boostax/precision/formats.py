@@ -2,8 +2,8 @@
 """Low-bit formats of arrays with random rounding: bf16, and 8 bits in blocks, linear or log.
 
 A number between two neighbours of a format is rounded to one of them, with probabilities that keep
-the mean. So many small changes add up and are not lost. The noise is a hash of the element's index
-and a seed, so it needs no state and no array of random bits, and is the same on every mesh.
+the mean. So many small changes accumulate and are not lost. The noise is a hash of the element's
+index and a seed, so it needs no state and no array of random bits, and is the same on every mesh.
 
 Encoding and decoding work element by element, given the scale of the element's block. They compute
 on the bits of f32 as i32, because vector units of CPU, GPU and TPU all support i32.
@@ -104,7 +104,7 @@ def nearest(x: jax.Array) -> jax.Array:
 
 
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if they are too far apart."""
+    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if the distance is larger."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
     return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 

@@ -175,7 +175,7 @@ def leaf_by_leaf(
 
     A value that is computed from several leaves and used for several, such as a global norm, is
     computed first. A value from one leaf is computed again wherever it is used. XLA copies an array
-    that is read after it is overwritten, so order the turns to avoid such reads.
+    that is read after it is overwritten, so choose an order in ``turns`` without such reads.
 
     Args:
       fn: returns a tree of the types of ``old``.

@@ -411,7 +411,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     hint = (
         "Take them from boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
         "differentiate boostax.precision.scale_loss(loss, opt_state); boostax.precision."
-        "assume_scaled(grads, opt_state) vouches for gradients of another jax.jit."
+        "assume_scaled(grads, opt_state) accepts gradients of another jax.jit."
     )
     got = "some of a loss that was not"
     checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)

@@ -85,8 +85,8 @@ def check_replicas(
     leaf without copies (FSDP over all devices) is not compared. Arrays in a ``PerReplica`` may
     differ.
 
-    A difference holds the step: params, state and schedules stay unchanged, bit for bit. Replicas
-    that differ stay different, so all further calls with a comparison are held:
+    A step with a difference is skipped: params, state and schedules stay unchanged, bit for bit.
+    Replicas that differ stay different, so all further calls with a comparison are skipped:
     ``boostax.precision.raise_if_diverged(state)`` raises an error with the names of leaves and
     replicas. Put the check outside all other gates: ``check_replicas(dynamic_loss_scale(...))``.
 

@@ -119,7 +119,7 @@ def store(
     ``None``       4     f32
     "bfloat16"     2     8 significant bits
     "int8"         1     127 equal steps to the largest magnitude of a block: for first moments
-    "log8"         1     six levels an octave, equally far apart: 252 without signs (second moments:
+    "log8"         1     six levels an octave, evenly spaced: 252 without signs (second moments:
                          42 octaves), 126 with them
     ============== ===== ==========================================================================
 
@@ -138,7 +138,7 @@ def store(
       least: arrays with fewer elements, such as norms and biases, stay f32.
 
     Returns:
-      A gate that never holds a step back, with a ``StoreState``. Cost: the bytes above, 4 bytes per
+      A gate that never skips a step, with a ``StoreState``. Cost: the bytes above, 4 bytes per
       block for 8-bit formats, and the time to decode and encode each stored element. With
       ``boostax.apply_gradients``, an elementwise optimizer reads the stored arrays twice (on TPUs
       once) and writes them once; other optimizers need one f32 array at a time. The pure ``update``

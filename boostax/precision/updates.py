@@ -55,10 +55,11 @@ def check_updates(
     so far) does not cause a skip.
 
     A scaler checks the gradients, before ``inner``, and reads them once. ``check_updates`` checks
-    the results, which need memory beside the old values during the check. Use ``check_updates`` if
-    ``inner`` can divide by zero, or if params are stored in f16. Put it directly around the
-    optimizer, inside scalers and windows: ``dynamic_loss_scale(accumulate(check_updates(adamw),
-    8))``. A skip does not lower the loss scale, because a lower scale would not help.
+    the results, which need memory in addition to the old values during the check. Use
+    ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16. Put it
+    directly around the optimizer, inside scalers and windows:
+    ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip does not lower the loss
+    scale, because a lower scale would not help.
 
     Args:
       inner: the optimizer, which gets gradients and params in f32 or wider.

@@ -152,7 +152,7 @@ class Options(NamedTuple):
     leaf_metrics: bool
 
     def init(self, params: PyTree) -> AdasumState:
-        """Return the state before the first step: -1 stands for unknown."""
+        """Return the state before the first step: -1 means unknown."""
         unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
         by_leaf = jax.tree.map(unknown, params) if self.leaf_metrics else None
         return AdasumState(unknown(None), by_leaf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deal matrices over the replicas: each orthogonalises 1/n of them, and gathers all updates."""
+"""Distribute matrices over replicas: each orthogonalises 1/n of them, and gathers all updates."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ def _is_dealt(node: Any) -> bool:
 
 
 def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
-    """Group the matrices by shape and dtype; a shape with a single matrix is not dealt."""
+    """Group the matrices by shape and dtype; a single matrix of a shape is not distributed."""
     found: dict[Any, dict[int, Any]] = {}
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
@@ -133,7 +133,7 @@ def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
 
 
 def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
-    """Return the leaves that are not dealt."""
+    """Return the leaves that are not distributed."""
     leaves, treedef = jax.tree.flatten(tree)
     taken = {i for shape in shapes for i in shape.indices}
     return trees.masked(tree, treedef.unflatten([i not in taken for i, _ in enumerate(leaves)]))
@@ -146,7 +146,7 @@ def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Dealt:
 
 
 def _changed(change: Callable[[Any], Sequence[Any]], state: PyTree) -> PyTree:
-    """Apply ``change`` to the arrays of the dealt matrices in a state."""
+    """Apply ``change`` to the arrays of the distributed matrices in a state."""
     new = lambda x: x._replace(by_shape=tuple(change(x.by_shape))) if _is_dealt(x) else x  # noqa: E731
     return jax.tree.map(new, state, is_leaf=_is_dealt)
 
@@ -164,7 +164,7 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
         slots = [shape.slots for shape in shapes]
         got = [[len(x) for x in jax.tree.leaves(part)] for part in parts]
         fits = len(got) == len(slots) and all({*g} <= {n} for g, n in zip(got, slots, strict=True))
-        hint = "stack_replicas(tx.init(params), n) deals it, boostax.reshard_state(state, n) anew."
+        hint = "Use stack_replicas(tx.init(params), n) or boostax.reshard_state(state, n)."
         allowed = f"one with {slots} matrices of each shape on a replica"
         checks.require(fits, _WHO, "state", got=got, allowed=allowed, hint=hint)
         one = lambda part, i: jax.tree.map(lambda x: x[i], part.local)  # noqa: E731
@@ -235,9 +235,9 @@ def by_shape(
     The result equals that of the chain. Put ``by_shape`` in place of reduction and optimizer,
     inside gates: ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
 
-    Floating-point leaves of two dimensions are dealt if at least two have the same shape, and the
-    same dtype in f32 or wider. All other leaves, including stacks of layers ``[layers, m, n]``, are
-    averaged as by ``all_reduce``, and every replica updates them.
+    Floating-point leaves of two dimensions are distributed if at least two have the same shape, and
+    the same dtype in f32 or wider. All other leaves, including stacks of layers ``[layers, m, n]``,
+    are averaged as by ``all_reduce``, and every replica updates them.
 
     Args:
       inner: an optimizer without collectives or gates that computes the update of a matrix from its
@@ -247,14 +247,15 @@ def by_shape(
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
-      A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state`` deal its
-      moments without rounding. Cost for c matrices of a shape on n replicas: the arithmetic and the
-      moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider and an all-gather in the
-      dtype of the updates, together the bytes of a ring all-reduce times ``n ceil(c/n) / c``,
-      because the last replicas' slots are padded with zeros; two temporary copies of the matrices
-      in turn. If that factor is above 2, gradients and updates are all-reduced instead, which is a
-      factor of 2. Params that are sharded over the replicas (FSDP) are also gathered if ``inner``
-      reads them; for another axis (tensor parallel), XLA shards or repeats the arithmetic.
+      A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state``
+      distribute its moments without rounding. Cost for c matrices of a shape on n replicas: the
+      arithmetic and the moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider and an
+      all-gather in the dtype of the updates, together the bytes of a ring all-reduce times ``n
+      ceil(c/n) / c``, because the last replicas' slots are padded with zeros; two temporary copies
+      of the matrices, one after the other. If that factor is above 2, gradients and updates are
+      all-reduced instead, which is a factor of 2. Params that are sharded over the replicas (FSDP)
+      are also gathered if ``inner`` reads them; for another axis (tensor parallel), XLA shards or
+      repeats the arithmetic.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several
@@ -273,8 +274,8 @@ def by_shape(
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/, 2024. Ahn et al., Dion,
-      https://arxiv.org/abs/2504.05295, 2025, whose code deals matrices of one shape in the same
-      way.
+      https://arxiv.org/abs/2504.05295, 2025, whose code distributes matrices of one shape in
+      the same way.
     """
     tx = checks.transformation(_WHO, "inner", inner)
     gate.refuse_gates(_WHO, [gate.gate_of(inner)])

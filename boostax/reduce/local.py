@@ -407,8 +407,8 @@ def partitioning(
     """Return a function from params to the indices of the leaves in each partition."""
     bucket = exchange.check_bytes(who, bucket_bytes)
     if bucket is not None:
-        why = "One of the two says what a partition is."
-        checks.absent(who, argument, partitions, "left out beside bucket_bytes", why)
+        why = "One of the two defines the partitions."
+        checks.absent(who, argument, partitions, "left out with bucket_bytes", why)
         sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
         return lambda params: exchange.fused(dict(sizes(params)), bucket) or [[]]
     if jax.tree_util.all_leaves([partitions]):

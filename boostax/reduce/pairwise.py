@@ -11,7 +11,7 @@ without a partner moves up unchanged. This file computes with arrays; ``exchange
 
 ``_read`` takes the dot products of all pairs. ``_weight`` computes the factors ``1 - a.b /
 2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the factors of the
-rows of each node. ``_tree`` adds up the rows, each multiplied by its factors of all levels.
+rows of each node. ``_tree`` sums the rows, each multiplied by its factors of all levels.
 
 Every row has its own power of two, ``value = row * 2**exponent``, with which the largest element of
 a row is just below one. Products with powers of two are exact, so no value over- or underflows in
@@ -310,7 +310,7 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Arr
 
 
 def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
-    """Add up the dot products of all leaves, in units of the tops."""
+    """Sum the dot products of all leaves, in units of the tops."""
     low, high = (x - top for x, top in zip(pairs, tops, strict=True))
     units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
     dots = (products.dots * units).sum(2, keepdims=True)

@@ -207,7 +207,7 @@ def int8_reduce(
     who = "int8_reduce"
     if block is not None:
         checks.positive_int(who, "block", block, "None for 256, and 4096 on a TPU.")
-    checks.choice(who, "rounding", rounding, Rounding, "Feedback mends either.")
+    checks.choice(who, "rounding", rounding, Rounding, "Error feedback corrects both.")
     codec = Int8(block, rounding == "stochastic", seed)
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
     return compress(codec, axis_name, **feedback, dense=dense, name=who)

@@ -108,7 +108,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int | None, count: Callable[[int], int]) -> "Runs":
-        """Cut a leaf into runs of up to ``block`` elements; ``None`` takes a large leaf whole."""
+        """Cut a leaf into runs of up to ``block`` elements; ``None`` does not cut a large leaf."""
         size = math.prod(shape)
         if block is None and size > SMALL:
             grid = exchange.Grid.of((1, *shape), size, selection.BITS)
@@ -180,7 +180,7 @@ def taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
 def plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
     """Add values to an array in the shape ``Runs.shape`` at positions."""
     chosen = into.at[selection.at(positions, into.shape[1])]
-    # A TPU's compiler sorts indices unless it is told that they are sorted.
+    # A TPU's compiler sorts indices unless ``indices_are_sorted`` is set.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
 
 
@@ -345,7 +345,7 @@ def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
     for kind in exchange.kinds(arrays):
         part = [arrays[i] for i in kind]
         flat = packed(part)
-        # A TPU's compiler turns a gather that does not end with a tile into an all-reduce, with
+        # A TPU's compiler compiles a gather that does not end with a tile to an all-reduce, with
         # twice the bytes.
         flat = exchange.padded(flat, 0, TILE) if flat.size >= 32 * TILE else flat
         result |= zip(kind, unpacked(axes.gather(flat, names), part), strict=True)
@@ -377,7 +377,7 @@ def top_k_reduce(
       e_r \leftarrow a_r - \operatorname{top}_k(a_r)
 
     Put ``top_k_reduce`` first in the inner chain, instead of ``all_reduce``. The sent elements are
-    exact, so the sent and the kept parts add up bit for bit.
+    exact, so the sum of the sent and the kept part equals ``a_r`` bit for bit.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
@@ -435,7 +435,7 @@ def top_k_reduce(
     hint = "Or leave it out, for value_dtype."
     checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
     both = value_dtype if bits else None
-    checks.absent(who, "value_dtype", both, "left out beside bits", "Both are of a value.")
+    checks.absent(who, "value_dtype", both, "left out with bits", "Both set the format of a value.")
     how = block, Cut(value_dtype=wire, bits=bits), bucket_bytes
     if count is None:
         largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731

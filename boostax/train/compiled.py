@@ -264,7 +264,7 @@ class TrainStep:
             return None
         coming = frozen.next_variant()
         known = not isinstance(coming, jax.ShapeDtypeStruct)
-        hint = "A state with values says itself what is frozen next."
+        hint = "A state with values has the depth of the next call."
         allowed = "given with a state of shapes"
         checks.require(known, "TrainStep", "depth", got=None, allowed=allowed, hint=hint)
         return int(coming)
@@ -384,7 +384,7 @@ class Programs:
         extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         require_weighted(opt_state, aux.weight)
-        # A window adds up the items of several calls.
+        # A window sums the items of several calls.
         windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
         counted = None if aux.weight is None or windows else any_items(aux.weight)
         params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)

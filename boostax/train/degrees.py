@@ -24,7 +24,7 @@ from jax.core import Tracer
 from boostax._core import checks, interpret, jaxprs
 
 # A degree is a number or one of four marks: any degree (zeros and infinities), a small positive
-# constant that only guards a division and is ignored beside other terms, no degree, or unknown.
+# constant that only guards a division and is ignored next to other terms, no degree, or unknown.
 ANY, GUARD, NONE, UNKNOWN = "any", "guard", "none", "unknown"
 _LARGEST_GUARD = 1e-6
 
@@ -79,7 +79,7 @@ def _of_constant(value: Any, aval: Any) -> Any:
         return UNKNOWN if _inexact(aval) else ANY
     array: Any = np.asarray(value)
     size = np.abs(array).astype(np.float64)
-    # The largest number of a dtype stands for infinity, as in jnp.nan_to_num.
+    # The largest number of a dtype represents infinity, as in jnp.nan_to_num.
     if np.all((size == 0) | ~(size < float(jnp.finfo(aval.dtype).max))):
         return ANY
     return GUARD if np.all((size <= _LARGEST_GUARD) & (array.real > 0)) else 0.0

@@ -115,8 +115,8 @@ def value_and_grad(
     A loss of several terms, each a mean with its own count (of tokens, of rows), returns ``{"ce":
     (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then :math:`\sum_t S_t
     / N_t` with sums and counts of the whole batch, however it is divided into micro-batches and
-    replicas; a term with count 0 is 0. Sums and counts may be arrays, which are added up in f32 or
-    wider. Counts are not differentiated, and are added up before the single backward pass. For a
+    replicas; a term with count 0 is 0. Sums and counts may be arrays, which are summed in f32 or
+    wider. Counts are not differentiated, and are summed before the single backward pass. For a
     window over several calls, name the terms in ``boostax.accumulate(normalize=)``.
 
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
@@ -150,7 +150,7 @@ def value_and_grad(
       is an ``optax.MaskedNode``. ``active`` may also be ``tx.choice(params, opt_state)`` of a
       ``scheduled_freeze``, which is evaluated in the program. A leaf that is not an array is passed
       to the loss unchanged, and its gradient is ``None``: a function in an Equinox module, a bool,
-      or beside traced arrays a Python number. Cost: with ``axis_name`` one scalar all-reduce for
+      or among traced arrays a Python number. Cost: with ``axis_name`` one scalar all-reduce for
       the loss, one all-reduce per leaf of ``Aux`` and three per term; see
       ``boostax.train.microbatch``. The counts of terms cost only their own computation, such as a
       mask, not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the loss as
@@ -258,7 +258,7 @@ class Oracle(Generic[Value, Params, Grads]):
 
     def judge(self, program: Any, trained: PyTree) -> None:
         """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
-        # Without types JAX adds up the cotangents of a sum over the replicas. This is correct for a
+        # Without types JAX sums the cotangents of a sum over the replicas. This is correct for a
         # gradient that is taken outside the mapped function and averaged over the replicas, but
         # wrong for a gradient that is taken inside, for one replica.
         inside = of_transposes(program) & frozenset(self.names)
@@ -778,7 +778,7 @@ def require_trainable(who: str, trained: PyTree) -> None:
     if bcoo.MODULE in sys.modules:
         require_dense(trained, who, "params")
     allowed = "floating or complex arrays where they are trained"
-    hint = "Keep it apart (model_state, equinox.partition, nnx.split), or pass active= with False."
+    hint = "Separate it (model_state, equinox.partition, nnx.split), or pass active= with False."
     if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
         hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
         hint += "optimizer.value_and_grad(loss)(model, batch)."

@@ -135,7 +135,7 @@ class Placing:
             allowed = f"sharded over axes of the step's mesh, {dict(self.mesh.shape)}, "
             allowed += "each used once, that divide the dimensions they shard"
             got = f"{spec!r} for shape {tuple(x.shape)}"
-            hint = "In param_specs name another dimension, or leave it whole by PartitionSpec()."
+            hint = "In param_specs name another dimension, or replicate it by PartitionSpec()."
             raise ValueError(checks.message(_WHO, f"param {name}", allowed, got, hint)) from error
 
     def placement(self, params: PyTree) -> Placement:

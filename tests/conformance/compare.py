@@ -103,8 +103,7 @@ def shrunk(spec, outcome, python):
     while True:
         tries = [x for x in specs.smaller(spec) if x != spec]
         found = zip(tries, outcomes(tries, python), strict=True)
-        differing = ((x, told) for x, told in found if told.fate == "different")
-        smaller = next(differing, None)
+        smaller = next(((x, told) for x, told in found if told.fate == "different"), None)
         if smaller is None:
             return spec, outcome
         spec, outcome = smaller

@@ -118,8 +118,7 @@ def rate_of(rate):
 
 def optimizer_of(given, grouped):
     given = given | {"learning_rate": rate_of(given["learning_rate"])}
-    cls = given.pop("class")
-    factory = getattr(mindspore, FACTORIES.get(cls, "adam_weight_decay"))
+    factory = getattr(mindspore, FACTORIES.get(given.pop("class"), "adam_weight_decay"))
     return factory(**given, grouped=grouped)
 
 

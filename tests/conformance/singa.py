@@ -167,14 +167,11 @@ def top_k(share, row):
     return np.where(np.isin(np.arange(row.size), largest), row, 0)
 
 
-def reaching(limit, row):
-    return np.where(abs(row) >= limit, row, 0)
-
-
 def reduction(options, fused):
-    """What adds up the gradients of all workers in a mode."""
+    """What sums the gradients of all workers in a mode."""
     mode = options["dist_option"]
     if mode.startswith("sparse"):
+        reaching = lambda limit, row: np.where(abs(row) >= limit, row, 0)  # noqa: E731
         choose = top_k if mode == "sparseTopK" else reaching
         choose = functools.partial(choose, options.get("spars", 0.05))
         return Sparse(choose, options.get("corr", True), fused)

@@ -237,8 +237,7 @@ class Reference:
         taken = self.path[given.get("start", 0) :: given.get("every", 1)][-given.get("size", 0) :]
         if not (kind and taken):
             return self.params
-        weights = given.get("decay", 1.0) ** np.arange(len(taken))[::-1]
-        return _mean(taken, weights)
+        return _mean(taken, given.get("decay", 1.0) ** np.arange(len(taken))[::-1])
 
     def _direction(self, n: str, g: np.ndarray, step: int) -> tuple[np.ndarray, ...]:
         first, second, kind = self.first[n], self.second[n], self.case.optimizer
