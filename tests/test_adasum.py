@@ -92,7 +92,7 @@ def test_delta_optimizer_equals_horovods(arrays, replicas, name):
     dtype = "float64" if name == "adam" else "float32"
     parts = ("X", "Y", "w0", "b0", "W", "B")
     x, y, w, b, ws, bs = (run[f"opt_{name}_{part}"].astype(dtype) for part in parts)
-    tx = boostax.reduce.adasum_delta(OPTIMIZERS[name], "data")
+    tx = boostax.reduce.adasum_delta(OPTIMIZERS[name], axis_name="data")
 
     def loss(params, x, y):
         return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
@@ -306,7 +306,7 @@ def test_it_can_be_differentiated():
 def test_delta_optimizer_computes_wide():
     """Its moments are those of the widened gradients, not squares rounded in bf16."""
     grads = jnp.asarray(normal(3, 2, WIDTH), jnp.bfloat16)
-    tx = boostax.reduce.adasum_delta(optax.scale_by_adam(), "data")
+    tx = boostax.reduce.adasum_delta(optax.scale_by_adam(), axis_name="data")
 
     def moments(g):
         return tx.update(g, tx.init(g))[1].inner_state.local.nu

@@ -318,7 +318,7 @@ def test_a_dictionary_changes_its_level_field_by_field():
 
 # The others: tests/test_singa_modes.py.
 SINGAS = (
-    ("half", {"clipping": True}, {"kind": "mean", "dtype": "float16", "clip": 100.0}),
+    ("half", {"clipping": True}, {"kind": "mean", "wire_dtype": "float16", "clip": 100.0}),
     ("plain", {"threshold": 0}, {"kind": "mean", "bucket_bytes": 1}),
     ("partialUpdate", {"partitions": 3}, {"kind": "partial", "partitions": 3}),
 )
@@ -340,7 +340,7 @@ def names(state):
 
 EVERYTHING = {
     **{"loss_scale": "dynamic", "accumulate": 2, "centralize": True, "clip": 1.0},
-    "reduce": {"kind": "mean", "dtype": "bfloat16"},
+    "reduce": {"kind": "mean", "wire_dtype": "bfloat16"},
 }
 WINDOW = {"accumulate": {"every": 2, "drop": "window"}}
 GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}}
@@ -626,9 +626,9 @@ def test_one_file_is_a_job():
         "boost": {"mode": "manual", **off, "grad_accumulation": True},
         "grad_accumulation": {"grad_accumulation_step": 2},
         "loss_scale": {"kind": "dynamic", "init_scale": 65536.0},
-        "reduce": {"kind": "mean", "dtype": "float16"},
+        "reduce": {"kind": "mean", "wire_dtype": "float16"},
     }
-    half = {"kind": "mean", "dtype": "float16"}
+    half = {"kind": "mean", "wire_dtype": "float16"}
     boost = auto(job)
     kept = {"accumulate": {"every": 2}, "policy": {"spec": "O2"}, "reduce": half}
     assert boost.config == kept | {"loss_scale": job["loss_scale"]}

@@ -38,7 +38,7 @@ LOADED = DEFAULTS | FILES | {"n_components": 32, "pca_mat_path": "p.npy"}
 CONTINUOUS = {"groups": 5, "kind": "continuous", "freeze_p": 0.25, "total_steps": 99}
 INTERVAL = {"groups": 10, "kind": "interval", "freeze_p": 0.7, "total_steps": 65536}
 WINDOW = {"loss_scale": SCALED, "sens": SENS, "accumulate": {"every": 1}}
-SENT = {"kind": "mean", "dtype": "float16", "bucket_bytes": 20, "clip": 100.0}
+SENT = {"kind": "mean", "wire_dtype": "float16", "bucket_bytes": 20, "clip": 100.0}
 OVER = {"kind": "threshold", "threshold": 0.05, "bucket_bytes": 36}
 
 # A dictionary, and the whole configuration that it is.

@@ -252,7 +252,8 @@ def test_all_finite_of_any_tree(tree, finite):
 def test_all_finite_agrees_over_an_axis():
     x = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
     local = jax.vmap(boostax.precision.all_finite)(x)
-    agreed = jax.vmap(lambda row: boostax.precision.all_finite(row, "i"), axis_name="i")(x)
+    agree = functools.partial(boostax.precision.all_finite, axis_name="i")
+    agreed = jax.vmap(agree, axis_name="i")(x)
     assert local.tolist() == [True, True, False, True]
     assert agreed.tolist() == [False] * 4
 

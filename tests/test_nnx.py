@@ -109,8 +109,8 @@ OWN = "tx must be one with the same params on all replicas"
 
 
 REFUSED = [
-    (boostax.reduce.local_updates(optax.sgd(0.1), "data", 2), {"axis_name": "data"}, OWN),
-    (boostax.reduce.partial_average(optax.sgd(0.1), "data", 2), {"axis_name": "data"}, OWN),
+    (boostax.reduce.local_updates(optax.sgd(0.1), 2), {"axis_name": "data"}, OWN),
+    (boostax.reduce.partial_average(optax.sgd(0.1), 2), {"axis_name": "data"}, OWN),
     (optax.sgd(0.1), {"shard_optimizer": True}, "must be False without an axis_name"),
 ]
 

@@ -137,7 +137,7 @@ def test_same_run_in_a_shard_map_of_ones_own(layout):
         told = {"value": value, "value_fn": oracle.loss_at(batch)}
         return boostax.apply_gradients(tx, grads, state, params, **told)
 
-    kept = FSDP, boostax.states.state_specs(tx, start(), "data", param_specs=FSDP)
+    kept = FSDP, boostax.states.state_specs(tx, start(), param_specs=FSDP, axis_name="data")
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*kept, P("data")), out_specs=kept))
     params, state = start(), tx.init(start())
     for batch in batches(6):
