@@ -40,9 +40,6 @@ def normal(seed, *shape):
 # Recorded runs.
 
 
-LONGEST = 4097
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_equals_horovod(arrays, replicas, dtype):
@@ -51,7 +48,7 @@ def test_equals_horovod(arrays, replicas, dtype):
     cases = [name[3:] for name in run if name.startswith("in_") and dtype in name]
     assert len(cases) == (17 if dtype == "float32" else 14)
     eps, levels = np.finfo(dtype).eps, (replicas - 1).bit_length()
-    pad = lambda rows: np.pad(rows, [(0, 0), (0, LONGEST - rows.shape[1])])  # noqa: E731
+    pad = lambda rows: np.pad(rows, [(0, 0), (0, 4097 - rows.shape[1])])  # noqa: E731
     rows = np.stack([pad(run[f"in_{case}"]) for case in cases])
     with jax.enable_x64(dtype == "float64"):
         results = jax.device_get(jax.jit(jax.vmap(reducer(boostax.adasum)))(rows))

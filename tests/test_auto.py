@@ -23,7 +23,6 @@ from boostax.config.auto import auto
 from boostax.config.dictionary import GROUPS, SWITCHES
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
-SIZES = (4, 4, 4, 2)
 
 
 def mlp():
@@ -33,7 +32,7 @@ def mlp():
             "kernel": jnp.asarray(rng.normal(size=shape, scale=0.5), jnp.float32),
             "bias": jnp.zeros(shape[1]),
         }
-        for name, shape in zip(LAYERS, itertools.pairwise(SIZES), strict=True)
+        for name, shape in zip(LAYERS, itertools.pairwise((4, 4, 4, 2)), strict=True)
     }
 
 
@@ -161,7 +160,6 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
 
 FREEZES = {"mode": "manual", "grad_freeze": True}
 HALF, TOP_K = {"dist_option": "half"}, {"dist_option": "sparseTopK"}
-SPARSE = TOP_K | {"spars": 2.0}
 FREEZE_P = {"boost": FREEZES, "grad_freeze": {"freeze_p": 2}}
 FREEZE_TYPE = {"boost": FREEZES, "grad_freeze": {"freeze_type": 2}}
 TWO = "must be left out beside"
@@ -200,7 +198,7 @@ MISTAKES = (
     ({"singa": {"spar": 1}}, "singa: spar must be left out with 'plain', which has 'threshold'"),
     ({"singa": {"buffSize": 4}}, "singa: buffSize must be .*, got 4. XLA makes the buffers"),
     ({"singa": HALF | {"clip_Value": 1.0}}, "singa: clip_Value must be left out without clipping"),
-    ({"singa": SPARSE}, r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends"),
+    ({"singa": (TOP_K | {"spars": 2.0})}, r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends"),
     ({"singa": TOP_K | {"topK": False}}, "singa: topK must be True or left out with 'sparseTopK'"),
     ({"singa": {"threshold": -1}}, "singa: threshold must be an integer that is not negative, got"),
     ({"singa": {}, "reduce": "mean"}, f"auto: reduce {TWO} singa, got 'mean'"),

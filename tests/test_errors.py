@@ -42,7 +42,6 @@ DTYPES = ("f16x", "int8", int, "complex64", "bool", 3)
 AXES = ((), ("data", "data"), ["data"], 3)
 SHARES = (1.2, -0.1, nan, inf, "0.7", True, 1.0)
 SPECS = ("O4", "o1", "", "compute", "compute=float16,compute=float16", "w=float16", 3)
-INNER = (None, 0.1, optax.sgd, "sgd")
 by_group = functools.partial(precision.group_loss_scale, SGD, labels=half)
 average = functools.partial(reduce.partial_average, SGD)
 local_updates = functools.partial(reduce.local_updates, SGD, axis_name="data")
@@ -142,7 +141,7 @@ REFUSED = [
     (model.adagc, {"factor": [0.5], "decay": [1.0], "warmup": [0], "max_norm": [0.0]}),
     (boostax.centralize_gradients, {"axes": ["last"], "layout": ["keras"], "multiple_of": [0]}),
     (of(boostax.describe, "mine"), {"role": ["optimizer"]}),
-    *((wrapper, {"inner": INNER}) for wrapper in WRAPPERS),
+    *((wrapper, {"inner": (None, 0.1, optax.sgd, "sgd")}) for wrapper in WRAPPERS),
     (of(boostax.explain, params=PARAMS), {"tx": [3]}),
     (of(boostax.explain, SGD, PARAMS), {"batch": [3]}),
     (audit, {"program": [3]}),

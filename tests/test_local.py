@@ -62,8 +62,7 @@ def on_replicas(train, mode, noise):
         return jax.jit(jax.vmap(train, (None, 0), axis_name="data"))(start(), noise)
 
     def on_one(params, noise):
-        result = train(params, jax.tree.map(lambda x: x[0], noise))
-        return jax.tree.map(lambda x: x[None], result)
+        return jax.tree.map(lambda x: x[None], train(params, jax.tree.map(lambda x: x[0], noise)))
 
     how = {"mesh": mesh_of(data=len(jax.tree.leaves(noise)[0])), "check_vma": mode == "checked"}
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
@@ -174,12 +173,11 @@ def test_partial_average_is_singas(replicas, mode):
     assert not equal_on_all(state.inner_state.local[0].trace["a"])
 
 
-PRESET = {"every": 3, "outer": None, "fragments": LEAVES}
 PARTITIONS = {
     "number": (partial_average, {"partitions": 4}, [0, 1, 2, 3]),
     "tree": (partial_average, {"partitions": LEAVES}, [0, 2, 1, 1]),
     "bytes": (partial_average, {"bucket_bytes": 30}, [1, 0, 0, 0]),
-    "preset": (local_updates, PRESET, [0, 2, 1, 1]),
+    "preset": (local_updates, {"every": 3, "outer": None, "fragments": LEAVES}, [0, 2, 1, 1]),
 }
 
 

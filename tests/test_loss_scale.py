@@ -133,8 +133,7 @@ def test_state_machine_equals_its_plain_reference(overflow, scales, options):
         options[name] = 2.0**exponent
     states = jax.device_get(traced(jnp.asarray(overflow), options))
     for t, expected in enumerate(reference(overflow, options)):
-        actual = {name: getattr(states, name)[t] for name in expected}
-        assert actual == expected, (t, options)
+        assert {name: getattr(states, name)[t] for name in expected} == expected, (t, options)
 
 
 @pytest.mark.parametrize("skip", [True, False])

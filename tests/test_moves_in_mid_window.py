@@ -115,10 +115,7 @@ def assert_close(found, wanted, **tolerance):
     jax.tree.map(compare, found, wanted)
 
 
-QUICK = ("mean", "by weight, scaled")
-
-
-@pytest.mark.parametrize("kind", lanes(REPLICAS, QUICK))
+@pytest.mark.parametrize("kind", lanes(REPLICAS, ("mean", "by weight, scaled")))
 def test_a_window_moves_to_other_replicas_and_back(kind):
     wanted = run(kind, (1,) * len(COUNTS), lambda step, state, count: state)
     assert any(not np.array_equal(a["w"], b["w"]) for a, b in itertools.pairwise(wanted))

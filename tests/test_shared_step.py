@@ -21,7 +21,6 @@ from boostax._core.gate import gate_of
 
 AXIS = "data"
 DEVICES = 8
-GROUPS = {"embed": 0, "layer": 1, "head": 2}
 
 
 def initial():
@@ -63,7 +62,7 @@ def mean():
 
 def frozen(inner):
     schedule = boostax.freeze_schedule("continuous", total_steps=6, frozen_fraction=0.5)
-    return boostax.scheduled_freeze(inner, GROUPS, schedule)
+    return boostax.scheduled_freeze(inner, {"embed": 0, "layer": 1, "head": 2}, schedule)
 
 
 decay, matrices = optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
