@@ -102,7 +102,7 @@ def _part(update: Callable[..., Any]) -> Part:
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
     # The name is clip for clip.<locals>.update_fn.
-    maker = update.__code__.co_qualname if hasattr(update, "__code__") else kind.__name__
+    maker = update.__code__.co_qualname if hasattr(update, "__code__") else type(update).__name__
     name = maker.partition(".")[0] if owner is None else kind.__name__
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
