@@ -121,7 +121,7 @@ def run(programs: Programs, workload: Workload, seed: int) -> dict[str, list[Jud
         found[name].append(judge(params, peak))
         states = trees.find(state, lambda x: isinstance(x, boostax.states.AverageParamsState))
         for (kind, _), each in zip(reversed(averages(steps)), states, strict=True):
-            average = boostax.model.averaged_params(each, params)
+            average = boostax.model.averaged_params(params, each)
             found[f"{kind}, {name}"].append(judge(average, peak))
     return found
 

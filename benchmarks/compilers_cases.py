@@ -222,13 +222,13 @@ def leaf_by_leaf():
 
 WIRES = {
     "f32": (lambda: boostax.all_reduce(AXIS), 1.0),
-    "bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), 0.5),
+    "bf16": (lambda: boostax.all_reduce(AXIS, wire_dtype="bfloat16"), 0.5),
     "int8": (lambda: boostax.int8_reduce(AXIS), 0.254),
 }
 # In the place of a mean in a train step, and the most of its cycles that each may take on v5e.
 NARROW = {
-    '`all_reduce(dtype="bfloat16")`': (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), 1.5),
-    '`all_reduce(dtype="float16")`': (lambda: boostax.all_reduce(AXIS, dtype="float16"), 2.0),
+    '`all_reduce(wire_dtype="bfloat16")`': (WIRES["bf16"][0], 1.5),
+    '`all_reduce(wire_dtype="float16")`': (lambda: boostax.all_reduce(AXIS, wire_dtype="f2"), 2.0),
     "`int8_reduce`": (lambda: boostax.int8_reduce(AXIS), 2.0),
     "`adasum`": (lambda: boostax.adasum(AXIS), 3.0),
     "`top_k_reduce(density=0.01)`": (lambda: boostax.top_k_reduce(AXIS, 0.01), 9.5),

@@ -41,9 +41,8 @@ def either(name: str, make: Callable[..., Any], *args: Any, **options: Any) -> I
 
 def local(name: str, outer: optax.GradientTransformation, every: int) -> Method:
     """Replicas on their own between meetings."""
-    return Method(
-        name, None, lambda tx: boostax.reduce.local_updates(tx, AXIS, every, outer), share=1 / every
-    )
+    made = functools.partial(boostax.reduce.local_updates, every=every, outer=outer, axis_name=AXIS)
+    return Method(name, None, made, share=1 / every)
 
 
 def on_both() -> list[Method]:

@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda sgd: optax.chain(boostax.all_reduce("data", op="sum"), sgd),
     "AdaSum, leaf": lambda sgd: optax.chain(boostax.adasum("data"), sgd),
     "AdaSum, tree": lambda sgd: optax.chain(boostax.adasum("data", scope="tree"), sgd),
-    "AdaSum, delta": lambda sgd: boostax.reduce.adasum_delta(sgd, "data"),
+    "AdaSum, delta": lambda sgd: boostax.reduce.adasum_delta(sgd, axis_name="data"),
 }
 
 

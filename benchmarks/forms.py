@@ -101,7 +101,8 @@ class Case:
             return boostax.apply_gradients(tx, grads, opt_state, params)
 
         state = jax.eval_shape(tx.init, self.params)
-        of_state = boostax.states.state_specs(tx, self.params, self.names, param_specs=self.specs)
+        how: Any = {"axis_name": self.names, "param_specs": self.specs}
+        of_state = boostax.states.state_specs(tx, self.params, **how)
         where = jax.tree.map(self.sharding, (self.specs, of_state))
         typed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
         types = jax.tree.map(typed, (self.params, state), where)

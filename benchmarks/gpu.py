@@ -84,7 +84,7 @@ def wires(rounds: int) -> list[Row]:
     g = {"w": jax.random.normal(jax.random.key(1), (LEAF, LEAF))}
     reductions = {
         "mean in f32": boostax.all_reduce("data"),
-        "mean in bf16": boostax.all_reduce("data", dtype="bfloat16"),
+        "mean in bf16": boostax.all_reduce("data", wire_dtype="bfloat16"),
         "int8": boostax.int8_reduce("data"),
         "top-k 1%": boostax.top_k_reduce("data", 0.01),
     }

@@ -32,6 +32,7 @@ from text_runs import Text
 from workloads import TextConfig
 
 import boostax
+from boostax.reduce import local_updates, partial_average
 
 PyTree = Any
 # 30 leaves of one width, and micro-batches of 8 rows a host.
@@ -147,22 +148,21 @@ def _first(reduction: Any) -> Technique:
 
 def _local(every: int, outer: Any = None, reduction: Any = None) -> Technique:
     outer = optax.sgd(1.0) if outer is None else outer
-    return Technique(
-        lambda tx: boostax.reduce.local_updates(tx, AXIS, every, outer, reduction=reduction), every
-    )
+    how: Any = {"every": every, "outer": outer, "reduction": reduction, "axis_name": AXIS}
+    return Technique(lambda tx: local_updates(tx, **how), every)
 
 
 SPARSE = boostax.top_k_reduce(AXIS, 1 / 8, block=4096, bits=2, decay=0.95)
 TECHNIQUES = {
     "all_reduce": _first(boostax.all_reduce(AXIS)),
-    "all_reduce, bf16": _first(boostax.all_reduce(AXIS, dtype="bfloat16")),
-    "all_reduce, f16": _first(boostax.all_reduce(AXIS, dtype="float16")),
+    "all_reduce, bf16": _first(boostax.all_reduce(AXIS, wire_dtype="bfloat16")),
+    "all_reduce, f16": _first(boostax.all_reduce(AXIS, wire_dtype="float16")),
     "int8_reduce": _first(boostax.int8_reduce(AXIS)),
     "top_k_reduce, 1%": _first(boostax.top_k_reduce(AXIS, 0.01)),
     "threshold_reduce, 1%": _first(
         boostax.reduce.threshold_reduce(AXIS, 3.0, relative=True, capacity=0.01)
     ),
-    "partial_average, 8": Technique(lambda tx: boostax.reduce.partial_average(tx, AXIS, 8)),
+    "partial_average, 8": Technique(lambda tx: partial_average(tx, 8, axis_name=AXIS)),
     "local_updates, 8": _local(8),
     "local_updates, 16": _local(16),
     "local_updates, 16, int8": _local(16, reduction=boostax.int8_reduce(AXIS)),

@@ -36,7 +36,7 @@ DRAWN = (
 )
 # How techniques are written, where it is not their name.
 CALLS = {
-    "all_reduce, bf16": 'all_reduce(dtype="bfloat16")',
+    "all_reduce, bf16": 'all_reduce(wire_dtype="bfloat16")',
     "local_updates, 16": "local_updates(every=16)",
     "local_updates, 16, int8": "local_updates(every=16, reduction=int8_reduce())",
 }

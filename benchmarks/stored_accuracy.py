@@ -45,7 +45,7 @@ class Form(NamedTuple):
     gather: Gather | None = None
 
 
-SUM = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
+SUM = {"dtype": "bfloat16", "rounding": "stochastic"}
 FORMS = {
     "f32": Form(False, None),
     "params stochastic": Form(True, {"params": "stochastic"}, recommended=True),
@@ -72,7 +72,7 @@ FORMS = {
     "params stochastic, moments log8, window stochastic": Form(
         True, {"params": "stochastic", "moments": "log8"}, SUM
     ),
-    "f32, window bf16 to the nearest": Form(False, None, {"accumulator_dtype": "bfloat16"}),
+    "f32, window bf16 to the nearest": Form(False, None, {"dtype": "bfloat16"}),
 }
 EVERY = 4
 

@@ -157,7 +157,7 @@ class Optimizer(nnx.Optimizer[_M]):
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
             ``boostax.Aux`` is combined, and any other aux passes through: of several replicas as a
             ``PerReplica``, whose ``local`` has a leading dimension of the replicas.
-          **how: ``microbatches``, ``policy`` and ``accumulator_dtype`` of
+          **how: ``microbatches``, ``policy`` and ``dtype`` of
             ``boostax.value_and_grad``.
 
         Returns:

@@ -64,11 +64,12 @@ def leave_replica(opt_state: PyTree) -> PyTree:
     return _map_local(lambda x: x[None], opt_state)
 
 
+@checks.arguments
 def state_specs(
     tx: optax.GradientTransformation,
     params: PyTree,
-    axis_name: axes.AxisName,
     *,
+    axis_name: axes.AxisName | None = None,
     param_specs: PyTree | None = None,
     replicas: int | None = None,
     shard_optimizer: bool = False,
@@ -86,7 +87,8 @@ def state_specs(
     Args:
       tx: the transformation whose ``init`` makes the state.
       params: arrays or ``jax.ShapeDtypeStruct``.
-      axis_name: the replica axis, or a tuple of axes.
+      axis_name: the replica axis, or a tuple of axes. ``None``: the axis of the step around it
+        (``make_train_step``, ``on_mesh``).
       param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
       replicas: the size of the replica axis; needed with ``shard_optimizer``.
       shard_optimizer: shard over the replicas every state leaf that has a parameter's shape and is
@@ -97,16 +99,17 @@ def state_specs(
       ``init``; no arrays are made.
 
     Raises:
-      ValueError: ``param_specs`` does not fit the params, or ``replicas`` is missing.
+      ValueError: ``param_specs`` does not fit the params, or ``replicas`` is missing, or
+        ``axis_name`` outside of a step.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
       >>> tx = boostax.accumulate(optax.sgd(0.1), every=4, axis_name="data")
-      >>> specs = boostax.states.state_specs(tx, {"w": jnp.zeros(3)}, "data")
+      >>> specs = boostax.states.state_specs(tx, {"w": jnp.zeros(3)}, axis_name="data")
       >>> specs.window.local.grads["w"]
       P('data',)
     """
-    names = axes.canonical("state_specs", axis_name)
+    names = axes.named_or_bound("state_specs", axis_name)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves([PartitionSpec()] * len(leaves) if param_specs is None else param_specs)
     allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"

@@ -176,14 +176,15 @@ FIRST = [
         **refused("labels", *(lambda x=x: group_scale(OPT, {"a": x, "b": 2}) for x in (0, 0.5))),
     ),
 ]
-narrow_window = around(boostax.accumulate, 2, accumulator_dtype="bfloat16", rounding="stochastic")
+half_wire = {"wire_dtype": "float16", "clip": 100.0}
+narrow_window = around(boostax.accumulate, 2, dtype="bfloat16", rounding="stochastic")
 unchecked = around(boostax.static_loss_scale, 128.0, skip_nonfinite=False)
 in_shards = around(boostax.accumulate, 2, sums="sharded"), around(precision.check_updates)
 in_shards = nested(scaler, *in_shards, behind(boostax.all_reduce))
 low_adasum = nested(scaler, behind(boostax.adasum, wire_dtype="bfloat16", scope="tree"))
 warming_up = behind(top_k, {0: 0.5, 2: 0.1}, block=16, bucket_bytes=2**8, momentum=0.9)
 gated_top_k = nested(scaler, window, behind(top_k, dense=lambda path, leaf: leaf.ndim < 2))
-over_threshold = behind(threshold, 0.5, relative=True, value_dtype="bfloat16")
+over_threshold = behind(threshold, 0.5, relative=True, wire_dtype="bfloat16")
 int8 = nested(scaler, behind(boostax.int8_reduce, rounding="stochastic"))
 partial = nested(scaler, around(reduce.partial_average, partitions=2))
 local = nested(scaler, window, around(reduce.local_updates, every=2, outer=NESTEROV))
@@ -207,14 +208,14 @@ VARIANTS = [
     Case("accumulate_by_schedule", around(boostax.accumulate, lambda step: 2 + step * 0), calls=2),
     Case("accumulate_inside_the_scaler", nested(scaler, window), **gates),
     Case("accumulate_around_the_scaler", nested(window, scaler), **scaler_below),
-    Case("all_reduce_half", behind(boostax.all_reduce, dtype="float16", clip=100.0), reduces=True),
+    Case("all_reduce_half", behind(boostax.all_reduce, **half_wire), reduces=True),
     Case("all_reduce_in_buckets", behind(boostax.all_reduce, bucket_bytes=2**20), reduces=True),
     Case("adasum_half_inside_the_scaler", low_adasum, reduces=True, skips=True),
     Case(
         "adasum_delta",
         around(adasum_delta),
         reduces=True,
-        **refused("within", lambda: adasum_delta(OPT, "data", within="data")),
+        **refused("within", lambda: adasum_delta(OPT, within="data", axis_name="data")),
     ),
     Case("by_shape", around(boostax.by_shape), reduces=True),
     Case(

@@ -36,7 +36,7 @@ def alone(case, _):
 def mapped(case, _):
     """The update of eight replicas in ``shard_map``."""
     tx, grads = case.mapped("data"), _mapped.replica_grads(0, 8)
-    specs = boostax.states.state_specs(tx, arrays.even_params(), "data")
+    specs = boostax.states.state_specs(tx, arrays.even_params(), axis_name="data")
     kept = SPLIT if case.own_params else PartitionSpec()
 
     def local(params, state, grads):

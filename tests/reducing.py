@@ -62,7 +62,7 @@ class InTurn(Codec):
 
 def in_turn(axis_name, **options):
     """A codec with state for each leaf, which cannot send some leaves."""
-    return compress(InTurn(), axis_name, **options)
+    return compress(InTurn(), **options, axis_name=axis_name)
 
 
 def updating(tx):

@@ -33,7 +33,7 @@ def window_updates(normalize, accumulator):
 
     @jax.jit
     def updates(every, grads, weights):
-        options = {"normalize": normalize, "accumulator_dtype": accumulator}
+        options = {"normalize": normalize, "dtype": accumulator}
         tx = boostax.accumulate(optax.identity(), lambda _: every, **options)
 
         def step(state, given):
@@ -93,7 +93,7 @@ def summed(grads, weights, dtype):
 def test_a_narrow_sum_rounds_once_per_micro_step(normalize, dtype):
     """A gradient was narrowed before it had its weight, which then multiplied the error."""
     weights = [24, 50, 7] if normalize == "weight" else [1, 1, 1]
-    tx = boostax.accumulate(optax.sgd(1.0), 3, normalize=normalize, accumulator_dtype=dtype)
+    tx = boostax.accumulate(optax.sgd(1.0), 3, normalize=normalize, dtype=dtype)
     each = {"weight": weights} if normalize == "weight" else {}
     expected = summed(DRAWN, weights, jnp.dtype(dtype))
     for count in (1, 2, 3):
@@ -106,7 +106,7 @@ def test_a_narrow_sum_rounds_once_per_micro_step(normalize, dtype):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_weight_lifts_what_a_narrow_sum_could_not_hold(dtype):
     """2**-26 is nothing in f16, 2**20 times as much is a number; weights may be zero."""
-    options = {"normalize": "weight", "accumulator_dtype": dtype}
+    options = {"normalize": "weight", "dtype": dtype}
     tx = boostax.accumulate(optax.sgd(1.0), 3, **options)
     history, _ = run(tx, [2.0**-26, np.nan, 2.0**-26], weight=[2.0**20, 0.0, 2.0**20])
     assert history[-1] == -(2.0**-26)
@@ -136,7 +136,7 @@ def test_a_window_of_one_keeps_no_buffer_and_is_the_inner_transformation():
     grads = np.random.default_rng(0).normal(size=(4, 3))
     expected, inner_state = run(inner, grads, [1.0, 2.0, 3.0])
     for normalize in NORMALIZATIONS:
-        tx = boostax.accumulate(inner, 1, normalize=normalize, accumulator_dtype="float16")
+        tx = boostax.accumulate(inner, 1, normalize=normalize, dtype="float16")
         each = {"weight": [1.0, 2.0, 4.0, 8.0]} if normalize == "weight" else {}
         history, state = run(tx, grads, [1.0, 2.0, 3.0], **each)
         assert state.window is None and history == expected
@@ -264,7 +264,7 @@ def test_a_narrow_sum_of_micro_batches_rounds_once_each(dtype):
     x = np.concatenate([DRAWN, np.ones((1, 3), np.float32)])
     tokens = np.float32([24, 50, 7, 0])
     f = jax.value_and_grad(token_loss, has_aux=True)
-    sliced = boostax.train.microbatch(f, 4, has_aux=True, accumulator_dtype=dtype)
+    sliced = boostax.train.microbatch(f, 4, has_aux=True, dtype=dtype)
     _, grads = jax.jit(sliced)(jnp.zeros(3), (x, tokens))
     total = summed(x, tokens, jnp.dtype(dtype))[-1]
     assert grads.dtype == dtype
@@ -275,7 +275,7 @@ def test_a_number_of_tokens_beyond_f16_is_no_infinity():
     """The total of the weights was narrowed before it divided."""
     x, tokens = np.full((4, 3), 0.125, np.float32), np.float32([60000, 70000, 80000, 90000])
     f = jax.value_and_grad(token_loss, has_aux=True)
-    sliced = boostax.train.microbatch(f, 4, has_aux=True, accumulator_dtype="float16")
+    sliced = boostax.train.microbatch(f, 4, has_aux=True, dtype="float16")
     (_, aux), grads = jax.jit(sliced)(jnp.zeros(3), (x, tokens))
     assert_same(grads, np.full(3, 0.125, np.float16))
     assert aux.metrics["half"] == 0.5 and aux.metrics["half"].dtype == jnp.float32

@@ -40,9 +40,6 @@ def normal(seed, *shape):
 # Recorded runs.
 
 
-LONGEST = 4097
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_equals_horovod(arrays, replicas, dtype):
@@ -51,7 +48,7 @@ def test_equals_horovod(arrays, replicas, dtype):
     cases = [name[3:] for name in run if name.startswith("in_") and dtype in name]
     assert len(cases) == (17 if dtype == "float32" else 14)
     eps, levels = np.finfo(dtype).eps, (replicas - 1).bit_length()
-    pad = lambda rows: np.pad(rows, [(0, 0), (0, LONGEST - rows.shape[1])])  # noqa: E731
+    pad = lambda rows: np.pad(rows, [(0, 0), (0, 4097 - rows.shape[1])])  # noqa: E731
     rows = np.stack([pad(run[f"in_{case}"]) for case in cases])
     with jax.enable_x64(dtype == "float64"):
         results = jax.device_get(jax.jit(jax.vmap(reducer(boostax.adasum)))(rows))
@@ -92,7 +89,7 @@ def test_delta_optimizer_equals_horovods(arrays, replicas, name):
     dtype = "float64" if name == "adam" else "float32"
     parts = ("X", "Y", "w0", "b0", "W", "B")
     x, y, w, b, ws, bs = (run[f"opt_{name}_{part}"].astype(dtype) for part in parts)
-    tx = boostax.reduce.adasum_delta(OPTIMIZERS[name], "data")
+    tx = boostax.reduce.adasum_delta(OPTIMIZERS[name], axis_name="data")
 
     def loss(params, x, y):
         return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
@@ -305,7 +302,7 @@ def test_it_can_be_differentiated():
 def test_delta_optimizer_computes_wide():
     """Its moments are those of the widened gradients, not squares rounded in bf16."""
     grads = jnp.asarray(normal(3, 2, WIDTH), jnp.bfloat16)
-    tx = boostax.reduce.adasum_delta(optax.scale_by_adam(), "data")
+    tx = boostax.reduce.adasum_delta(optax.scale_by_adam(), axis_name="data")
 
     def moments(g):
         return tx.update(g, tx.init(g))[1].inner_state.local.nu

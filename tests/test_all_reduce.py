@@ -56,7 +56,7 @@ def test_mean_and_sum_equal_those_of_jax(mesh, options, check):
 def test_several_axes_are_reduced_together():
     mesh, leaves = mesh_of(a=4, b=2), correlated(SHAPES)
     for names in (("a", "b"), ("b", "a")):
-        for options in ({}, {"dtype": "bfloat16"}):
+        for options in ({}, {"wire_dtype": "bfloat16"}):
             update = updating(boostax.all_reduce(names, **options))
             result = mapped(update, mesh, P(("a", "b")))(leaves)
             for actual, rows in zip(result, leaves, strict=True):
@@ -100,7 +100,7 @@ def test_low_gradients_are_summed_in_f32():
 def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pack(mesh, dtype):
     """Kernels go in their own shapes, vectors in a pack; powers of two of f16 in two gathers."""
     shapes = [(64, 512), (512,), (32, 2048), (512,)]
-    found = sends(updating(boostax.all_reduce("data", dtype=dtype)), shapes, mesh)
+    found = sends(updating(boostax.all_reduce("data", wire_dtype=dtype)), shapes, mesh)
     elements = [2 * 512, 64 * 512, 32 * 2048]
     half = [c for c in found if c.dtypes == (dtype,)]
     sent = {
@@ -156,7 +156,7 @@ def test_a_half_wire_rounds_twice_at_any_magnitude(dtype, seed, replicas, base, 
     offsets = np.random.default_rng(seed).uniform(-spread, spread, (replicas, 1))
     rows = np.float32(normal(seed, replicas) * 10 ** np.clip(base + offsets, -30, 30))
     for op, expected in (("mean", reference.mean(rows)), ("sum", reference.wide(rows).sum(0))):
-        result = reduce(rows, dtype=dtype, op=op)
+        result = reduce(rows, wire_dtype=dtype, op=op)
         times = 2 if op == "mean" else 1 + replicas
         bound = rounded(dtype, times, rows)
         np.testing.assert_allclose(result, expected, rtol=0, atol=bound * (1 + 1e-3))
@@ -170,7 +170,7 @@ def test_finite_stays_finite_and_the_rest_does_not(dtype, data):
     lists = st.lists(st.floats(width=32, allow_subnormal=False), min_size=WIDTH, max_size=WIDTH)
     rows = np.float32(data.draw(st.lists(lists, min_size=3, max_size=3)))
     for options in ({}, {"clip": 1.0}):
-        result = reduce(rows, dtype=dtype, divide="before", **options)
+        result = reduce(rows, wire_dtype=dtype, divide="before", **options)
         finite = np.isfinite(rows).all(0)
         if dtype is None:
             np.testing.assert_array_equal(np.isfinite(result), finite)
@@ -191,7 +191,7 @@ def test_gradients_are_clipped_before_they_are_reduced(seed, clip, magnitude):
     bound = rounded("float32", 8, clipped)
     expected = reference.mean(clipped)
     np.testing.assert_allclose(reduce(rows, clip=clip), expected, rtol=0, atol=bound)
-    half = reduce(rows, clip=clip, dtype="float16")
+    half = reduce(rows, clip=clip, wire_dtype="float16")
     np.testing.assert_allclose(half, expected, rtol=0, atol=rounded("float16", 2.01, clipped))
     # Not after: the bound is on every replica's own gradient.
     assert reduce(np.float32([[10.0], [-1.0]]), clip=1.0) == 0.0

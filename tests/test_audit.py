@@ -327,7 +327,7 @@ def test_what_may_be_a_gradient_counts(mesh, loss):
 PADDED = {
     "int8_reduce": (boostax.int8_reduce(), boostax.int8_reduce(dense=lambda _, x: x.size < 4096)),
     "adasum": (boostax.adasum(), optax.partition({"small": boostax.all_reduce()}, "small")),
-    "all_reduce": (boostax.all_reduce(dtype="float16"),) * 2,
+    "all_reduce": (boostax.all_reduce(wire_dtype="float16"),) * 2,
 }
 
 

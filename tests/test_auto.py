@@ -23,7 +23,6 @@ from boostax.config.auto import auto
 from boostax.config.dictionary import GROUPS, SWITCHES
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
-SIZES = (4, 4, 4, 2)
 
 
 def mlp():
@@ -33,7 +32,7 @@ def mlp():
             "kernel": jnp.asarray(rng.normal(size=shape, scale=0.5), jnp.float32),
             "bias": jnp.zeros(shape[1]),
         }
-        for name, shape in zip(LAYERS, itertools.pairwise(SIZES), strict=True)
+        for name, shape in zip(LAYERS, itertools.pairwise((4, 4, 4, 2)), strict=True)
     }
 
 
@@ -161,7 +160,6 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
 
 FREEZES = {"mode": "manual", "grad_freeze": True}
 HALF, TOP_K = {"dist_option": "half"}, {"dist_option": "sparseTopK"}
-SPARSE = TOP_K | {"spars": 2.0}
 FREEZE_P = {"boost": FREEZES, "grad_freeze": {"freeze_p": 2}}
 FREEZE_TYPE = {"boost": FREEZES, "grad_freeze": {"freeze_type": 2}}
 TWO = "must be left out beside"
@@ -200,7 +198,7 @@ MISTAKES = (
     ({"singa": {"spar": 1}}, "singa: spar must be left out with 'plain', which has 'threshold'"),
     ({"singa": {"buffSize": 4}}, "singa: buffSize must be .*, got 4. XLA makes the buffers"),
     ({"singa": HALF | {"clip_Value": 1.0}}, "singa: clip_Value must be left out without clipping"),
-    ({"singa": SPARSE}, r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends"),
+    ({"singa": (TOP_K | {"spars": 2.0})}, r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends"),
     ({"singa": TOP_K | {"topK": False}}, "singa: topK must be True or left out with 'sparseTopK'"),
     ({"singa": {"threshold": -1}}, "singa: threshold must be an integer that is not negative, got"),
     ({"singa": {}, "reduce": "mean"}, f"auto: reduce {TWO} singa, got 'mean'"),
@@ -318,7 +316,7 @@ def test_a_dictionary_changes_its_level_field_by_field():
 
 # The others: tests/test_singa_modes.py.
 SINGAS = (
-    ("half", {"clipping": True}, {"kind": "mean", "dtype": "float16", "clip": 100.0}),
+    ("half", {"clipping": True}, {"kind": "mean", "wire_dtype": "float16", "clip": 100.0}),
     ("plain", {"threshold": 0}, {"kind": "mean", "bucket_bytes": 1}),
     ("partialUpdate", {"partitions": 3}, {"kind": "partial", "partitions": 3}),
 )
@@ -340,7 +338,7 @@ def names(state):
 
 EVERYTHING = {
     **{"loss_scale": "dynamic", "accumulate": 2, "centralize": True, "clip": 1.0},
-    "reduce": {"kind": "mean", "dtype": "bfloat16"},
+    "reduce": {"kind": "mean", "wire_dtype": "bfloat16"},
 }
 WINDOW = {"accumulate": {"every": 2, "drop": "window"}}
 GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}}
@@ -626,9 +624,9 @@ def test_one_file_is_a_job():
         "boost": {"mode": "manual", **off, "grad_accumulation": True},
         "grad_accumulation": {"grad_accumulation_step": 2},
         "loss_scale": {"kind": "dynamic", "init_scale": 65536.0},
-        "reduce": {"kind": "mean", "dtype": "float16"},
+        "reduce": {"kind": "mean", "wire_dtype": "float16"},
     }
-    half = {"kind": "mean", "dtype": "float16"}
+    half = {"kind": "mean", "wire_dtype": "float16"}
     boost = auto(job)
     kept = {"accumulate": {"every": 2}, "policy": {"spec": "O2"}, "reduce": half}
     assert boost.config == kept | {"loss_scale": job["loss_scale"]}

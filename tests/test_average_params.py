@@ -48,7 +48,7 @@ def test_the_average_is_that_of_its_definition_in_float64(kind, when):
     found = follow(average_params(optax.adam(0.1), kind, **KINDS[kind], **when), 16)
     for count in range(1, 17):
         params, state = found[count - 1]
-        for name, value in averaged_params(state, params).items():
+        for name, value in averaged_params(params, state).items():
             path = [np.asarray(p[name], np.float64) for p, _ in found[:count]]
             np.testing.assert_allclose(value, reference(kind, path, **when), rtol=2e-6, atol=1e-6)
     taken = len(range(when.get("start", 0), 16, when.get("every", 1)))
@@ -58,13 +58,13 @@ def test_the_average_is_that_of_its_definition_in_float64(kind, when):
 def test_a_decay_may_be_a_hyperparameter_of_the_state():
     make = lambda decay: average_params(optax.sgd(0.1), decay=decay)  # noqa: E731
     params, state = follow(optax.inject_hyperparams(make)(decay=0.9), 4)[-1]
-    expected = averaged_params(follow(make(0.9), 4)[-1][1], params)
-    chex.assert_trees_all_close(averaged_params(state, params), expected, rtol=2e-6, atol=1e-6)
+    expected = averaged_params(params, follow(make(0.9), 4)[-1][1])
+    chex.assert_trees_all_close(averaged_params(params, state), expected, rtol=2e-6, atol=1e-6)
 
 
 def test_params_that_stand_still_are_their_own_average_for_good():
     params, state = follow(average_params(optax.sgd(0.0), decay=0.9999), 300)[-1]
-    assert_same(averaged_params(state, params), PARAMS, "average")
+    assert_same(averaged_params(params, state), PARAMS, "average")
 
 
 # What holds steps back, and where.
@@ -97,7 +97,7 @@ def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
             assert_same(kept(state), old, "held")
         params, old = new, kept(state)
     assert 2 < len(moved) < 9 and int(old.steps) == int(old.averaged) == len(moved)
-    for name, value in averaged_params(state, params).items():
+    for name, value in averaged_params(params, state).items():
         expected = reference(kind, [np.asarray(p[name], np.float64) for p in moved])
         np.testing.assert_allclose(value, expected, rtol=2e-6, atol=1e-6)
 
@@ -119,7 +119,7 @@ def test_what_a_flush_applies_is_taken_in_and_no_flush_is_taken_in_twice(form):
     params, state = boostax.flush(drawn(tx), state, params)
     assert int(kept(state).averaged) == int(before.averaged) + 1 == 2
     expected = (np.float64(first["w"]) + np.float64(params["w"])) / 2
-    np.testing.assert_allclose(averaged_params(state, params)["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(averaged_params(params, state)["w"], expected, rtol=1e-6)
     _, again = boostax.flush(drawn(tx), state, params)
     assert_same(kept(again), kept(state), "an empty flush")
 
@@ -136,9 +136,9 @@ def test_the_pure_update_averages_the_params_that_its_updates_lead_to(form, dtyp
         updates, state = update(example_grads(params, index), state, params)
         params = optax.apply_updates(params, updates)
         path.append(np.float64(params["w"]))
-    found = averaged_params(state, jax.tree.map(jnp.float32, params))["w"]
+    found = averaged_params(jax.tree.map(jnp.float32, params), state)["w"]
     assert kept(state).averages["w"].dtype == jnp.float32
-    assert averaged_params(state, params)["w"].dtype == dtype
+    assert averaged_params(params, state)["w"].dtype == dtype
     # XLA need not round to bf16 what it does not store: half a unit in the last place.
     limit = 2e-6 if dtype == jnp.float32 else 2**-8
     np.testing.assert_allclose(found, reference(kind, path), rtol=limit, atol=limit)
@@ -149,7 +149,7 @@ def test_snapshots_in_bfloat16_cost_their_rounding_alone():
     params, state = path[-1]
     kept = [np.float64(jnp.bfloat16(p["w"])) for p, _ in path[-4:]]
     assert state.averages["w"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(averaged_params(state, params)["w"], np.mean(kept, 0), rtol=1e-6)
+    np.testing.assert_allclose(averaged_params(params, state)["w"], np.mean(kept, 0), rtol=1e-6)
 
 
 BIG = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
@@ -173,7 +173,7 @@ def test_it_is_sharded_as_the_params_are(kind):
     tx = average_params(optax.adam(0.1), kind, **KINDS[kind])
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(3)}
     specs = {"w": P("fsdp"), "b": P()}
-    found = boostax.states.state_specs(tx, params, "data", param_specs=specs).averages
+    found = boostax.states.state_specs(tx, params, param_specs=specs, axis_name="data").averages
     expected = P(None, "fsdp") if kind == "lawa" else P("fsdp")
     assert found == {"w": expected, "b": P()}
     placed = jax.device_put(params, {k: jax.NamedSharding(mesh, s) for k, s in specs.items()})
@@ -185,7 +185,7 @@ def test_it_averages_around_freezing_and_is_refused_inside():
     tx, batches = average_params(frozen, "window"), [example_grads(PARAMS, i) for i in range(3)]
     path = follow(tx, 3, batches)
     mean = jax.tree.map(lambda *xs: np.mean(np.float64(xs), 0), *(p for p, _ in path))
-    chex.assert_trees_all_close(averaged_params(path[-1][1], PARAMS), mean, rtol=1e-6)
+    chex.assert_trees_all_close(averaged_params(PARAMS, path[-1][1]), mean, rtol=1e-6)
     loss = lambda params, batch: sum(jnp.sum(params[k] * batch[k]) for k in params)  # noqa: E731
     for driver in ("host", "switch"):
         step = boostax.make_train_step(loss, tx, freeze_driver=driver)
@@ -199,7 +199,7 @@ def test_carried_leaves_are_given_as_they_are():
     tx = boostax.carry(average_params(optax.sgd(0.1), "window"), {"b": "last"})
     state = tx.init(PARAMS)
     params, state = boostax.apply_gradients(tx, {"w": PARAMS["w"], "b": 7.0}, state, PARAMS)
-    assert averaged_params(state, params)["b"] == params["b"] == 7.0
+    assert averaged_params(params, state)["b"] == params["b"] == 7.0
 
 
 @pytest.mark.parametrize("form", ["step", "update", "window", "flush"])
@@ -225,7 +225,7 @@ def test_around_stored_params_the_masters_are_averaged(form):
         wanted.append(whole - np.float32(2.0**-11))
     masters = boostax.precision.masters(w, state)
     assert (masters == wanted[-1]).all() and masters.dtype == jnp.float32
-    found = averaged_params(state, masters)
+    found = averaged_params(masters, state)
     np.testing.assert_allclose(found, np.mean(wanted, dtype=np.float64), rtol=1e-7)
 
 
@@ -236,23 +236,23 @@ def test_a_whole_module_is_averaged_where_it_has_params():
     for module, given in ((net, eqx.filter(net, eqx.is_array)), (norm, nnx.state(norm, nnx.Param))):
         params = trees.arrays(given)
         new, state = boostax.apply_gradients(tx, params, tx.init(params), params)
-        found = averaged_params(state, module)
+        found = averaged_params(module, state)
         assert jax.tree.structure(found) == jax.tree.structure(trees.arrays(module))
-        wanted = trees.named(averaged_params(state, new))
+        wanted = trees.named(averaged_params(new, state))
         assert all(np.array_equal(dict(trees.named(found))[name], x) for name, x in wanted)
         with pytest.raises(ValueError, match="params must be those of the optimizer, got none at"):
-            averaged_params(state, {"other": jnp.ones(2)})
+            averaged_params({"other": jnp.ones(2)}, state)
 
 
 def test_what_cannot_be_averaged_or_read_is_refused():
-    tx, inner = average_params(SGD), boostax.reduce.local_updates(SGD, "data", 2)
+    tx, inner = average_params(SGD), boostax.reduce.local_updates(SGD, 2, axis_name="data")
     gated = average_params(boostax.dynamic_loss_scale(inner, axis_name="data"))
     refused = {
         "average_params: inner must be an optimizer that keeps": lambda: gated.init(PARAMS),
         "average_params: params must be given": lambda: tx.update(PARAMS, tx.init(PARAMS)),
-        "averaged_params: opt_state must be one with": lambda: averaged_params(SGD.init(PARAMS), 0),
+        "averaged_params: opt_state must be one with": lambda: averaged_params(0, SGD.init(PARAMS)),
         r"averaged_params: params must be shaped \(4, 3\) at 'w'": (
-            lambda: averaged_params(tx.init(PARAMS), PARAMS | {"w": jnp.zeros((4, 1))})
+            lambda: averaged_params(PARAMS | {"w": jnp.zeros((4, 1))}, tx.init(PARAMS))
         ),
     }
     for match, call in refused.items():

@@ -143,7 +143,7 @@ def test_a_gate_behind_the_reduction_stays_without(mesh):
     assert not isinstance(state.opt_state[1].window, boostax.PerReplica)
 
 
-half = functools.partial(boostax.all_reduce, dtype="bfloat16")
+half = functools.partial(boostax.all_reduce, wire_dtype="bfloat16")
 other = lambda axis: boostax.all_reduce((axis, "model"))  # noqa: E731
 MORE = (boostax.adasum, None), (boostax.int8_reduce, "data"), (half, None), (other, "data")
 

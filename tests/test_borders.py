@@ -15,7 +15,7 @@ import boostax
 REDUCTIONS = {
     "mean": boostax.all_reduce,
     "sum": lambda axis: boostax.all_reduce(axis, op="sum"),
-    "half": lambda axis: boostax.all_reduce(axis, dtype="bfloat16"),
+    "half": lambda axis: boostax.all_reduce(axis, wire_dtype="bfloat16"),
     "adasum": boostax.adasum,
     "int8": boostax.int8_reduce,
     "top_k": lambda axis: boostax.top_k_reduce(axis, 1.0),
@@ -151,10 +151,10 @@ def test_an_average_inside_a_freeze_at_one_depth_has_one_answer():
     own, state = params, by_hand.init(params)
     for x in rows:
         own, state = boostax.apply_gradients(by_hand, jax.grad(run)(own, x), state, own)
-    wanted = boostax.model.averaged_params(state, own)
+    wanted = boostax.model.averaged_params(own, state)
     for tx in (by_hand, read):
         end, _ = fit(run, tx, params, rows)
-        found = boostax.model.averaged_params(end.opt_state, end.params)
+        found = boostax.model.averaged_params(end.params, end.opt_state)
         np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-6)
         np.testing.assert_array_equal(found["base"], params["base"])
     np.testing.assert_array_equal(wanted["base"], params["base"])
@@ -166,7 +166,7 @@ def test_params_that_differ_per_replica_in_a_map_of_ones_own(mesh, make, check_v
     states, params = boostax.states, {"w": jnp.eye(8), "v": jnp.ones(8)}
     tx, own_loss = make(optax.sgd(0.1), "data", 2), lambda p, x: loss(p | {"odd": p["v"]}, x)
     oracle, where = boostax.value_and_grad(own_loss, axis_name="data"), P("data")
-    specs = where, states.state_specs(tx, params, "data")
+    specs = where, states.state_specs(tx, params, axis_name="data")
     start = states.stack_replicas((states.PerReplica(params), tx.init(params)), 8)
     enter = lambda own, state: (states.enter_replica(own).local, states.enter_replica(state))  # noqa: E731
 

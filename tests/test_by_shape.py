@@ -106,14 +106,14 @@ def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
 @pytest.mark.parametrize("mode", ("checked", "unchecked", "pmap", "vmap"))
 def test_it_is_muon_in_a_mapped_function(mode):
     params, replicas = matrices(9), jax.device_count()
-    tx = boostax.by_shape(muon(), "data")
+    tx = boostax.by_shape(muon(), axis_name="data")
     state = states.stack_replicas(tx.init(params), replicas)
 
     def step(params, state, grads):
         return boostax.apply_gradients(tx, grads, state, params)
 
     if mode in ("checked", "unchecked"):
-        specs = states.state_specs(tx, params, "data")
+        specs = states.state_specs(tx, params, axis_name="data")
 
         def local(params, state, grads):
             one = jax.tree.map(lambda g: g[0], grads)
@@ -261,15 +261,15 @@ def test_what_needs_all_matrices_is_refused(inner, said, count):
     # Matrices alone: beside vectors a common norm is seen in what it does to these.
     params, replicas = matrices(count)["4x8"], jax.device_count()
     with pytest.raises(ValueError, match=said):
-        boostax.by_shape(inner(), "data").init(params)
+        boostax.by_shape(inner(), axis_name="data").init(params)
     with pytest.raises(ValueError, match=said):
-        init = lambda _: boostax.by_shape(inner(), "data").init(params)  # noqa: E731
+        init = lambda _: boostax.by_shape(inner(), axis_name="data").init(params)  # noqa: E731
         jax.vmap(init, axis_name="data")(jnp.arange(replicas))
 
 
 def test_a_state_for_other_replicas_is_refused():
     params = matrices(7)
-    tx = boostax.by_shape(muon(), "data")
+    tx = boostax.by_shape(muon(), axis_name="data")
     step = jax.vmap(lambda g: tx.update(g, tx_state, params), axis_name="data")
     tx_state = tx.init(params)
     with pytest.raises(ValueError, match="reshard_state"):
@@ -292,7 +292,7 @@ def test_it_is_described_as_a_reduction():
 def test_it_sends_what_a_mean_sends_times_what_fills_up_the_replicas(count, times):
     mesh, shapes = mesh_of(data=8), [(16, 8)] * count
     sent = lambda tx: sum(c.wire_bytes for c in sends(updating(tx), shapes, mesh))  # noqa: E731
-    by_shape, mean = boostax.by_shape(optax.sgd(0.1), "data"), boostax.all_reduce("data")
+    by_shape, mean = boostax.by_shape(optax.sgd(0.1), axis_name="data"), boostax.all_reduce("data")
     assert sent(by_shape) == pytest.approx(times * sent(mean))
 
 
@@ -303,7 +303,7 @@ def test_replicas_may_be_those_of_two_axes():
     several = [drawn(params, seed, 4) for seed in range(STEPS)]
     wanted = reference(muon, params, 4)
     assert_equal(walk(tx, start, several)[-1][0], wanted)
-    tx = boostax.by_shape(muon(), names)
+    tx = boostax.by_shape(muon(), axis_name=names)
     train = lambda several: walk(tx, matrices(5), several)[-1][0]  # noqa: E731
     split = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), several)
     mapped = jax.vmap(jax.vmap(train, axis_name="cores"), axis_name="nodes")(split)
@@ -314,7 +314,7 @@ def test_an_optimizer_that_reads_the_norm_of_all_params_is_refused():
     divided = lambda u, s, p=None: (jax.tree.map(lambda x: x / optax.tree.norm(p), u), s)  # noqa: E731
     by_norm = optax.GradientTransformation(lambda p: optax.EmptyState(), divided)
     with pytest.raises(ValueError, match="reads several"):
-        boostax.by_shape(by_norm, "data").init(matrices(4)["4x8"])
+        boostax.by_shape(by_norm, axis_name="data").init(matrices(4)["4x8"])
 
 
 def test_an_optimizer_that_chooses_matrices_by_path_is_refused():
@@ -325,7 +325,7 @@ def test_an_optimizer_that_chooses_matrices_by_path_is_refused():
     said = "treats '2x4/w0' otherwise.*Put the choice outside: optax.partition"
     for inner in (muon(muon_weight_dimension_numbers=by_path), partitioned()):
         with pytest.raises(ValueError, match=said):
-            boostax.by_shape(inner, "data").init(matrices(2, (2, 4)))
+            boostax.by_shape(inner, axis_name="data").init(matrices(2, (2, 4)))
 
 
 def test_counts_do_not_move_without_the_moments_that_are_dealt():
@@ -339,7 +339,7 @@ def test_counts_do_not_move_without_the_moments_that_are_dealt():
 
 def test_moments_of_params_with_other_names_are_refused():
     """Dealt by the order of names, they would move to other matrices of the shape."""
-    tx = boostax.by_shape(optax.contrib.muon(0.1), "data")
+    tx = boostax.by_shape(optax.contrib.muon(0.1), axis_name="data")
     params = {"b": jnp.eye(4), "c": jnp.ones((4, 4))}
     state = tx.init(params)
     boostax.migrate_state(state, tx, params)

@@ -265,7 +265,7 @@ def test_a_loop_of_ones_own(mode):
     oracle = boostax.train.microbatch(jax.value_and_grad(watched), 2, rules=RULES)
 
     def call(params, x):
-        _, grads = oracle(boostax.train.local_params(params, "data"), x)
+        _, grads = oracle(boostax.train.local_params(params, axis_name="data"), x)
         return boostax.apply_gradients(tx, grads, tx.init(params), params)[0]
 
     found = on_replicas(call, mode, DATA[:2].reshape(8, 2, 2), PLAIN)

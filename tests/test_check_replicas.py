@@ -178,7 +178,7 @@ def test_inside_other_parts_it_compares_what_it_is_given(mesh, around, texts):
 
 
 def test_params_of_each_replica_are_not_compared(mesh):
-    local = boostax.reduce.local_updates(optax.sgd(0.1), None, every=2)
+    local = boostax.reduce.local_updates(optax.sgd(0.1), every=2)
     step = boostax.make_train_step(loss_fn, check_replicas(local), mesh=mesh)
     _, told = follow(step, step.init(PARAMS), map(batch_of, range(3)))
     assert all(metrics["applied"] and metrics["differing_replica"] == -1 for metrics in told)
@@ -247,7 +247,8 @@ def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
     tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
 
     def each(x, state):
-        return boostax.apply_gradients(tx, boostax.train.local_params(x, names), state, x)[1]
+        grads = boostax.train.local_params(x, axis_name=names)
+        return boostax.apply_gradients(tx, grads, state, x)[1]
 
     how = {"in_specs": (P("fsdp"), P()), "out_specs": P(), "axis_names": {*names}}
     x = jax.device_put(jnp.ones(8), shard)

@@ -20,8 +20,8 @@ CHAINS = {
     "static_loss_scale": boostax.static_loss_scale(ADAM, 128.0),
     "accumulate": boostax.accumulate(ADAM, 4),
     "accumulate_by_schedule": boostax.accumulate(ADAM, lambda step: 4 + 0 * step),
-    "accumulate_in_bfloat16": boostax.accumulate(ADAM, 4, accumulator_dtype="bfloat16"),
-    "accumulate_in_float16": boostax.accumulate(ADAM, 4, accumulator_dtype="float16"),
+    "accumulate_in_bfloat16": boostax.accumulate(ADAM, 4, dtype="bfloat16"),
+    "accumulate_in_float16": boostax.accumulate(ADAM, 4, dtype="float16"),
     "accumulate(dynamic_loss_scale)": boostax.accumulate(boostax.dynamic_loss_scale(ADAM), 8),
     "dynamic_loss_scale(accumulate)": boostax.dynamic_loss_scale(boostax.accumulate(ADAM, 8)),
 }

@@ -162,7 +162,7 @@ def test_f32_params_are_gathered_narrow(dtype, placement, target):
 
 # What crosses the slices, of an f32 mean's bytes; temporaries more than its, in shards.
 BETWEEN_SLICES = {
-    "bf16": (lambda: boostax.all_reduce("slice", dtype="bfloat16"), 0.501),
+    "bf16": (lambda: boostax.all_reduce("slice", wire_dtype="bfloat16"), 0.501),
     "int8": (lambda: boostax.int8_reduce("slice"), 0.27),
     "top-k 1%": (lambda: boostax.top_k_reduce("slice", 0.01), 0.085),
     "AdaSum": (lambda: boostax.adasum("slice"), 1.01),

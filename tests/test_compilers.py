@@ -90,7 +90,7 @@ def test_a_gate_writes_in_place_and_a_held_call_moves_little(name, target):
 
 
 @everywhere
-@pytest.mark.parametrize("options", [{"normalize": "weight"}, {"accumulator_dtype": "float16"}])
+@pytest.mark.parametrize("options", [{"normalize": "weight"}, {"dtype": "float16"}])
 def test_a_window_that_may_be_dropped_writes_in_place(options, target):
     """XLA:GPU copied all that passed through a branch in a branch that returned a constant flag."""
     weights = {"weight": jax.ShapeDtypeStruct((), jnp.float32)} if "normalize" in options else {}

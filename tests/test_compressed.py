@@ -25,8 +25,8 @@ SPARSE = {
     ),
 }
 ROUNDED = {
-    "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="bfloat16", **o),
-    "top_k_f16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="float16", **o),
+    "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, wire_dtype="bfloat16", **o),
+    "top_k_f16": lambda **o: boostax.top_k_reduce("data", 0.2, wire_dtype="float16", **o),
     "top_k_2_bits": lambda **o: boostax.top_k_reduce("data", 0.2, block=30, bits=2, **o),
     "int8": lambda **o: boostax.int8_reduce("data", block=16, **o),
     "int8_stochastic": lambda **o: boostax.int8_reduce("data", rounding="stochastic", **o),

@@ -29,7 +29,6 @@ READ = {"shrink": 0.3, "residual_momentum": 0.8, "residual_rate": 0.05, "slope":
 DEFAULTS = {"shrink": 0.55, "residual_momentum": 0.9, "residual_rate": 0.016, "slope": 0.4}
 FILES = {"pca_mat_path": None, "weight_load_dir": None, "rule": "mindspore"}
 CENTRAL = {"centralize": {"multiple_of": 16, "after_decay": True}}
-HALF = {"dist_option": "half", "clipping": True}
 SPARSE = {"dist_option": "sparseThreshold"}
 LESS_BN = switched(less_bn=True)
 MANAGED = {"loss_scale_manager": FIXED}
@@ -38,7 +37,7 @@ LOADED = DEFAULTS | FILES | {"n_components": 32, "pca_mat_path": "p.npy"}
 CONTINUOUS = {"groups": 5, "kind": "continuous", "freeze_p": 0.25, "total_steps": 99}
 INTERVAL = {"groups": 10, "kind": "interval", "freeze_p": 0.7, "total_steps": 65536}
 WINDOW = {"loss_scale": SCALED, "sens": SENS, "accumulate": {"every": 1}}
-SENT = {"kind": "mean", "dtype": "float16", "bucket_bytes": 20, "clip": 100.0}
+SENT = {"kind": "mean", "wire_dtype": "float16", "bucket_bytes": 20, "clip": 100.0}
 OVER = {"kind": "threshold", "threshold": 0.05, "bucket_bytes": 36}
 
 # A dictionary, and the whole configuration that it is.
@@ -50,7 +49,7 @@ CONFIGS = (
     (switched(grad_accumulation=True) | MANAGED, WINDOW),
     (LESS_BN | {"less_bn": {"fn_flag": False}}, CENTRAL | {"less_bn": {"normalized_head": False}}),
     (LESS_BN | {"less_bn": {"gc_flag": False}}, {"less_bn": {"normalized_head": True}}),
-    ({"singa": HALF | {"threshold": 5}}, {"reduce": SENT}),
+    ({"singa": {"dist_option": "half", "clipping": True} | {"threshold": 5}}, {"reduce": SENT}),
     (
         {"singa": SPARSE | {"capacity": 0.5, "corr": False, "threshold": 9}},
         {"reduce": OVER | {"capacity": 0.5, "error_feedback": False}},

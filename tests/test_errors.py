@@ -24,6 +24,7 @@ from boostax.precision.flax import apply_policy
 from boostax.precision.store import Moments
 from boostax.subspace.dim_reduce import RULES, RuleName
 from boostax.testing import drawn
+from boostax.train import local_params
 
 inf, nan = float("inf"), float("nan")
 SGD = optax.sgd(0.1)
@@ -41,10 +42,9 @@ DTYPES = ("f16x", "int8", int, "complex64", "bool", 3)
 AXES = ((), ("data", "data"), ["data"], 3)
 SHARES = (1.2, -0.1, nan, inf, "0.7", True, 1.0)
 SPECS = ("O4", "o1", "", "compute", "compute=float16,compute=float16", "w=float16", 3)
-INNER = (None, 0.1, optax.sgd, "sgd")
 by_group = functools.partial(precision.group_loss_scale, SGD, labels=half)
 average = functools.partial(reduce.partial_average, SGD)
-local_updates = functools.partial(reduce.local_updates, SGD)
+local_updates = functools.partial(reduce.local_updates, SGD, axis_name="data")
 freeze = functools.partial(boostax.scheduled_freeze, SGD)
 top_k, threshold = boostax.top_k_reduce, reduce.threshold_reduce
 record = subspace.record_trajectory
@@ -75,19 +75,19 @@ def audit(*args, **given):
 
 # The factories, and what each argument is refused.
 REFUSED = [
-    (of(accumulate, every=2), {"every": COUNTS, "accumulator_dtype": DTYPES, "axis_name": AXES}),
+    (of(accumulate, every=2), {"every": COUNTS, "dtype": DTYPES, "axis_name": AXES}),
     (of(accumulate, 2), {"normalize": ["avg", "max", None], "rounding": ["stochastic", "up"]}),
     (of(accumulate, 2), {"sums": ["whole", None]}),
-    (of(accumulate, 2, accumulator_dtype="bfloat16"), {"rounding": ["up"]}),
+    (of(accumulate, 2, dtype="bfloat16"), {"rounding": ["up"]}),
     (make_train_step, {"freeze_driver": ["device"]}),
     (of(make_train_step, mesh=ONE), {"gather": ["int4"]}),
-    (of(boostax.train.gather_params, SHARDED, axis_name="data"), {"dtype": ["int4"]}),
+    (of(boostax.train.gather_params, SHARDED, axis_name="data"), {"wire_dtype": ["int4"]}),
     (dynamic, {"init_scale": (*SCALES, 0.5, 2.0**25), "min_scale": SCALES, "max_scale": SCALES}),
     (dynamic, {"growth_factor": [1, 1.0, 0.5, -2, inf, nan, "2", None], "axis_name": AXES}),
     (dynamic, {"backoff_factor": [0, 1, 1.5, -0.5, nan, "0.5", None], "hysteresis": COUNTS}),
     (dynamic, {"growth_interval": COUNTS}),
     (static, {"scale": SCALES}),
-    (of(microbatch, microbatches=2), {"microbatches": COUNTS, "accumulator_dtype": DTYPES}),
+    (of(microbatch, microbatches=2), {"microbatches": COUNTS, "dtype": DTYPES}),
     (of(microbatch, microbatches=2), {"normalize": ["weight", "average"]}),
     (value_and_grad, {"microbatches": COUNTS, "axis_name": AXES}),
     (of(make_train_step, mesh=ONE), {"axis_name": ["model", ("data", "model"), *AXES]}),
@@ -104,26 +104,26 @@ REFUSED = [
     (by_group, {"growth_factor": [1.0], "backoff_factor": [1.0], "headroom": [0.5]}),
     (by_group, {"rule": ["guess"], "overflow": ["all"], "axis_name": AXES}),
     (of(boostax.all_reduce, axis_name="data"), {"axis_name": AXES, "op": ["max"]}),
-    (of(boostax.all_reduce, "data"), {"dtype": ["int8"], "clip": [0.0], "divide": ["later"]}),
+    (of(boostax.all_reduce, "data"), {"wire_dtype": ["int8"], "clip": [0.0], "divide": ["later"]}),
     (of(boostax.all_reduce, "data"), {"bucket_bytes": [0]}),
     (of(boostax.adasum, axis_name="data"), {"scope": ["layer"]}),
     (of(boostax.adasum, "data"), {"wire_dtype": ["int8"], "bucket_bytes": [-1]}),
-    (of(reduce.adasum_delta, SGD, "data"), {"scope": ["all"], "within": [0, True, 0.5]}),
+    (of(reduce.adasum_delta, SGD, axis_name="data"), {"scope": ["all"], "within": [0, True, 0.5]}),
     (of(top_k, axis_name="data"), {"density": [0.0, 1.5, {10: 0.1}]}),
     (of(top_k, "data"), dict.fromkeys(("count", "block", "bucket_bytes"), (0,))),
-    (of(top_k, "data"), {"momentum": [1.0], "value_dtype": ["int8"], "dense": ["norms"]}),
+    (of(top_k, "data"), {"momentum": [1.0], "wire_dtype": ["int8"], "dense": ["norms"]}),
     (of(top_k, "data", error_feedback=False), {"momentum": [0.9], "decay": [0.9]}),
     (of(top_k, "data"), {"bits": [1, "2"], "decay": [0, 1.1]}),
-    (of(top_k, "data", bits=2), {"value_dtype": ["bfloat16"]}),
+    (of(top_k, "data", bits=2), {"wire_dtype": ["bfloat16"]}),
     (of(threshold, "data"), {"threshold": [-0.1], "capacity": [0, (0.5, 1.0)], "block": [-1]}),
     (of(threshold, "data"), {"bucket_bytes": [0]}),
     (of(boostax.int8_reduce, "data"), {"block": [0], "rounding": ["up"]}),
     (of(average, axis_name="data"), {"partitions": [None, 0, "two", {"a": 0, "b": 2}]}),
     (of(average, axis_name="data"), {"bucket_bytes": [0]}),
     (of(average, axis_name="data", bucket_bytes=9), {"partitions": [2]}),
-    (of(local_updates, axis_name="data", every=2), {"every": [0], "reduction": ["mean"]}),
-    (of(local_updates, axis_name="data", every=2, outer=None), {"reduction": ["sum"]}),
-    (of(local_updates, "data", every=2), {"outer": [3.0], "fragments": [0], "warmup": [-1]}),
+    (of(local_updates, every=2), {"every": [0], "reduction": ["mean"]}),
+    (of(local_updates, every=2, outer=None), {"reduction": ["sum"]}),
+    (of(local_updates, every=2), {"outer": [3.0], "fragments": [0], "warmup": [-1]}),
     (of(freeze, groups=half, schedule=1), {"moments": ["own"], "schedule": ["interval"]}),
     (of(boostax.freeze_schedule, total_steps=9), {"kind": ["Interval", None, 1, [0, 1]]}),
     (interval, {"total_steps": COUNTS, "frozen_fraction": SHARES, "freeze_p": SHARES[:-1]}),
@@ -141,7 +141,7 @@ REFUSED = [
     (model.adagc, {"factor": [0.5], "decay": [1.0], "warmup": [0], "max_norm": [0.0]}),
     (boostax.centralize_gradients, {"axes": ["last"], "layout": ["keras"], "multiple_of": [0]}),
     (of(boostax.describe, "mine"), {"role": ["optimizer"]}),
-    *((wrapper, {"inner": INNER}) for wrapper in WRAPPERS),
+    *((wrapper, {"inner": (None, 0.1, optax.sgd, "sgd")}) for wrapper in WRAPPERS),
     (of(boostax.explain, params=PARAMS), {"tx": [3]}),
     (of(boostax.explain, SGD, PARAMS), {"batch": [3]}),
     (audit, {"program": [3]}),
@@ -222,8 +222,8 @@ MEANT = [
     ),
     (of(boostax.flush, WINDOW, WINDOW.init(PARAMS), PARAMS), "flush: tx must be .* hidden"),
     (of(boostax.make_train_step, jnp.sum, None), r"make_train_step: tx must be .* got None\. "),
-    (of(boostax.train.local_params, PARAMS, "data"), "local_params: axis_name must name an axis"),
-    (of(precision.all_finite, PARAMS, "data"), "all_finite: axis_name must name an axis"),
+    (of(local_params, PARAMS, axis_name="data"), "local_params: axis_name must name an axis"),
+    (of(precision.all_finite, PARAMS, axis_name="data"), "all_finite: axis_name must name an axis"),
     (of(value_and_grad(axis_name="data"), PARAMS["w"], (), jnp.ones(3)), "value_and_grad: axis_na"),
 ]
 
@@ -275,7 +275,7 @@ def test_shards_agree_besides_the_replicas(bad):
     tx = boostax.static_loss_scale(inner, 1.0, axis_name="data")
 
     def step(w, whole):
-        w, whole = boostax.train.local_params((w, whole), "data")
+        w, whole = local_params((w, whole), axis_name="data")
         # One shard on one replica.
         here = (jax.lax.axis_index("model") == 2) & (jax.lax.axis_index("data") == 1)
         grads = {"w": jnp.where(here & bad, jnp.nan, w), "whole": whole}

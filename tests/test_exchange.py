@@ -27,8 +27,8 @@ SHAPES = {
     "small": (7, 5),
 }
 REDUCTIONS = {
-    "bf16": functools.partial(boostax.all_reduce, dtype="bfloat16"),
-    "f16": functools.partial(boostax.all_reduce, dtype="float16"),
+    "bf16": functools.partial(boostax.all_reduce, wire_dtype="bfloat16"),
+    "f16": functools.partial(boostax.all_reduce, wire_dtype="float16"),
     "int8": boostax.int8_reduce,
     "int8 by blocks": functools.partial(boostax.int8_reduce, block=48),
     "int8 by chance": functools.partial(boostax.int8_reduce, rounding="stochastic"),
@@ -135,8 +135,9 @@ def test_leaves_of_different_dtypes_travel_together():
         np.testing.assert_allclose((means[leaf][0] + held) / scale, whole / scale, atol=3e-6)
 
 
+before = functools.partial(boostax.all_reduce, divide="before")
 LARGEST = {
-    **{str(x): (boostax.all_reduce, {"dtype": x, "divide": "before"}) for x in (None, *HALVES)},
+    **{str(x): (before, {"wire_dtype": x}) for x in (None, *HALVES)},
     **{f"AdaSum in {x}": (boostax.adasum, {"wire_dtype": x}) for x in HALVES},
 }
 

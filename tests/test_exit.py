@@ -45,7 +45,7 @@ def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
     """Each gradient fits f16, their sum does not; neither Adam nor its decay may see it."""
     extra = {"weight": 1.0} if normalize == "weight" else {}
     weigh = lambda calls: [(g, extra) for g, _ in calls]  # noqa: E731
-    options = {"normalize": normalize, "accumulator_dtype": "float16"}
+    options = {"normalize": normalize, "dtype": "float16"}
     tx = safe(boostax.accumulate(ADAM, 3 if flush else 2, **options))
     window = [(ONE, {}), (ONE, {})] + ([(ONE, {})] if flush else [])
     bad = jnp.float32([1.0, 6e4, 1.0])
@@ -59,7 +59,7 @@ def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
 
 def test_a_scaler_inside_sees_the_overflow_of_the_sum_and_lowers_the_scale():
     scaled = boostax.dynamic_loss_scale(ADAM, init_scale=4.0)
-    tx = boostax.accumulate(scaled, 2, accumulator_dtype="float16")
+    tx = boostax.accumulate(scaled, 2, dtype="float16")
     params, state = run(tx, [(6e4 * ONE, {}), (6e4 * ONE, {})], ONE)
     assert params.tolist() == [1.0] * 3
     found = boostax.metrics(state)
@@ -175,7 +175,7 @@ def test_a_held_update_of_a_window_is_a_dropped_window():
 def test_replicas_drop_a_window_together_or_hold_it_back(mesh, form):
     """The sum of one of eight overflows; checked, the state with it: none takes the micro-batch."""
     normalize = "mean" if form == "checked" else form
-    options = {"normalize": normalize, "accumulator_dtype": "float16", "axis_name": "data"}
+    options = {"normalize": normalize, "dtype": "float16", "axis_name": "data"}
     tx = boostax.accumulate(optax.chain(boostax.all_reduce("data"), ADAM), 2, **options)
     tx = safe(checked(tx, axis_name="data") if form == "checked" else tx, axis_name="data")
 

@@ -29,7 +29,7 @@ moments = optax.scale_by_adam()
 clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(1e-2)
 noise = optax.add_noise(0.1, 0.55, key=0)
 mean, adasum = boostax.all_reduce("data"), boostax.adasum("data")
-delta = boostax.reduce.adasum_delta(adam, "data")
+delta = boostax.reduce.adasum_delta(adam, axis_name="data")
 top_k = boostax.top_k_reduce("data", 0.1)
 record = boostax.subspace.record_trajectory(4, every=1)
 frozen = boostax.scheduled_freeze(sgd, GROUPS, [0, 1])
@@ -368,7 +368,7 @@ CHAINS = {
     "top-k": chain(top_k, sgd),
     "int8": chain(boostax.int8_reduce("data"), optax.sgd(0.1, momentum=0.9)),
     "delta": boostax.dynamic_loss_scale(delta, **AXIS),
-    "local": boostax.reduce.local_updates(adam, "data", every=3),
+    "local": boostax.reduce.local_updates(adam, every=3, axis_name="data"),
     "masked": chain(mean, optax.masked(adam, {"a": True, "b": False})),
     "partition": chain(mean, optax.partition({"stays": sgd, "goes": adam}, half)),
     "frozen": boostax.scheduled_freeze(chain(mean, adam), GROUPS, [0, 1]),
@@ -396,10 +396,10 @@ def test_a_window_says_where_it_reduces(sums, said):
 
 REDUCTIONS = {
     **{"all_reduce": mean, "adasum": adasum, "adasum_delta": delta, "top_k_reduce": top_k},
-    **{"local_updates": local(sgd), "by_shape": boostax.by_shape(sgd, "data")},
+    **{"local_updates": local(sgd), "by_shape": boostax.by_shape(sgd, axis_name="data")},
     "threshold_reduce": boostax.reduce.threshold_reduce("data", 0.1),
     "int8_reduce": boostax.int8_reduce("data"),
-    "partial_average": boostax.reduce.partial_average(sgd, "data", 2),
+    "partial_average": boostax.reduce.partial_average(sgd, 2, axis_name="data"),
     "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
 }
 

@@ -58,7 +58,8 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
             message = super().reduce(leaves, state, names)
             return message._replace(held=[jnp.zeros_like(x) for x in leaves])
 
-    make = lambda inner, axis: optax.chain(compress(Forgetful(), axis, name="forgetful"), inner)  # noqa: E731
+    sent = lambda axis: compress(Forgetful(), name="forgetful", axis_name=axis)  # noqa: E731
+    make = lambda inner, axis: optax.chain(sent(axis), inner)  # noqa: E731
     with pytest.raises(AssertionError, match=r"of the gradients are lost at call 0"):
         LAWS["what_is_not_sent_waits"](Case("forgetful", make, **REDUCES))
 

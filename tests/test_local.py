@@ -20,6 +20,8 @@ RATE, MOMENTUM = 0.1, 0.9
 SGD = optax.sgd(RATE, momentum=MOMENTUM)
 SHAPES = {"a": (4, 3), "b": (5,), "c": {"d": (2, 2), "e": ()}}
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+local_updates = functools.partial(boostax.reduce.local_updates, axis_name="data")
+partial_average = functools.partial(boostax.reduce.partial_average, axis_name="data")
 
 
 def draw(seed, *lead):
@@ -47,7 +49,7 @@ def trajectory(tx, noise, mode="vmap"):
             params, state = boostax.apply_gradients(tx, gradient(params, x), state, params)
             return (params, state), params
 
-        first = boostax.train.local_params(params, "data"), tx.init(params)
+        first = boostax.train.local_params(params, axis_name="data"), tx.init(params)
         (_, state), each = jax.lax.scan(step, first, noise)
         return each, state
 
@@ -165,18 +167,17 @@ CASES = [(2, "vmap"), (3, "checked"), (8, "unchecked")]
 @pytest.mark.parametrize(("replicas", "mode"), CASES)
 def test_partial_average_is_singas(replicas, mode):
     noise = draw(1, replicas, 7)
-    each, state = trajectory(boostax.reduce.partial_average(SGD, "data", LEAVES), noise, mode)
+    each, state = trajectory(partial_average(SGD, LEAVES), noise, mode)
     assert_follows(each, noise, rotating([0, 2, 1, 1]))
     assert np.asarray(state.since_sync).tolist() == [7] * replicas
     assert not equal_on_all(state.inner_state.local[0].trace["a"])
 
 
-PRESET = {"every": 3, "outer": None, "fragments": LEAVES}
 PARTITIONS = {
-    "number": (boostax.reduce.partial_average, {"partitions": 4}, [0, 1, 2, 3]),
-    "tree": (boostax.reduce.partial_average, {"partitions": LEAVES}, [0, 2, 1, 1]),
-    "bytes": (boostax.reduce.partial_average, {"bucket_bytes": 30}, [1, 0, 0, 0]),
-    "preset": (boostax.reduce.local_updates, PRESET, [0, 2, 1, 1]),
+    "number": (partial_average, {"partitions": 4}, [0, 1, 2, 3]),
+    "tree": (partial_average, {"partitions": LEAVES}, [0, 2, 1, 1]),
+    "bytes": (partial_average, {"bucket_bytes": 30}, [1, 0, 0, 0]),
+    "preset": (local_updates, {"every": 3, "outer": None, "fragments": LEAVES}, [0, 2, 1, 1]),
 }
 
 
@@ -184,7 +185,7 @@ PARTITIONS = {
 def test_partial_average_is_singas_in_f64_through_a_skipped_call(kind):
     make, how, labels = PARTITIONS[kind]
     scaler = functools.partial(boostax.dynamic_loss_scale, init_scale=1.0, axis_name="data")
-    tx, calls = scaler(make(SGD, "data", **how)), [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    tx, calls = scaler(make(SGD, **how)), [0, 1, 2, 3, 5, 6, 7, 8, 9]
     noise = jax.tree.map(np.float64, draw(1, 3, 10))
     noise["b"][1, 4] = np.nan
     with jax.enable_x64(True):
@@ -197,7 +198,7 @@ def test_partial_average_is_singas_in_f64_through_a_skipped_call(kind):
 
 def test_without_an_outer_optimizer_there_is_no_copy_of_the_params():
     params = jax.eval_shape(start)
-    for tx in (partial(2), boostax.reduce.local_updates(SGD, "data", 2, None, warmup=1)):
+    for tx in (partial_average(SGD, 2), local_updates(SGD, 2, None, warmup=1)):
         state = jax.eval_shape(tx.init, params)
         momentum = state.inner_state.local
         counts = jax.tree.leaves(state._replace(inner_state=None))
@@ -207,7 +208,7 @@ def test_without_an_outer_optimizer_there_is_no_copy_of_the_params():
 
 def test_a_warm_up_needs_no_outer_optimizer():
     noise = draw(9, 2, 7)
-    tx = boostax.reduce.local_updates(SGD, "data", 4, None, warmup=3)
+    tx = local_updates(SGD, 4, None, warmup=3)
     each, _ = trajectory(tx, noise, "checked")
     met = [equal_on_all(each["a"][:, t]) for t in range(7)]
     assert met == [True, True, True, False, False, False, True]
@@ -233,7 +234,7 @@ def test_consecutive_leaves_are_shared_out_evenly():
 @pytest.mark.parametrize(("replicas", "mode"), CASES)
 def test_local_updates_are_diloco(replicas, mode):
     noise = draw(4, replicas, 10)
-    each, state = trajectory(boostax.reduce.local_updates(SGD, "data", 4, NESTEROV), noise, mode)
+    each, state = trajectory(local_updates(SGD, 4, NESTEROV), noise, mode)
     assert_follows(each, noise, diloco(4))
     for t in range(10):
         assert all(equal_on_all(x[:, t]) == (t in (3, 7)) for x in jax.tree.leaves(each))
@@ -244,9 +245,9 @@ def test_local_updates_are_diloco(replicas, mode):
 
 def test_local_sgd_averages_params_by_default():
     noise = draw(5, 3, 6)
-    each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 3), noise)
+    each, _ = trajectory(local_updates(SGD, 3), noise)
     assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
-    each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 1), noise)
+    each, _ = trajectory(local_updates(SGD, 1), noise)
     assert_follows(each, noise, rotating([0] * 4))
 
 
@@ -255,7 +256,7 @@ def test_fragments_are_synchronized_in_turn_at_steps_far_apart(replicas, mode):
     """Of 4 steps each of three synchronizes one, as diloco; flush all but the last at once."""
     noise, turns = draw(7, replicas, 10), [2, 4, 3, 3]
     how = {"outer": NESTEROV, "fragments": LEAVES}
-    each, state = trajectory(boostax.reduce.local_updates(SGD, "data", 4, **how), noise, mode)
+    each, state = trajectory(local_updates(SGD, 4, **how), noise, mode)
     assert_follows(each, noise, diloco(4, turns=turns))
     for t in range(10):
         met = [equal_on_all(x[:, t]) for x in jax.tree.leaves(each)]
@@ -265,7 +266,7 @@ def test_fragments_are_synchronized_in_turn_at_steps_far_apart(replicas, mode):
 
 def test_another_reduction_may_make_the_outer_gradient():
     noise = draw(8, 2, 2)
-    adasum = boostax.reduce.local_updates(SGD, "data", 2, reduction=boostax.adasum("data"))
+    adasum = local_updates(SGD, 2, reduction=boostax.adasum("data"))
     each, state = trajectory(adasum, noise, "checked")
     assert all(equal_on_all(x[:, 1]) for x in jax.tree.leaves(each))
     assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
@@ -275,7 +276,7 @@ def test_another_reduction_may_make_the_outer_gradient():
 def test_chunked_top_k_in_2_bits_with_a_decay_is_sparse_loco(replicas, mode):
     noise = draw(6, replicas, 10)
     top_k = boostax.top_k_reduce("data", 0.4, block=8, bits=2, decay=0.9)
-    each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 2, reduction=top_k), noise, mode)
+    each, _ = trajectory(local_updates(SGD, 2, reduction=top_k), noise, mode)
     assert_follows(each, noise, sparse_loco(2, 0.4, 8, 0.9))
 
 
@@ -284,7 +285,7 @@ def test_a_warm_up_averages_after_each_step_and_nothing_else_moves():
     noise = draw(9, 2, 9)
     first = jax.tree.map(lambda x: x[:, :3], noise)
     how = {"outer": NESTEROV, "fragments": 2, "reduction": boostax.top_k_reduce("data", 0.5)}
-    tx = boostax.reduce.local_updates(SGD, "data", 4, warmup=3, **how)
+    tx = local_updates(SGD, 4, warmup=3, **how)
     each, state = trajectory(tx, first, "checked")
     assert_follows(each, first, rotating([0] * 4))
     assert set(np.asarray(state.syncs)) == {3} and set(np.asarray(state.since_sync)) == {0}
@@ -297,9 +298,9 @@ def test_a_warm_up_averages_after_each_step_and_nothing_else_moves():
     assert met == [none, a, none, b, none, a]
 
 
-apart = functools.partial(boostax.reduce.local_updates, optax.adam(0.1), "data", 2, NESTEROV)
+apart = functools.partial(local_updates, optax.adam(0.1), 2, NESTEROV)
 WRAPPED = {
-    "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
+    "partial": lambda: partial_average(optax.adam(0.1), 3),
     "local": apart,
     "fragments": functools.partial(apart, fragments=2),
 }
@@ -311,7 +312,7 @@ def test_flush_lets_the_replicas_meet(kind):
     replicas = 8
 
     def train(params, noise):
-        own, state = boostax.train.local_params(params, "data"), tx.init(params)
+        own, state = boostax.train.local_params(params, axis_name="data"), tx.init(params)
         own, state = boostax.apply_gradients(drawn(tx), gradient(own, noise), state, own)
         return own, boostax.flush(tx, state, own)
 
@@ -349,21 +350,17 @@ def test_low_params_have_wide_moments_and_no_elements_are_no_matter(kind):
 # What is refused.
 
 
-def partial(partitions):
-    return boostax.reduce.partial_average(SGD, "data", partitions)
-
-
 def local(inner):
-    return boostax.reduce.local_updates(inner, "data", 1)
+    return local_updates(inner, 1)
 
 
 REFUSED = {
-    "number of param leaves, 4": [lambda: partial(5).init(start())],
-    "pytree structure error": [lambda: partial({"a": 0, "x": 1}).init(start())],
+    "number of param leaves, 4": [lambda: partial_average(SGD, 5).init(start())],
+    "pytree structure error": [lambda: partial_average(SGD, {"a": 0, "x": 1}).init(start())],
     "gate outside": [
         lambda: local(boostax.accumulate(SGD, 2)),
         lambda: local(optax.chain(boostax.accumulate(SGD, 2))).init(start()),
-        lambda: boostax.reduce.partial_average(local(SGD), "data", 1),
+        lambda: partial_average(local(SGD), 1),
     ],
     "equal on all replicas": [lambda: mapped(local(SGD).init, mesh_of(data=2))(jnp.ones((2, 3)))],
     "params must be given": [lambda: at_once(local(SGD))(draw(0, 2))],
@@ -379,7 +376,7 @@ def test_what_cannot_be_is_refused(match):
 
 def test_params_of_all_replicas_are_one_on_an_explicit_mesh():
     mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
-    tx, specs = boostax.reduce.local_updates(SGD, "data", every=4), {"w": P(None, "model")}
+    tx, specs = local_updates(SGD, every=4), {"w": P(None, "model")}
     how = {"mesh": mesh, "axis_name": "data", "param_specs": specs}
     step = boostax.make_train_step(lambda p, x: jnp.mean((x * p["w"]) ** 2), tx, **how)
     state, _ = step(step.init({"w": jnp.ones((1, 6))}), np.ones((4, 6), "f"))

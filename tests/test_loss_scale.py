@@ -132,8 +132,7 @@ def test_state_machine_equals_its_plain_reference(overflow, scales, options):
         options[name] = 2.0**exponent
     states = jax.device_get(traced(jnp.asarray(overflow), options))
     for t, expected in enumerate(reference(overflow, options)):
-        actual = {name: getattr(states, name)[t] for name in expected}
-        assert actual == expected, (t, options)
+        assert {name: getattr(states, name)[t] for name in expected} == expected, (t, options)
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -251,7 +250,8 @@ def test_all_finite_of_any_tree(tree, finite):
 def test_all_finite_agrees_over_an_axis():
     x = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
     local = jax.vmap(boostax.precision.all_finite)(x)
-    agreed = jax.vmap(lambda row: boostax.precision.all_finite(row, "i"), axis_name="i")(x)
+    agree = functools.partial(boostax.precision.all_finite, axis_name="i")
+    agreed = jax.vmap(agree, axis_name="i")(x)
     assert local.tolist() == [True, True, False, True]
     assert agreed.tolist() == [False] * 4
 

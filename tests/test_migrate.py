@@ -434,7 +434,7 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
 
 def test_shared_moments_become_those_of_each_replica_and_not_the_other_way():
     params, old = trained(ADAM())
-    new_tx = boostax.reduce.adasum_delta(ADAM(), "data")
+    new_tx = boostax.reduce.adasum_delta(ADAM(), axis_name="data")
     state, _ = migrate_state(old, new_tx, params, replicas=4)
     assert_same(state.inner_state, boostax.states.stack_replicas(boostax.PerReplica(old), 4))
     back, report = migrate_state(state, ADAM(), params)
@@ -447,7 +447,7 @@ def test_shared_moments_become_those_of_each_replica_and_not_the_other_way():
 
 def test_params_of_each_replica_give_the_number_of_replicas():
     params, old = trained(ADAM())
-    tx = boostax.reduce.local_updates(ADAM(), "data", every=2)
+    tx = boostax.reduce.local_updates(ADAM(), every=2, axis_name="data")
     own = boostax.PerReplica(jax.tree.map(lambda p: jnp.stack([p] * 3), params))
     state, _ = migrate_state(old, tx, own)
     assert_same(state.inner_state, boostax.states.stack_replicas(boostax.PerReplica(old), 3))

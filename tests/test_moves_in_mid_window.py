@@ -115,10 +115,7 @@ def assert_close(found, wanted, **tolerance):
     jax.tree.map(compare, found, wanted)
 
 
-QUICK = ("mean", "by weight, scaled")
-
-
-@pytest.mark.parametrize("kind", lanes(REPLICAS, QUICK))
+@pytest.mark.parametrize("kind", lanes(REPLICAS, ("mean", "by weight, scaled")))
 def test_a_window_moves_to_other_replicas_and_back(kind):
     wanted = run(kind, (1,) * len(COUNTS), lambda step, state, count: state)
     assert any(not np.array_equal(a["w"], b["w"]) for a, b in itertools.pairwise(wanted))
@@ -259,7 +256,7 @@ GO_ON = r"MultiStepsState\. Go on with the old chain until mini_step is 0"
 @pytest.mark.parametrize("where", ["shared", "per replica"])
 def test_an_open_window_is_refused(kind, where):
     tx = CHAINS[kind]()
-    tx = boostax.reduce.adasum_delta(tx, AXIS) if where == "per replica" else tx
+    tx = boostax.reduce.adasum_delta(tx, axis_name=AXIS) if where == "per replica" else tx
     message = "without an open window, got one of 1 micro-steps in "
     with pytest.raises(ValueError, match=message + (GO_ON if "MultiSteps" in kind else FLUSH)):
         boostax.migrate_state(opened(tx), tx, initial())
@@ -321,7 +318,7 @@ KEPT = {
     "window": lambda: window(reduced()),
     "residual": lambda: TOP_K,
     "residual and momentum": lambda: boostax.top_k_reduce(AXIS, 0.5, momentum=0.9),
-    "moment": lambda: boostax.reduce.adasum_delta(optimizer(), AXIS),
+    "moment": lambda: boostax.reduce.adasum_delta(optimizer(), axis_name=AXIS),
 }
 
 
@@ -338,7 +335,7 @@ STACKED = (
 def test_a_loop_by_hand_refuses_a_state_of_other_replicas(kind, stacked, enters, message):
     """The first dimension is the number of replicas: such params look like a state of them."""
     tx, params = KEPT[kind](), {"w": jnp.ones((2, 3))}
-    spec, specs = jax.sharding.PartitionSpec, boostax.states.state_specs(tx, params, AXIS)
+    spec, specs = jax.sharding.PartitionSpec, boostax.states.state_specs(tx, params, axis_name=AXIS)
 
     def local_step(params, state, grads):
         state = boostax.states.enter_replica(state) if enters else state

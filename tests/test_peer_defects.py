@@ -220,8 +220,8 @@ AROUND = {
     "store": boostax.precision.store,
     "carry": lambda tx: boostax.carry(tx, {"b": "last"}),
     "scheduled_freeze": lambda tx: boostax.scheduled_freeze(tx, ["a"], 0),
-    "adasum_delta": lambda tx: boostax.reduce.adasum_delta(tx, "data"),
-    "local_updates": lambda tx: boostax.reduce.local_updates(tx, "data", every=2, outer=tx),
+    "adasum_delta": lambda tx: boostax.reduce.adasum_delta(tx, axis_name="data"),
+    "local_updates": lambda tx: boostax.reduce.local_updates(tx, 2, tx, axis_name="data"),
 }
 
 

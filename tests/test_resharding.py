@@ -12,6 +12,7 @@ from training import follow, losses_of
 
 import boostax
 from boostax.checkpoint import Checkpointer
+from boostax.reduce import local_updates
 
 AXIS = "data"
 COUNTS = (8, 4, 3, 8)
@@ -27,9 +28,9 @@ TOP_K = boostax.top_k_reduce(AXIS, 0.1, block=64, bits=2, decay=0.9)
 KINDS = {
     "residual": optax.chain(boostax.top_k_reduce(AXIS, 0.1, momentum=0.5), ADAM),
     "window": boostax.dynamic_loss_scale(WINDOW, axis_name=AXIS),
-    "moments": boostax.reduce.adasum_delta(ADAM, AXIS),
-    "params": boostax.reduce.partial_average(ADAM, AXIS, 2),
-    "fragments": boostax.reduce.local_updates(ADAM, AXIS, 4, fragments=2, reduction=TOP_K),
+    "moments": boostax.reduce.adasum_delta(ADAM, axis_name=AXIS),
+    "params": boostax.reduce.partial_average(ADAM, 2, axis_name=AXIS),
+    "fragments": local_updates(ADAM, 4, fragments=2, reduction=TOP_K, axis_name=AXIS),
     "sharded": DENSE,
 }
 batch = functools.partial(example.read, rows=slice(None))

@@ -64,7 +64,8 @@ def a_mesh(*sizes):
 # Small enough that "w" travels in its own shape, the rest in a pack.
 def of_servers(axis, within, inner=None, **options):
     inner = optax.adam(RATE) if inner is None else inner
-    return boostax.reduce.adasum_delta(inner, axis, within=within, bucket_bytes=256, **options)
+    options |= {"axis_name": axis, "within": within, "bucket_bytes": 256}
+    return boostax.reduce.adasum_delta(inner, **options)
 
 
 def trained(tx):
@@ -168,7 +169,7 @@ def test_a_state_may_have_one_copy_for_each_server():
     """In a ``shard_map`` of one's own, replicated inside it and typed so."""
     mesh, tx = a_mesh(2, 4), of_servers("nodes", "cores")
     states = boostax.states
-    specs = states.state_specs(tx, start(), "nodes")
+    specs = states.state_specs(tx, start(), axis_name="nodes")
     state = states.stack_replicas(tx.init(narrow()), 2)
 
     def step(params, state, grads):
@@ -217,7 +218,7 @@ def test_a_number_of_devices_is_answered_with_a_mesh_of_two_axes():
     mesh = r"\"server\", within=\"data\" on the mesh jax.make_mesh\(\(n // 4, 4\), \(\"server\", "
     for tx in (boostax.adasum, functools.partial(boostax.reduce.adasum_delta, optax.sgd(1.0))):
         with pytest.raises(ValueError, match=r"^adasum(_delta)?" + words + mesh):
-            tx("data", within=4)
+            tx(axis_name="data", within=4)
 
 
 def test_what_each_device_sends_is_what_the_docstring_says():
@@ -235,7 +236,8 @@ def test_what_each_device_sends_is_what_the_docstring_says():
         return {key: x / size for key, x in found.items() if x > size / 100}
 
     inside, between = (devices - 1) / devices, (servers - 1) / servers / devices
-    two = sent(boostax.reduce.adasum_delta(optax.sgd(1.0), "nodes", within="cores"), a_mesh(2, 4))
+    delta = functools.partial(boostax.reduce.adasum_delta, axis_name="nodes")
+    two = sent(delta(optax.sgd(1.0), within="cores"), a_mesh(2, 4))
     assert two == pytest.approx(
         {
             ("psum", ("cores",), devices): 2 * inside,

@@ -21,7 +21,6 @@ from boostax._core.gate import gate_of
 
 AXIS = "data"
 DEVICES = 8
-GROUPS = {"embed": 0, "layer": 1, "head": 2}
 
 
 def initial():
@@ -63,7 +62,7 @@ def mean():
 
 def frozen(inner):
     schedule = boostax.freeze_schedule("continuous", total_steps=6, frozen_fraction=0.5)
-    return boostax.scheduled_freeze(inner, GROUPS, schedule)
+    return boostax.scheduled_freeze(inner, {"embed": 0, "layer": 1, "head": 2}, schedule)
 
 
 decay, matrices = optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
@@ -181,7 +180,7 @@ def test_specs_of_a_sharded_state():
     given = dict.fromkeys(shapes, P()) | {"t": P("fsdp")}
     tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
     how = {"param_specs": given, "replicas": 8, "shard_optimizer": True}
-    specs = boostax.states.state_specs(tx, params, "data", **how)
+    specs = boostax.states.state_specs(tx, params, **how, axis_name="data")
     assert specs[1][0].mu == {
         "w": P("data", None),
         "v": P("data", None),
@@ -193,12 +192,12 @@ def test_specs_of_a_sharded_state():
     assert specs[1][0].count == P()
     assert specs[0].residual.local["w"] == P("data")
     with pytest.raises(ValueError, match="replicas must be the size"):
-        boostax.states.state_specs(optax.adam(0.1), jnp.zeros(16), "data", shard_optimizer=True)
+        boostax.states.state_specs(tx, params, shard_optimizer=True, axis_name="data")
 
 
 def test_params_of_each_replica_meet_when_they_should():
     """DiLoCo through the train step: apart between meetings, equal after one and after a flush."""
-    inner = boostax.reduce.local_updates(optax.adam(1e-2), "data", every=2)
+    inner = boostax.reduce.local_updates(optax.adam(1e-2), every=2, axis_name="data")
     step = made(boostax.accumulate(inner, 2, axis_name="data"), False)
     state, apart = step.init(initial()), []
     own = lambda state: np.asarray(state.params.local["embed"]["kernel"])  # noqa: E731

@@ -32,7 +32,7 @@ def test_a_mode_is_its_formula(seed):
 
 TOP_K, BUCKET = {"dist_option": "sparseTopK", "spars": 0.1}, {"bucket_bytes": 180}
 OVER, WHOLE = {"kind": "threshold", "threshold": 0.9}, {"bucket_bytes": 2**23}
-HALF, SENT = {"dist_option": "half"}, {"kind": "mean", "dtype": "float16"}
+HALF, SENT = {"dist_option": "half"}, {"kind": "mean", "wire_dtype": "float16"}
 READ = (
     ({"dist_option": "plain"}, {"kind": "mean"}),
     (HALF | {"threshold": 45}, SENT | BUCKET),
@@ -137,7 +137,7 @@ def test_a_threshold_takes_no_more_memory_than_its_sparse_share():
     grads = jax.ShapeDtypeStruct((REPLICAS, 1024, 1024), jnp.float32)
 
     def temporary(tx):
-        specs = boostax.states.state_specs(tx, jnp.zeros(grads.shape[1:]), "data")
+        specs = boostax.states.state_specs(tx, jnp.zeros(grads.shape[1:]), axis_name="data")
         mapped = functools.partial(jax.shard_map, mesh=MESH)
 
         def begin(g):

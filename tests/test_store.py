@@ -324,7 +324,7 @@ def bare_sizes(name):
 @pytest.mark.filterwarnings("ignore:.*in int8 rounds")
 def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     tx = store(EVERY[name], params="stochastic", moments=moments)
-    low_sums = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
+    low_sums = {"dtype": "bfloat16", "rounding": "stochastic"}
     held, temporary = sizes(boostax.accumulate(tx, 16, **low_sums), jnp.bfloat16)
     _, bare = bare_sizes(name)
     assert held <= 6.1
@@ -370,7 +370,7 @@ def test_a_sum_in_bf16_is_right_on_average():
     made = functools.partial(boostax.accumulate, optax.sgd(1.0), 257, normalize="sum")
     found = {}
     for rounding in ("nearest", "stochastic"):
-        tx = made(accumulator_dtype="bfloat16", rounding=rounding)
+        tx = made(dtype="bfloat16", rounding=rounding)
         step, state = jax.jit(applied(tx)), tx.init(params)
         after, state = step(params, state, {"w": jnp.ones((64, 64))})
         for _ in range(256):
@@ -416,7 +416,7 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     params, found = some(0, (512, 32)), {}
     adam = optax.adam(1e-2)
     for name, inner in (("f32", adam), ("log8", store(adam, moments="log8"))):
-        tx = boostax.reduce.adasum_delta(inner, "data")
+        tx = boostax.reduce.adasum_delta(inner, axis_name="data")
         step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", param_specs=specs)
         state, told = follow(step, step.init(params), [rows] * 10)
         found[name] = losses_of(told)
@@ -441,7 +441,7 @@ def test_shards_in_a_shard_map_of_ones_own_have_the_scales_of_their_blocks(
     tx = store(optax.adam(0.1), moments="log8", least=1)
     params, grads = jnp.ones(shape), some(0, shape)["w"]
     state = tx.init(params)
-    specs = boostax.states.state_specs(tx, params, "data", param_specs=spec)
+    specs = boostax.states.state_specs(tx, params, param_specs=spec, axis_name="data")
     places = {"in_specs": (spec, specs, spec), "out_specs": (spec, specs)}
     step = jax.shard_map(applied(tx), mesh=mesh, check_vma=check, **places)
     if whole:

@@ -141,7 +141,7 @@ def in_shard_map(params, snapshots, batches):
         params, state = own_step(tx, params, enter_replica(state), batch)
         return params, leave_replica(state)
 
-    kept = P(), state_specs(tx, params, "data")
+    kept = P(), state_specs(tx, params, axis_name="data")
     how = {"mesh": mesh_of(data=REPLICAS), "in_specs": (*kept, P("data")), "out_specs": kept}
     state, step = stack_replicas(tx.init(params), REPLICAS), jax.jit(jax.shard_map(each, **how))
     for batch in batches:

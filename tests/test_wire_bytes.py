@@ -16,6 +16,7 @@ from lanes import spread
 from reducing import mapped, sends, updating
 
 import boostax
+from boostax.reduce import local_updates, partial_average
 
 AXIS, MILLION = "data", 2**20
 MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -55,25 +56,25 @@ def chunks(n):
 
 
 long_rows = functools.partial(boostax.int8_reduce, AXIS, block=4096)
-low_blocks = functools.partial(boostax.top_k_reduce, AXIS, block=1000, value_dtype="bfloat16")
+low_blocks = functools.partial(boostax.top_k_reduce, AXIS, block=1000, wire_dtype="bfloat16")
 two_bits = functools.partial(boostax.top_k_reduce, AXIS, 1 / 32, block=512, bits=2)
 SGD, LOCAL, PARTIAL = optax.sgd(1.0), "local updates, every 16", "partial average of bf16 params"
 FORMULAS = {
     "mean": (lambda: boostax.all_reduce(AXIS), both, 1e-6),
-    "mean in bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), half, 1e-6),
+    "mean in bf16": (lambda: boostax.all_reduce(AXIS, wire_dtype="bfloat16"), half, 1e-6),
     "int8": (lambda: boostax.int8_reduce(AXIS), blocks, 0.001),
     "int8, long rows": (long_rows, lambda n: half(n) / 2, 0.01),
     "top-k of 1%": (lambda: boostax.top_k_reduce(AXIS, 0.01), places(8), 0.01),
-    "mean in f16": (lambda: boostax.all_reduce(AXIS, dtype="float16"), half, 1e-4),
+    "mean in f16": (lambda: boostax.all_reduce(AXIS, wire_dtype="float16"), half, 1e-4),
     "top-k of 1%, blocks": (lambda: boostax.top_k_reduce(AXIS, block=1000), places(6), 0.01),
     "top-k of 1%, blocks in bf16": (low_blocks, places(4), 0.01),
     "top-k of 1/32, blocks in 2 bits": (two_bits, chunks, 1e-9),
     "AdaSum": (lambda: boostax.adasum(AXIS), both, 0.01),
     "AdaSum in bf16": (lambda: boostax.adasum(AXIS, wire_dtype="bfloat16"), half, 0.01),
     "AdaSum in f16": (lambda: boostax.adasum(AXIS, wire_dtype="float16"), half, 0.01),
-    LOCAL: (lambda: boostax.reduce.local_updates(SGD, AXIS, 16), lambda n: both(n) / 16, 0.01),
+    LOCAL: (lambda: local_updates(SGD, 16, axis_name=AXIS), lambda n: both(n) / 16, 0.01),
     # One of the branches is taken in each step, and what is averaged travels in f32.
-    PARTIAL: (lambda: boostax.reduce.partial_average(SGD, AXIS, 3), lambda n: both(n) / 3, 1e-6),
+    PARTIAL: (lambda: partial_average(SGD, 3, axis_name=AXIS), lambda n: both(n) / 3, 1e-6),
 }
 LOW = jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), PARAMS)
 
@@ -101,7 +102,7 @@ def test_collectives_do_not_grow_with_the_leaves():
 
 def test_a_fragment_is_all_that_is_sent_at_once():
     """Each in a branch of its own, and a step takes one of them."""
-    tx = boostax.reduce.local_updates(SGD, "data", 4, fragments=[0, 1, 1])
+    tx = local_updates(SGD, 4, fragments=[0, 1, 1], axis_name="data")
     first = [jnp.zeros(shape) for shape in SHAPES.values()]
     sizes = collections.Counter()
     for c in sends(lambda p: tx.update(p, tx.init(first), p)[1].syncs, SHAPES.values(), MESH):

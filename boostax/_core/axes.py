@@ -91,6 +91,15 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     return names
 
 
+def named_or_bound(who: str, axis_name: AxisName | None = None) -> tuple[str, ...]:
+    """Return axis names, or those of the step around the call; refuse a call without either."""
+    names = canonical(who, axis_name) or bound().names
+    hint = f"make_train_step or on_mesh around it binds one; else {who}(..., axis_name='data'); "
+    hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
+    checks.require(bool(names), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
+    return names
+
+
 def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
     """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
@@ -306,11 +315,14 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             got = f"{trees.path_name(path)!r} equal over {missing}: checked, jax.grad sums it"
-            hint = "Use boostax.value_and_grad or grad of boostax.train.local_params(params, axis)."
+            hint = (
+                "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
+            )
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 
-def local_params(params: Params, axis_name: AxisName) -> Params:
+@checks.arguments
+def local_params(params: Params, *, axis_name: AxisName | None = None) -> Params:
     """Make params whose gradient stays local to each replica.
 
     Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over
@@ -321,25 +333,26 @@ def local_params(params: Params, axis_name: AxisName) -> Params:
     Args:
       params: tree of arrays, equal on all replicas.
       axis_name: mesh axis name or a tuple of names, bound by the surrounding ``shard_map`` or
-        ``pmap``.
+        ``pmap``. ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
 
     Returns:
       The same arrays, typed as varying over the axes. Cost: none; it compiles to nothing.
 
     Raises:
-      ValueError: an axis is not bound.
+      ValueError: an axis is not bound, or ``None`` outside of a step.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> def local_gradient(w, x):
-      ...   return jax.grad(lambda w: jnp.mean(x * w))(boostax.train.local_params(w, "data"))[None]
+      ...   w = boostax.train.local_params(w, axis_name="data")
+      ...   return jax.grad(lambda w: jnp.mean(x * w))(w)[None]
       >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
       >>> f = jax.shard_map(local_gradient, mesh=mesh, **specs)
       >>> f(jnp.float32(1.0), jnp.ones(4)).shape
       (1,)
     """
-    names = canonical("local_params", axis_name)
+    names = named_or_bound("local_params", axis_name)
     require_bound(names, "local_params")
     return to_varying(params, names)

@@ -174,7 +174,8 @@ def table(package: str, name: str) -> dict[str, Any]:
 def replacement(name: str) -> str | None:
     """Return the sentence in ``names.toml`` about a name, or about an argument ``"f(argument=)"``.
 
-    The file lists what was removed or moved, or exists in another package.
+    The file lists what was removed or moved, or exists in another package, and ``"f(axis_name)"``
+    for functions whose ``axis_name`` was positional.
     """
     return table("boostax", "names").get(name)
 
@@ -192,8 +193,9 @@ def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundAr
         shown, names = ", ".join(_SHOWN.get(x, x) for x in wanted), [x.name for x in known]
         notes = "".join(note for name, note in _NOTES.items() if name in names)
         allowed, hint = ", ".join(names), f"The call is {who}({shown}).{notes}"
-        removed = (replacement(f"{who}({name}=)") for name in kwargs if name not in names)
-        hint = next(filter(None, removed), hint)
+        old = [f"{who}({name}=)" for name in kwargs if name not in names]
+        old += [f"{who}(axis_name)"] * any(isinstance(x, (str, tuple)) for x in args[1:])
+        hint = next(filter(None, map(replacement, old)), hint)
         raise TypeError(message(who, "arguments", allowed, f"others: {error}", hint)) from None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, trees
+from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
 
 
@@ -139,12 +139,14 @@ def all_true(flags: list[jax.Array]) -> jax.Array:
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
-def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Array:
+@checks.arguments
+def all_finite(tree: PyTree, *, axis_name: axes.AxisName | None = None) -> jax.Array:
     """Return whether all leaves are free of NaN and infinities, on all replicas.
 
     Args:
       tree: arrays of any dtype. Integers, ``None`` and empty leaves count as finite.
       axis_name: mesh axis, or a tuple of axes, over which the replicas combine their results.
+        ``None``: each replica has a result for itself, in a step too.
 
     Returns:
       Bool scalar, equal on all replicas when ``axis_name`` is given. Cost: one read of the tree,

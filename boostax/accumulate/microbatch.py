@@ -39,13 +39,14 @@ class _Sums(NamedTuple):
 _Terms = tuple[_Sums, carried.Carried, dict[str, PyTree], PyTree]
 
 
+@checks.arguments
 def microbatch(
     value_and_grad_fn: Callable[..., tuple[PyTree, PyTree]],
     microbatches: Count,
     *,
     has_aux: bool = False,
     normalize: Normalize = "mean",
-    accumulator_dtype: jax.typing.DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Evaluate a ``value_and_grad`` function on slices of the batch and combine the results.
@@ -68,7 +69,7 @@ def microbatch(
         leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores
         the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
-      accumulator_dtype: dtype of the gradient sum; sums of f64 and complex gradients stay f64 and
+      dtype: dtype of the gradient sum; sums of f64 and complex gradients stay f64 and
         complex. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the
         division.
       rules: rules of ``boostax.carry`` for leaves whose gradient is their new value; such leaves
@@ -93,7 +94,7 @@ def microbatch(
     """
     count = require_count(_WHO, microbatches)
     checks.choice(_WHO, "normalize", normalize, Normalize, "Losses that are sums need 'sum'.")
-    narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
+    narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     if count == 1:
         return value_and_grad_fn
 

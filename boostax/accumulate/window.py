@@ -101,7 +101,7 @@ def accumulate(
     every: Every,
     *,
     normalize: Normalize = "mean",
-    accumulator_dtype: jax.typing.DTypeLike = "float32",
+    dtype: jax.typing.DTypeLike = "float32",
     rounding: Rounding = "nearest",
     sums: Sums = "local",
     axis_name: axes.AxisName | None = None,
@@ -126,7 +126,7 @@ def accumulate(
     ``Aux.weight``. Terms with the same count are cheaper as one term.
 
     A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if
-    all weights sum to less than 2**-64, or if a sum overflowed in an ``accumulator_dtype`` with the
+    all weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the
     range of f16 (if ``inner`` has a gate, that gate decides).
 
     A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
@@ -139,7 +139,7 @@ def accumulate(
         number.
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of terms, such as ``("ce",
         "z")``.
-      accumulator_dtype: dtype of the sums; sums of f64 and complex gradients stay f64 and complex.
+      dtype: dtype of the sums; sums of f64 and complex gradients stay f64 and complex.
         A gradient is added in f32 or wider, and the sum is rounded once. In f16 the sum of
         :math:`w_i g_i` overflows at 65504, even if the mean does not, and the window is then
         dropped.
@@ -158,7 +158,7 @@ def accumulate(
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
-      ``accumulator_dtype`` per device, or per all devices with ``sums="sharded"`` (none for
+      ``dtype`` per device, or per all devices with ``sums="sharded"`` (none for
       ``every=1``). The collectives of ``inner`` run once per window; with ``sums="sharded"`` a mean
       runs in each call instead. ``"weight"`` and f16 sums need a collective of 4 bytes per window,
       and f16 sums one more read. ``boostax.apply_gradients`` makes no temporary copy on CPU, TPU
@@ -192,8 +192,8 @@ def accumulate(
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
     kind: Any = "weight" if terms else normalize
     checks.choice(_WHO, "normalize", kind, Kind, hint)
-    narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
-    hint = "Only accumulator_dtype='bfloat16' can be 'stochastic' too."
+    narrow = checks.floating_dtype(_WHO, "dtype", dtype)
+    hint = "Only dtype='bfloat16' can be 'stochastic' too."
     roundings = Rounding if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
     hint = "'sharded' keeps 1/n of the sums on a device, and reduces in each call."

@@ -103,7 +103,9 @@ def _part(update: Callable[..., Any]) -> Part:
     owner = getattr(update, "__self__", None)
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
-    name = _factory(update) if owner is None else kind.__name__
+    # The name is clip for clip.<locals>.update_fn.
+    maker = update.__code__.co_qualname if hasattr(update, "__code__") else type(update).__name__
+    name = maker.partition(".")[0] if owner is None else kind.__name__
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
@@ -146,12 +148,6 @@ def _injected(values: Mapping[str, Any]) -> Any:
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
     except Exception:  # Any factory may fail here; the part is then unknown.
         return None
-
-
-def _factory(update: Callable[..., Any]) -> str:
-    """Return ``clip`` for ``clip.<locals>.update_fn``."""
-    code = getattr(update, "__code__", None)
-    return (type(update).__name__ if code is None else code.co_qualname).partition(".")[0]
 
 
 @functools.cache

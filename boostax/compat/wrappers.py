@@ -140,7 +140,7 @@ class MultiSteps:
     ) -> None:
         who = type(self).__name__
         self.inner_opt = checks.transformation(who, "opt", opt)
-        how: dict[str, Any] = {"accumulator_dtype": accumulator_dtype, "axis_name": axis_name}
+        how: dict[str, Any] = {"dtype": accumulator_dtype, "axis_name": axis_name}
         normalize = "mean" if use_grad_mean else "sum"
         tx = accumulate(self.inner_opt, every_k_schedule, normalize=normalize, **how)
         if should_skip_update_fn is not None:
@@ -271,7 +271,7 @@ def apply_if_finite(
     def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
         in_a_row, _, total = own
         largest = [grads._replace(raw=x).value() for x in largest_magnitudes(grads.raw)]
-        ok = all_finite(largest, axis_name)
+        ok = all_finite(largest, axis_name=axis_name)
         in_a_row = jnp.where(ok, 0, optax.safe_increment(in_a_row))
         return ok | (in_a_row > max_consecutive_errors), (in_a_row, ok, counted(total, ~ok))
 

@@ -280,7 +280,8 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
     require(isinstance(data, Mapping), "keys", data, TypeError, who=who, what=what)
     words = {"who": who, "what": what, "allowed": ", ".join(map(repr, allowed))}
     for key in data:
-        require(key in allowed, "key", key, near=checks.nearest(key, allowed), **words)
+        near = checks.replacement(f"{what.split()[-1]}({key}=)") or checks.nearest(key, allowed)
+        require(key in allowed, "key", key, near=near, **words)
 
 
 def flag(who: str, name: str, value: object) -> None:

@@ -136,7 +136,7 @@ class _Sweep:
         names, layers, oracle = self.plan.names, self.plan.layers, self.oracle
         # The loss gets zeros in place of the layers.
         shown = layers.joined(head, jax.tree.map(zeros, self.plan.stacks))
-        how: Any = {"accumulator_dtype": oracle.accumulator_dtype}
+        how: Any = {"dtype": oracle.dtype}
         how["more"] = {"threaded": (self.sinks(), jnp.asarray(True))}
         args = self.evaluate, shown, self.batch, given, scale
         found, terms = self.traced(None, None).traced(oracle._sliced, *args, **how)
@@ -165,7 +165,7 @@ class _Sweep:
     def sinks(self) -> dict[str, PyTree]:
         """Return the initial sinks of the backward loop."""
         if not self.plan.layers.release:
-            dtype = self.oracle.accumulator_dtype
+            dtype = self.oracle.dtype
             return {k: trees.buffers(x, dtype) for k, x in self.stacks.items()}
         found: dict[str, PyTree] = {}
         for name, leaves in self.stacks.items():

@@ -142,7 +142,7 @@ def average_params(
       >>> state = tx.init(w)
       >>> for _ in range(4):
       ...   w, state = boostax.apply_gradients(tx, jnp.float32(-1.0), state, w)
-      >>> float(w), float(boostax.model.averaged_params(state, w))
+      >>> float(w), float(boostax.model.averaged_params(w, state))
       (4.0, 3.0)
     """
     tx = checks.transformation(_WHO, "inner", inner)
@@ -206,18 +206,18 @@ def average_params(
     return gate.gated(init_fn, step_fn, flush_fn)
 
 
-def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
+def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
     """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
     BatchNorm statistics belong to the params that they were measured with, so measure them again:
     run the model with the averaged params over some dozens of batches.
 
     Args:
-      opt_state: any state that contains an ``AverageParamsState``.
       params: the current params, or the whole Equinox module. The result has their dtypes; with
         ``boostax.precision.store`` inside, pass ``masters(params, opt_state)`` for an average in
         f32. Before the first sample, and for leaves that are not averaged (``boostax.carry``), the
         result is ``params``.
+      opt_state: any state that contains an ``AverageParamsState``.
 
     Returns:
       A tree like ``params``. Cost: a copy of the params, and a read of the average or snapshots.
@@ -228,11 +228,11 @@ def averaged_params(opt_state: PyTree, params: types.Params) -> types.Params:
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.model.average_params(optax.sgd(0.1), "lawa", size=3, every=10)
-      >>> boostax.model.averaged_params(tx.init(jnp.ones(2)), jnp.ones(2)).tolist()
+      >>> boostax.model.averaged_params(jnp.ones(2), tx.init(jnp.ones(2))).tolist()
       [1.0, 1.0]
     """
     who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
-    mismatch.require_order(who, "averaged_params(opt_state, params)", params=params)
+    mismatch.require_order(who, "averaged_params(params, opt_state)", params=params)
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params, averaged = trees.arrays(params), state.averaged
     # A module has leaves besides its params.

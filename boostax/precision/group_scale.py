@@ -491,8 +491,10 @@ def check_boundaries(
         pairs = zip(grads, numbers, strict=True)
         return [g / scales[number].astype(g.real.dtype) for g, number in pairs]
 
-    drawn = [jnp.ones(count), *(_drawn(seed, count) for seed in range(draws))]
-    plain, *others = (jax.device_get(gradients(scales)) for scales in drawn)
+    # Powers of two, distinct for up to 25 groups; equal scales would hide an error.
+    orders = [np.random.default_rng(seed).permutation(count) % 25 for seed in range(draws)]
+    drawn = [jnp.asarray(np.exp2(x - min(count, 25) // 2), jnp.float32) for x in orders]
+    plain, *others = (jax.device_get(gradients(x)) for x in (jnp.ones(count), *drawn))
     columns = zip(trees.names(params), plain, *others, strict=True)
     worst = {path: max(_difference(x, other) for other in rest) for path, x, *rest in columns}
     wrong = [path for path, off in worst.items() if off > rtol]
@@ -501,12 +503,6 @@ def check_boundaries(
     hint = "The fault lies between the last of these groups and the loss."
     checks.require(not wrong, who, "loss_fn", got=got, allowed=allowed, hint=hint)
     return max(worst.values(), default=0.0)
-
-
-def _drawn(seed: int, count: int) -> jax.Array:
-    """Draw powers of two, distinct for up to 25 groups; equal scales would hide an error."""
-    powers = np.random.default_rng(seed).permutation(count) % 25
-    return jnp.asarray(np.exp2(powers - min(count, 25) // 2), jnp.float32)
 
 
 def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:

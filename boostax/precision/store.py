@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, placement, replicas, trees, types
+from boostax._core import axes, checks, gate, mismatch, placement, replicas, trees, types
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.precision import formats
@@ -102,7 +102,7 @@ def store(
     do not change the noise, and a resumed run or another placement draws the same noise.
 
     Put ``store`` directly around the optimizer, inside all gates. A window has its own dtype:
-    ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
+    ``accumulate(store(adamw(1e-3), params="stochastic"), 16, dtype="bfloat16",
     rounding="stochastic")``.
 
     ============== ===== ==========================================================================
@@ -228,6 +228,7 @@ def masters(params: types.State, opt_state: PyTree) -> types.State:
       >>> float(w[0]), float(boostax.precision.masters(w, state)[0])
       (1.0, 0.999755859375)
     """
+    mismatch.require_order("masters", "masters(params, opt_state)", params=params)
     found = trees.find(opt_state, _is_store)
     return _masters(params, found[0].low) if found else trees.at_least_float32(params)
 

@@ -292,8 +292,8 @@ class AdasumDeltaState(NamedTuple):
 @reduction
 def adasum_delta(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName | None = None,
     *,
+    axis_name: axes.AxisName | None = None,
     within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
@@ -312,16 +312,16 @@ def adasum_delta(
     ``DistributedOptimizer(op=Adasum)``. With ``within`` each server has one inner state, for the
     mean gradient of its w devices, like MindSpore's ``boost.adasum`` with ``device_number``. Put
     ``adasum_delta`` outermost, around all parts that make an update: ``adasum_delta(chain(clip,
-    adamw(schedule)), "data")``. In short runs with momentum it gives a higher loss than ``adasum``,
-    because the replicas' momenta never agree; see ``docs/cards/adasum.md``.
+    adamw(schedule)), axis_name="data")``. In short runs with momentum it gives a higher loss than
+    ``adasum``, because the replicas' momenta never agree; see ``docs/cards/adasum.md``.
 
     Args:
       inner: an optimizer without collectives over the axes, as a single replica would use it.
       axis_name: mesh axis, or a tuple of axes, whose replicas or servers are combined. ``None``
         means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
       within: the axes of a server's devices, over which gradients are averaged before ``inner``:
-        ``adasum_delta(adam, "server", within="data")`` on ``jax.make_mesh((n // 8, 8), ("server",
-        "data"))``.
+        ``adasum_delta(adam, axis_name="server", within="data")`` on ``jax.make_mesh((n // 8, 8),
+        ("server", "data"))``.
       shard_axes: axes over which leaves are sharded.
       scope: as in ``adasum``, like the following arguments.
       wire_dtype: dtype of the updates on the wire.
@@ -342,11 +342,11 @@ def adasum_delta(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data")
+      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), axis_name="data")
       >>> combine = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> combine(jnp.array([[1.0, 0.0], [0.0, 1.0]]))[0].tolist()
       [-0.5, -0.5]
-      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "server", within="data")
+      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), axis_name="server", within="data")
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
       >>> servers = jnp.array([[[1.0, 0.0], [3.0, 0.0]], [[0.0, 2.0], [0.0, 4.0]]])  # two of two
       >>> jax.jit(jax.vmap(step, axis_name="server"))(servers)[0, 0].tolist()

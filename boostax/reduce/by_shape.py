@@ -219,7 +219,7 @@ def _kept(state: PyTree, params: PyTree) -> dict[str, set[str]]:
 
 @reduction
 def by_shape(
-    inner: optax.GradientTransformation, axis_name: axes.AxisName | None = None
+    inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` (Muon) for each matrix on only one replica, and gather the updates.
 
@@ -265,7 +265,7 @@ def by_shape(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.by_shape(optax.contrib.muon(1.0), "data")
+      >>> tx = boostax.by_shape(optax.contrib.muon(1.0), axis_name="data")
       >>> params = {"q": jnp.eye(4), "k": jnp.eye(4), "bias": jnp.zeros(4)}
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name="data")
       >>> updates, state = jax.jit(step)(jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params))

@@ -63,8 +63,8 @@ class CompressedState(NamedTuple):
 @reduction
 def compress(
     codec: Codec,
-    axis_name: axes.AxisName | None = None,
     *,
+    axis_name: axes.AxisName | None = None,
     error_feedback: bool = True,
     decay: float = 1.0,
     dense: Dense = None,
@@ -111,7 +111,7 @@ def compress(
       ...   def reduce(self, leaves, state, names):
       ...     means = [jax.lax.pmean(x / 2, names) for x in leaves]
       ...     return boostax.reduce.Message(means, [x / 2 for x in leaves], state)
-      >>> tx = boostax.reduce.compress(Half(), "data")
+      >>> tx = boostax.reduce.compress(Half(), axis_name="data")
       >>> step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> step(jnp.array([[4.0], [8.0]]))[0].tolist()
       [3.0]

@@ -210,16 +210,19 @@ def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: 
     return axes.unify(trees.cast_like(new, value), value), state
 
 
+_STEPS = "It counts steps: local_updates(inner, every=16, axis_name='data')."
+
+
 @reduction
 def local_updates(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName | None,
     every: int,
     outer: optax.GradientTransformation | None = optax.sgd(1.0),
     *,
     fragments: int | PyTree = 1,
     reduction: optax.GradientTransformation | None = None,
     warmup: int = 0,
+    axis_name: axes.AxisName | None = None,
 ) -> Extended:
     r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
@@ -240,18 +243,18 @@ def local_updates(
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
-      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       every: steps from one synchronization to the next; 1 synchronizes at each step.
       outer: an optimizer for the anchor, without collectives; it computes in f32 or wider. ``None``
         takes the mean of the params themselves, without ``reduction``, and keeps no anchor.
       fragments: synchronize fragments of the params in turn, each fragment once in ``every`` steps,
         evenly spaced (Streaming DiLoCo). A number cuts the leaves into runs of about equal size; or
         give the fragment of each leaf, like ``partitions`` of ``partial_average``.
-      reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
+      reduction: computes :math:`\Delta`: ``all_reduce(axis_name, wire_dtype="bfloat16")``,
         ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
       warmup: number of steps at the beginning after each of which all params are averaged, in f32
         or wider; ``every``, ``outer`` and ``reduction`` apply after the warm-up.
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
@@ -267,7 +270,7 @@ def local_updates(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.reduce.local_updates(optax.sgd(1.0), "data", every=2)
+      >>> tx = boostax.reduce.local_updates(optax.sgd(1.0), every=2, axis_name="data")
       >>> def train(grads, w):
       ...   state = tx.init(w)
       ...   for g in grads:
@@ -284,7 +287,7 @@ def local_updates(
       https://arxiv.org/abs/2508.15706, 2025.
     """
     who = "local_updates"
-    every = checks.positive_int(who, "every", every, "It counts steps between synchronizations.")
+    every = checks.positive_int(who, "every", every, _STEPS)
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     if outer is None:
         hint = "A reduction needs an anchor: outer=optax.sgd(1.0) keeps one."
@@ -337,10 +340,10 @@ def _copy(p: Any) -> Any:
 @reduction
 def partial_average(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName | None = None,
     partitions: int | PyTree = None,
     *,
     bucket_bytes: int | None = None,
+    axis_name: axes.AxisName | None = None,
 ) -> Extended:
     r"""Train every replica on its own gradients; average one partition of the params per step.
 
@@ -351,7 +354,7 @@ def partial_average(
       p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
 
     Every parameter is averaged once in :math:`K` steps; the state of ``inner`` is never averaged.
-    It is ``local_updates(inner, axis_name, every=K, outer=None, fragments=partitions)``.
+    It is ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
 
     Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Put
     ``partial_average`` outermost, with only gates around it:
@@ -361,14 +364,14 @@ def partial_average(
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
-      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
       partitions: the number of partitions, at most the number of leaves; the leaves are cut into
         runs, the largest as small as possible. Or the partition of each leaf, numbered from 0: a
         tree of integers like the params, or a prefix of one.
       bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``: leaves are added
         from the last to the first until they exceed this many bytes (of f32); a larger leaf is a
         partition by itself. ``2**23`` is SINGA's default.
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the
@@ -384,7 +387,7 @@ def partial_average(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.reduce.partial_average(optax.sgd(1.0), "data", partitions=2)
+      >>> tx = boostax.reduce.partial_average(optax.sgd(1.0), 2, axis_name="data")
       >>> own = [jnp.array([1.0, 3.0]), jnp.array([1.0, 3.0])]  # two leaves, on two replicas
       >>> g = jax.tree.map(jnp.ones_like, own)
       >>> step = lambda g, w: boostax.apply_gradients(tx, g, tx.init(w), w)[0]
@@ -407,7 +410,7 @@ def partitioning(
     """Return a function from params to the indices of the leaves in each partition."""
     bucket = exchange.check_bytes(who, bucket_bytes)
     if bucket is not None:
-        why = "One of the two defines the partitions."
+        why = "One of them cuts: partial_average(inner, bucket_bytes=2**23, axis_name='data')."
         checks.absent(who, argument, partitions, "left out with bucket_bytes", why)
         sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
         return lambda params: exchange.fused(dict(sizes(params)), bucket) or [[]]

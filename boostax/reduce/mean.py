@@ -43,17 +43,13 @@ def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
             return tx._replace(init=lambda params: _reducing(tx, who, given).init(params))
-        call = f"{who}({'inner, ' * ('inner' in given.arguments)}'data')"
         sample = bound_axis.called(factory, given, (axes.UNNAMED,))
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
         known: dict[tuple[str, ...], Extended] = {(axes.UNNAMED,): sample}
 
         def bound(params: PyTree) -> Extended:
-            over = (axes.UNNAMED,) if axes.bound().averaged else axes.bound().names
-            hint = f"Leave it to make_train_step or on_mesh around it, or name it, {call}; "
-            hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
-            checks.require(bool(over), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
+            over = (axes.UNNAMED,) if axes.bound().averaged else axes.named_or_bound(who)
             if over not in known:
                 across = tuple(x for x in over if x not in inside)
                 known[over] = bound_axis.called(factory, given, across)
@@ -94,7 +90,7 @@ def all_reduce(
     axis_name: axes.AxisName | None = None,
     *,
     op: Op = "mean",
-    dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None = None,
     clip: float | None = None,
     divide: When = "after",
     bucket_bytes: int | None = None,
@@ -106,31 +102,31 @@ def all_reduce(
     Put ``all_reduce`` first in the inner chain: ``accumulate(chain(all_reduce("data"), clip,
     adamw), 8)`` reduces once per window.
 
-    With a half ``dtype`` the gradients are sent in that dtype and summed in f32. bf16 has the range
-    of f32. In f16 every leaf is divided by its own power of two, so neither large gradients nor
-    their sum overflow, and small gradients keep their digits.
+    With a half ``wire_dtype`` the gradients are sent in that dtype and summed in f32. bf16 has the
+    range of f32. In f16 every leaf is divided by its own power of two, so neither large gradients
+    nor their sum overflow, and small gradients keep their digits.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
       op: ``"mean"`` or ``"sum"``.
-      dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
+      wire_dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
       clip: bound on the magnitude of every element of a local gradient, applied first. Elements
         that are not finite stay so, because a loss scaler must detect them. ``None`` does not clip.
       divide: whether a mean divides ``"after"`` the sum or ``"before"`` it. Dividing before avoids
         overflow: the sum of four gradients of 1e38 exceeds f32.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together, which
         saves collectives and costs one copy. With ``None``, XLA merges the reductions of several
-        leaves; with ``None`` and ``dtype``, leaves below 64 KiB (or 4 KiB in a replica's slice) and
-        vectors are packed, up to 8 MiB together. Between processes on CPUs, where each leaf would
-        be a message, ``None`` packs the unsharded leaves of a mean, up to 1 MiB together, and
-        reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
+        leaves; with ``None`` and ``wire_dtype``, leaves below 64 KiB (or 4 KiB in a replica's
+        slice) and vectors are packed, up to 8 MiB together. Between processes on CPUs, where each
+        leaf would be a message, ``None`` packs the unsharded leaves of a mean, up to 1 MiB
+        together, and reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
 
     Returns:
       A transformation without state. The sum is taken in f32 or wider and cast back to the
       gradients' dtype, saturating there. Cost: ``jax.lax.pmean`` of each leaf in its own shape, one
       all-reduce per leaf in the traced program, which XLA may merge (4 bytes an element on the
-      wire, times ``2 (n-1)/n`` on a ring). With ``dtype`` it is 2 bytes an element, by an
+      wire, times ``2 (n-1)/n`` on a ring). With ``wire_dtype`` it is 2 bytes an element, by an
       all-to-all and an all-gather of each leaf, cut along one of its dimensions, and of each pack
       of small leaves; in f16 two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train step
       of 67 M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32
@@ -142,20 +138,21 @@ def all_reduce(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.all_reduce("data", dtype="float16")
+      >>> tx = boostax.all_reduce("data", wire_dtype="float16")
       >>> mean = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
       >>> mean(jnp.array([2.0**20, 2.0**22])).tolist()  # both beyond the range of f16
       [2621440.0, 2621440.0]
 
     References:
       Apache SINGA's ``DistOpt``: ``backward_and_update`` (fusion by ``bucket_bytes``) and
-      ``backward_and_update_half`` (``dtype="float16"``, ``clip``), which sums in f16 and overflows.
+      ``backward_and_update_half`` (``wire_dtype="float16"``, ``clip``), which sums in f16 and
+      overflows.
     """
     who = "all_reduce"
     names = axes.canonical(who, axis_name)
     checks.choice(who, "op", op, Op, "A mean keeps the learning rate. AdaSum: adasum, auto's kind.")
     checks.choice(who, "divide", divide, When, "After the sum is the default.")
-    wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
+    wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     if clip is not None:
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)

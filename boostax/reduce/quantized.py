@@ -210,4 +210,4 @@ def int8_reduce(
     checks.choice(who, "rounding", rounding, Rounding, "Error feedback corrects both.")
     codec = Int8(block, rounding == "stochastic", seed)
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
-    return compress(codec, axis_name, **feedback, dense=dense, name=who)
+    return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)

@@ -39,13 +39,13 @@ class Cut:
     Attributes:
       threshold: smaller magnitudes are not sent; ``None`` allows any.
       relative: whether the threshold is in units of the leaf's root mean square.
-      value_dtype: dtype of values on the wire; ``None`` for the values' own dtype.
-      bits: 2 to send ``two_bits`` of each value; ``None`` to send ``value_dtype``.
+      wire_dtype: dtype of values on the wire; ``None`` for the values' own dtype.
+      bits: 2 to send ``two_bits`` of each value; ``None`` to send ``wire_dtype``.
     """
 
     threshold: float | None = None
     relative: bool = False
-    value_dtype: np.dtype[Any] | None = None
+    wire_dtype: np.dtype[Any] | None = None
     bits: int | None = None
 
     def least(self, leaf: jax.Array) -> Bound:
@@ -58,7 +58,7 @@ class Cut:
         """Return the values as sent, zero below the threshold."""
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
-        return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
+        return values if self.wire_dtype is None else trees.saturate(values, self.wire_dtype)
 
     def arrived(self, wire: tuple[jax.Array, ...], count: int) -> jax.Array:
         """Return the ``count`` values of each row that were sent as ``wire``."""
@@ -364,7 +364,7 @@ def top_k_reduce(
     block: int | None = None,
     bucket_bytes: int | None = None,
     momentum: float | None = None,
-    value_dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None = None,
     bits: int | None = None,
     error_feedback: bool = True,
     decay: float = 1.0,
@@ -394,11 +394,11 @@ def top_k_reduce(
         of the fused leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
       momentum: coefficient of momentum correction (DGC), which applies momentum before the choice,
         and resets it for sent elements. The optimizer must then have no momentum.
-      value_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
+      wire_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
         errors stay in the residual.
       bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
         (or leaf). The mean magnitudes above and below take 4 bytes a block. Errors stay in the
-        residual. ``None`` sends values in ``value_dtype``.
+        residual. ``None`` sends values in ``wire_dtype``.
       error_feedback: whether to keep the elements that were not sent; otherwise most params never
         change.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
@@ -407,7 +407,7 @@ def top_k_reduce(
 
     Returns:
       A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
-      or block of up to 65536 elements, 4 if also ``value_dtype`` is half, 2.25 with ``bits=2``),
+      or block of up to 65536 elements, 4 if also ``wire_dtype`` is half, 2.25 with ``bits=2``),
       gathered from all replicas. With k elements per replica a ring takes ``(n-1) k`` times these
       bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``. One residual of the size
       of the f32 gradients per replica (two with ``momentum``); two all-reduces of 8 bytes.
@@ -431,12 +431,12 @@ def top_k_reduce(
       comparison truncates magnitudes to integers, so below one it takes the first k elements.
     """
     who = "top_k_reduce"
-    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
-    hint = "Or leave it out, for value_dtype."
+    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, wire_dtype)
+    hint = "Or leave it out, for wire_dtype."
     checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
-    both = value_dtype if bits else None
-    checks.absent(who, "value_dtype", both, "left out with bits", "Both set the format of a value.")
-    how = block, Cut(value_dtype=wire, bits=bits), bucket_bytes
+    both = wire_dtype if bits else None
+    checks.absent(who, "wire_dtype", both, "left out with bits", "Both set the format of a value.")
+    how = block, Cut(wire_dtype=wire, bits=bits), bucket_bytes
     if count is None:
         largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731
         codec = staged(who, "density", density, largest, _check_share)
@@ -444,9 +444,10 @@ def top_k_reduce(
         checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
         codec = Largest(lambda size: count, *how)
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum, "decay": decay}
-    return compress(codec, axis_name, **feedback, dense=dense, name=who)
+    return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)
 
 
+@checks.arguments
 def threshold_reduce(
     axis_name: axes.AxisName | None = None,
     threshold: float = 0.05,
@@ -455,7 +456,7 @@ def threshold_reduce(
     relative: bool = False,
     block: int | None = None,
     bucket_bytes: int | None = 2**16,
-    value_dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None = None,
     error_feedback: bool = True,
     decay: float = 1.0,
     dense: Dense = None,
@@ -482,7 +483,7 @@ def threshold_reduce(
       bucket_bytes: bytes up to which leaves share their slots, as in ``top_k_reduce``. The same
         elements are sent, but fewer steps are dense because one leaf lacks slots. ``None`` gives
         each leaf its own slots.
-      value_dtype: see ``top_k_reduce``; a dense step sends f32.
+      wire_dtype: see ``top_k_reduce``; a dense step sends f32.
       error_feedback: keep the elements that were not sent.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: leaves that take a plain mean.
@@ -516,20 +517,20 @@ def threshold_reduce(
     who = "threshold_reduce"
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
     _check_share(who, "capacity", capacity)
-    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
+    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, wire_dtype)
     how = block, Cut(threshold, relative, wire), bucket_bytes
     codec = Threshold(capacity, Largest(functools.partial(share, capacity), *how))
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
-    return compress(codec, axis_name, **feedback, dense=dense, name=who)
+    return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)
 
 
 def _checked(
-    who: str, block: int | None, bucket_bytes: int | None, value_dtype: DTypeLike | None
+    who: str, block: int | None, bucket_bytes: int | None, wire_dtype: DTypeLike | None
 ) -> tuple[int | None, int | None, np.dtype[Any] | None]:
     """Check the arguments of elements with positions."""
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
-    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     return block, exchange.check_bytes(who, bucket_bytes), wire
 
 

@@ -89,7 +89,7 @@ def results_are_typed_equal(case: Case) -> None:
     """Promise 6: under checking, params pass a replicated out spec, and state passes its specs."""
     tx, replicas = case.mapped(AXIS), jax.device_count()
     start = _case.start(case, tx, replicas)
-    specs = states.state_specs(tx, arrays.even_params(), AXIS)
+    specs = states.state_specs(tx, arrays.even_params(), axis_name=AXIS)
     assert jax.tree.structure(specs) == jax.tree.structure(start[1])
 
     def local(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
@@ -128,7 +128,8 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
     nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, replicas))
 
     def train(params: PyTree, grads: PyTree) -> Any:
-        start = (local_params(params, AXIS) if case.own_params else params, tx.init(params))
+        own = local_params(params, axis_name=AXIS) if case.own_params else params
+        start = own, tx.init(params)
         step = lambda _, carry: apply_gradients(tx, grads, carry[1], carry[0])  # noqa: E731
         return start, jax.lax.fori_loop(0, 100, step, start)
 
@@ -145,7 +146,7 @@ def reduced_gradients_are_refused(case: Case) -> None:
 
 def local_params_give_local_gradients(case: Case) -> None:
     """Promise 6: ``jax.grad`` of cast params is accepted with checking on."""
-    _trace_step(case, lambda params: local_params(params, AXIS))
+    _trace_step(case, lambda params: local_params(params, axis_name=AXIS))
 
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:

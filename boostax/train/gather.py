@@ -22,8 +22,9 @@ Gather = Literal["bfloat16", "int8"]
 _WHO = "gather_params"
 
 
+@checks.arguments
 def gather_params(
-    params: types.Params, dtype: Gather, *, axis_name: axes.AxisName
+    params: types.Params, wire_dtype: Gather, *, axis_name: axes.AxisName | None = None
 ) -> Callable[[types.Params], types.Params]:
     r"""All-gather sharded params (FSDP) in bf16 or int8, while the shards stay exact.
 
@@ -39,8 +40,9 @@ def gather_params(
 
     Args:
       params: as in ``on_mesh``; only mesh and shardings are read.
-      dtype: ``"bfloat16"`` or ``"int8"``.
-      axis_name: the replica axis, or axes, over which the batch is split.
+      wire_dtype: ``"bfloat16"`` or ``"int8"``.
+      axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
+        of the mesh.
 
     Returns:
       A function from params to params that are replicated over the replica axes, for
@@ -65,14 +67,14 @@ def gather_params(
       Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023 (all-gathers of weights in int8
       blocks).
     """
-    return gathering(_WHO, dtype, placement_of(_WHO, params, axis_name))
+    return gathering(_WHO, wire_dtype, placement_of(_WHO, params, axis_name))
 
 
 def gathering(
     who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
-    checks.choice(who, "dtype", dtype, Gather, "Leave it out for full precision.")
+    checks.choice(who, "wire_dtype", dtype, Gather, "Leave it out for full precision.")
     cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."

@@ -65,7 +65,7 @@ class _How(TypedDict, total=False):
     axis_name: axes.AxisName | None
     policy: Policy | Level | None
     microbatches: Count
-    accumulator_dtype: Any
+    dtype: Any
 
 
 class _Local(_How, total=False):
@@ -97,7 +97,7 @@ def value_and_grad(
     policy: Policy | Level | None = None,
     microbatches: Count = 1,
     has_aux: bool = False,
-    accumulator_dtype: Any = jnp.float32,
+    dtype: Any = jnp.float32,
     layers: optax.GradientTransformation | None = None,
 ) -> Oracle:
     r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax.
@@ -140,7 +140,7 @@ def value_and_grad(
         replicas. Any other aux is returned unchanged: stacked over micro-batches on a leading
         dimension ``[microbatches]``; local to the replica inside ``shard_map`` or ``pmap``; with
         ``mesh`` a ``PerReplica`` of stacked arrays, like the gradients.
-      accumulator_dtype: dtype of the gradient sum over micro-batches.
+      dtype: dtype of the gradient sum over micro-batches.
       layers: the optimizer from ``boostax.on_mesh(layers=)``, if the loss uses ``scan_layers``.
 
     Returns:
@@ -182,7 +182,7 @@ def value_and_grad(
         return loss_fn(trees.restored(params), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
-    made = Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
+    made = Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(dtype), mesh)
     if layers is None:
         return made
     around = getattr(getattr(layers, "update", None), "around", None)
@@ -228,7 +228,7 @@ class Oracle(Generic[Value, Params, Grads]):
       names: the replica axes.
       count: micro-batches of a call.
       has_aux: see ``value_and_grad``.
-      accumulator_dtype: dtype of the gradient sum over micro-batches.
+      dtype: dtype of the gradient sum over micro-batches.
       mesh: the mesh over whose replica axes the loss is mapped, on global arrays; ``None`` inside a
         mapped function, or on one device.
       watch: called in each trace with the nonlinear backward rules of the loss; ``None`` without a
@@ -240,7 +240,7 @@ class Oracle(Generic[Value, Params, Grads]):
     names: tuple[str, ...]
     count: Count
     has_aux: bool
-    accumulator_dtype: np.dtype[Any]
+    dtype: np.dtype[Any]
     mesh: Mesh | None = None
     watch: Callable[[list[str]], None] | None = None
 
@@ -395,7 +395,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 grads = carried.put(grads, new)
             return (loss, aux), grads
 
-        how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
+        how: Any = {"dtype": self.dtype, "rules": rules}
         # Carried records of cotangents must equal the records of the whole batch for any split.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale

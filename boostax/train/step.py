@@ -34,7 +34,7 @@ def make_train_step(
     policy: Policy | Level | None = None,
     microbatches: int = 1,
     has_aux: bool = False,
-    accumulator_dtype: Any = jnp.float32,
+    dtype: Any = jnp.float32,
     param_specs: PyTree | None = None,
     freeze_driver: FreezeDriver = "host",
     shard_optimizer: bool = False,
@@ -66,7 +66,7 @@ def make_train_step(
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``, with a ``boostax.Aux`` or a tree of
         scalars that the step reports like ``Aux.metrics``. Each term of a loss of terms is then
         reported, too.
-      accumulator_dtype: dtype of the gradient sum over micro-batches.
+      dtype: dtype of the gradient sum over micro-batches.
       param_specs: the shardings of the params, a tree with a ``PartitionSpec`` for each param.
         ``None`` keeps the placement of the params in ``step.init``.
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when the
@@ -121,7 +121,7 @@ def make_train_step(
     hint = "The step cuts the batch: a stacked one is x.reshape(-1, *x.shape[2:])."
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
     rules = as_policy(policy)
-    how: Any = {"policy": rules, "microbatches": slices, "accumulator_dtype": accumulator_dtype}
+    how: Any = {"policy": rules, "microbatches": slices, "dtype": dtype}
     how |= {"mesh": mesh, "axis_name": names or None, "has_aux": has_aux}
     oracle = value_and_grad(_reporting(loss_fn) if has_aux else loss_fn, **how)
     how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}

@@ -74,7 +74,7 @@ def train(model, opt_state, make_step, shards, calls):
 
 def evaluate(model, opt_state):
     """Print the loss of the averaged module on rows that are never trained on."""
-    average = boostax.model.averaged_params(opt_state, model)
+    average = boostax.model.averaged_params(model, opt_state)
     print(f"held out {eqx.filter_jit(loss_fn)(average, make_batch(20_000)):.3f}")
 
 

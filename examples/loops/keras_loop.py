@@ -86,7 +86,7 @@ def train(state, step, rows, calls):
 def evaluate(model, state):
     """Print the loss of the model with averaged params, on rows that are never trained on."""
     params, statistics, opt_state = state
-    average = boostax.model.averaged_params(opt_state, params)
+    average = boostax.model.averaged_params(params, opt_state)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     for variable, value in zip(variables, [*average, *statistics], strict=True):
         variable.assign(value)

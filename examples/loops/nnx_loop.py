@@ -83,7 +83,7 @@ def train(model, optimizer, step, rows, calls):
 def evaluate(model, optimizer):
     """Print the loss of the averaged head on rows that are never trained on."""
     average = nnx.clone(model)
-    nnx.update(average, boostax.model.averaged_params(optimizer.opt_state, nnx.state(model, HEAD)))
+    nnx.update(average, boostax.model.averaged_params(nnx.state(model, HEAD), optimizer.opt_state))
     forward = nnx.jit(loss_fn)
     for call in range(20):  # statistics of BatchNorm belong to the params they are measured with
         forward(average, make_batch(call))

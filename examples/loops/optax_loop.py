@@ -80,7 +80,7 @@ def train(state, step, shards, calls):
 def evaluate(state):
     """Print the loss of the averaged params on rows that are never trained on."""
     params, opt_state = state
-    average = boostax.model.averaged_params(opt_state, params)
+    average = boostax.model.averaged_params(params, opt_state)
     print(f"held out {jax.jit(loss_fn)(average, make_batch(20_000)):.3f}")
 
 

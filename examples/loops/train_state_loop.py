@@ -92,7 +92,7 @@ def train(state, train_step, rows, calls):
 
 def evaluate(state):
     """Print the loss of the averaged params on rows that are never trained on."""
-    average = boostax.model.averaged_params(state.opt_state, state.params)
+    average = boostax.model.averaged_params(state.params, state.opt_state)
     print(f"held out {jax.jit(loss_fn)(average, make_batch(20_000)):.3f}")
 
 

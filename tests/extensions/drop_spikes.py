@@ -9,7 +9,7 @@ from jax import lax
 import boostax
 
 
-def drop_spikes(inner: Any, factor: float = 8.0, axis_name: Any = None) -> Any:
+def drop_spikes(inner: Any, factor: float = 8.0, *, axis_name: Any = None) -> Any:
     """Skip a step of which the norm is so many times its running mean, or not finite."""
 
     def rule(grads: boostax.Pending, mean: Any, params: Any) -> Any:

@@ -39,4 +39,5 @@ class Signs(Codec):
 
 def sign_reduce(axis_name: Any, majority: bool = False) -> Any:
     """Send a bit of every element; a majority (signSGD) has no magnitude to hold back."""
-    return compress(Signs(majority), axis_name, error_feedback=not majority, name="sign_reduce")
+    how: Any = {"axis_name": axis_name, "error_feedback": not majority}
+    return compress(Signs(majority), name="sign_reduce", **how)

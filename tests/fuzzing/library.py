@@ -24,7 +24,7 @@ AXIS = "data"
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda axis: boostax.all_reduce(axis),
     "sum": lambda axis: boostax.all_reduce(axis, op="sum"),
-    "bfloat16": lambda axis: boostax.all_reduce(axis, dtype="bfloat16"),
+    "bfloat16": lambda axis: boostax.all_reduce(axis, wire_dtype="bfloat16"),
     "top_k": lambda axis: boostax.top_k_reduce(axis, 0.25),
     "int8": lambda axis: boostax.int8_reduce(axis, rounding="stochastic"),
     # Leaves of 24, 8 and 1: a step is sparse or dense as it comes.
@@ -269,7 +269,8 @@ class Library:
             return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[: case.replicas])
         if case.placement in ("single", *MESHES):
             return jax.jit(step, donate_argnums=(0, 1))
-        specs = boostax.states.state_specs(self.tx, self.carry[0], AXIS, replicas=case.replicas)
+        how: Any = {"axis_name": AXIS, "replicas": case.replicas}
+        specs = boostax.states.state_specs(self.tx, self.carry[0], **how)
 
         def mapped(params: Tree, state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
             rest = jax.tree.map(lambda v: v[0], rest)
@@ -350,7 +351,7 @@ class Library:
         params, state = self._taken()
         if self.case.face == "nnx":
             params = nnx.as_pure(nnx.state(self.model, nnx.Param))
-        found = boostax.model.averaged_params(state, params) if self.case.average else params
+        found = boostax.model.averaged_params(params, state) if self.case.average else params
         return {n: np.float64(x) for n, x in found.items()}
 
     def reported(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ def in_plain_optax(params: Params, batches: list[Batch]) -> Params:
         params, opt_state = step(params, opt_state, batch)
     assert_type(boostax.flush(tx, opt_state, params)[0], Params)
     assert_type(boostax.precision.masters(params, opt_state), Params)
-    return assert_type(boostax.model.averaged_params(opt_state, params), Params)
+    return assert_type(boostax.model.averaged_params(params, opt_state), Params)
 
 
 def in_a_train_step(params: Params, batch: Batch, folder: pathlib.Path) -> TrainState[Params]:
