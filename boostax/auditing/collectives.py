@@ -134,8 +134,7 @@ def _widened(program: Program, site: Site) -> bool:
     body = program.computations[site.computation]
     i = body[site.instruction.operands[0]]
     if i.op == "fusion":
-        body = program.computations[i.called[0]]
-        i = next(x for x in body.values() if x.root)
+        body, i = program.computations[i.called[0]], program.root(i.called[0]) or i
     converts = i.op == "convert" and "op_name=" not in i.attributes
     return converts and bits(body[i.operands[0]].result[0].dtype) < bits(i.result[0].dtype)
 
@@ -157,10 +156,10 @@ def _collective(
     does = next((x for name, x in formed if name in f"{site.computation} {scope}"), kind)
     reducer = i.attribute(r"to_apply=%([\w.\-]+)")
     # A TPU packs two or four elements of a narrow dtype into a u32.
-    reducing = program.computations.get(reducer, {}).values()
-    narrow = (x.result[0].dtype for x in reducing if x.op == "bitcast-convert")
-    narrow = () if any(x.dtype != "u32" for x in inputs) else narrow
-    packed = next((dtype for dtype in narrow if bits(dtype) < 32), None)
+    is_u32 = all(x.dtype == "u32" for x in inputs)
+    reducing = program.computations.get(reducer, {}).values() if is_u32 else ()
+    unpacked = (x.result[0].dtype for x in reducing if x.op == "bitcast-convert")
+    packed = next((dtype for dtype in unpacked if bits(dtype) < 32), None)
     factor = 32 // bits(packed) if packed else 1
     # The results of a start instruction begin with its operands.
     outputs = i.result[len(inputs) * i.op.endswith("-start") :]

@@ -162,8 +162,7 @@ def compile_program(
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
     # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
-    shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
-    placed = {device for x in shardings for device in x.device_set}
+    placed = {d for x in jax.tree.leaves(args) if (s := _sharding(x)) for d in s.device_set}
     devices = target_devices(target) if target is not None else tuple(placed)
     traced: Any = program.trace(*args) if hasattr(program, "trace") else None
     if placed <= set(devices) and (placed or target is None):

@@ -51,8 +51,7 @@ def _bytes(program: Program, site: Site) -> float:
         return 2 * _in_memory(i.result)
     if i.op == _UPDATE:
         return 2 * sizes.get(i.operands[1], 0)
-    read = sum(sizes.values())
-    written = i.result
+    read, written = sum(sizes.values()), i.result
     if i.op == "slice-start":
         # The results of a start instruction are its operands, then the received arrays.
         written = i.result[len(i.operands) : len(i.operands) + 1]
