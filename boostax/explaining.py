@@ -174,5 +174,5 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
     # On a GPU the order of a sum may differ from run to run.
     tolerance = max(float(x.eps) for x in limits) ** 0.5
-    leaves = groups.few([*itertools.compress(trees.names(state.params), jax.jit(differs)(*args))])
-    return [*listed, findings.finding("depends_on_scale", leaves=leaves)] if leaves else listed
+    names = groups.few([*itertools.compress(trees.names(state.params), jax.jit(differs)(*args))])
+    return [*listed, findings.finding("depends_on_scale", leaves=names)] if names else listed

@@ -34,7 +34,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """Hold the counts of a compiled program; ``print`` shows them as tables.
+    """Collect the counts of a compiled program; ``print`` shows them as tables.
 
     Counts are per call and device. If branches differ, a count is ``(least, most, held)``.
     ``least`` takes the cheapest branch of every conditional (a skipped call). ``most`` takes the

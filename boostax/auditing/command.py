@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; default: present devices")
     add("--params", type=int, help="number of the argument that holds the params, by default 0")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
-    add("--turns", type=int, help="trip count of loops whose trip count is unknown")
+    add("--turns", type=int, help="trip count of loops for which the program does not show it")
     add("--network", help="each device's link, 100Mbit or 1Gbit, 0.5 ms: adds seconds and advice")
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)

@@ -2,7 +2,7 @@
 """Parse the HLO text of a compiled program: instructions, positions, and executions.
 
 ``Compiled.as_text()`` is the optimized, scheduled HLO of one device. ``boostax.audit`` reads all
-its counts from this text, so the counts hold for the compiler that wrote the text.
+its counts from this text, so the counts are those of the compiler that wrote the text.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold a parsed program.
+    """Describe a parsed program.
 
     Attributes:
       computations: the instructions of each computation by name, in the order of the schedule.

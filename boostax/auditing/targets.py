@@ -44,7 +44,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     Returns:
       The devices, slice by slice. A ``jax.sharding.Mesh`` of these devices serves for shardings of
       ``jax.ShapeDtypeStruct`` and for train steps to lower and compile, but programs cannot run on
-      it. The present devices stay available.
+      it. The present devices remain available.
 
     Raises:
       ValueError: a target of another form, or an unknown machine.
@@ -122,7 +122,7 @@ class Argument(NamedTuple):
 
 
 class CompiledProgram(NamedTuple):
-    """Hold a compiled program, its arguments and its devices.
+    """Describe a compiled program, its arguments and its devices.
 
     Attributes:
       executable: the result of XLA.
