@@ -30,7 +30,7 @@ import boostax
 from boostax.__main__ import main
 from boostax.auditing import collectives, hlo, targets
 from boostax.auditing.collectives import compiled_collectives
-from boostax.auditing.command import held_back
+from boostax.auditing.command import without_compiler_logs
 from boostax.auditing.network import Network
 from boostax.auditing.traffic import traffic
 
@@ -682,9 +682,9 @@ def unplaced():
 def test_no_limit_passes_what_is_not_known(command):
     for limit, code in {"--max-reductions": 1, "--max-gathers": 0, "--max-findings": 1}.items():
         command(f"test_audit:endless {limit} 0", code=code)
-    said = "reductions not known, as the turns of while"
+    said = "reductions not known, as the trip counts of while"
     told = command("test_audit:endless --max-reductions 99", code=1, said=said)
-    assert "say --turns" in told.err
+    assert "pass --turns" in told.err
     command("test_audit:endless --max-reductions 7 --turns 7")
     told = command("test_audit:without_params --max-reductions 7 --json", 1, "the params are not")
     assert json.loads(told.out, parse_constant=pytest.fail)["flops"] is None
@@ -744,12 +744,12 @@ def test_the_command_refuses_in_words(command):
 def test_logs_of_compilers_are_held_back_unless_they_fail(capfd):
     """Those that C++ writes to the descriptor."""
     for error in (None, ValueError):
-        with pytest.raises(error) if error else contextlib.nullcontext(), held_back():
+        with pytest.raises(error) if error else contextlib.nullcontext(), without_compiler_logs():
             os.write(2, b"of a compiler")
             if error:
                 raise error
         assert ("of a compiler" in capfd.readouterr().err) == bool(error)
-    with pytest.raises(ValueError, match="every must be"), held_back():
+    with pytest.raises(ValueError, match="every must be"), without_compiler_logs():
         os.write(2, b"of a compiler")
         boostax.accumulate(optax.sgd(0.1), 0)
     assert not capfd.readouterr().err
@@ -757,9 +757,9 @@ def test_logs_of_compilers_are_held_back_unless_they_fail(capfd):
 
 def test_a_call_of_a_window_does_not_pass_for_a_step(command):
     """Defect guarded against: a loop that reduces at each of 8 calls passed as one reduction."""
-    name, said = "audited_program:window", "MultiStepsState is a window's. Say --calls"
-    assert "say calls=" in command(f"{name} --max-reductions 1.01", code=1, said=said).out
-    assert "say calls=" not in command(f"{name} --max-findings 9 --calls 8").out
+    name, said = "audited_program:window", "MultiStepsState is a window's. Pass --calls"
+    assert "pass calls=" in command(f"{name} --max-reductions 1.01", code=1, said=said).out
+    assert "pass calls=" not in command(f"{name} --max-findings 9 --calls 8").out
 
 
 def test_no_limit_passes_on_fewer_devices_than_were_asked_for(command, monkeypatch):

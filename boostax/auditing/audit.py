@@ -3,7 +3,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
@@ -11,18 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from boostax.auditing import adapter, collectives, hlo, tables, targets, traffic, waste
-from boostax.auditing import network as networks
 from boostax.auditing.adapter import WHO, PyTree, checks
-from boostax.auditing.collectives import CompiledCollective
-from boostax.auditing.hlo import Ways
+from boostax.auditing.collectives import Axes, Collectives, CompiledCollective, Shapes
+from boostax.auditing.hlo import Program, Ways
+from boostax.auditing.network import Network, on_wire
+from boostax.auditing.targets import Argument
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An argument and its size.
+    """Name an argument and its size.
 
     Attributes:
       path: its path in the arguments: ``[0].opt_state.mu['w']``.
@@ -35,13 +34,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The counts of a compiled program; ``print`` shows them as tables.
+    """Collect the counts of a compiled program; ``print`` shows them as tables.
 
     Counts are per call and device. If branches differ, a count is ``(least, most, held)``.
-    ``least`` takes the cheapest branch of every conditional (a skipped call), ``most`` the most
-    expensive branch (a call that applies), and ``held`` the cheapest branch only of windows (a call
-    that leaves its window open). A loop with an unknown trip count adds nothing to ``least``, and
-    makes ``most`` and ``held`` infinite.
+    ``least`` takes the cheapest branch of every conditional (a skipped call). ``most`` takes the
+    most expensive branch (a call that applies). ``held`` takes the cheapest branch only of windows
+    (a call that leaves its window open). A loop with an unknown trip count adds nothing to
+    ``least``, and makes ``most`` and ``held`` infinite.
 
     Attributes:
       target: the machine that the program was compiled for.
@@ -77,8 +76,8 @@ class Audit:
       unknown_loops: loops with an unknown trip count.
       compile_seconds: the time of compilation; NaN if the program was compiled before.
       findings: waste, each with a fix.
-      window: the path of a window's state in the arguments if ``calls`` is 1, as a warning that
-        counts are per call and not per optimizer step; else empty.
+      window: the path of a window's state in the arguments if ``calls`` is 1, because counts are
+        then per call and not per optimizer step; else empty.
       advice: the technique that reached a loss first on such a network in boostax's records; empty
         without a network.
       text: the HLO text of the program.
@@ -93,7 +92,7 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # The label of each row of the table, and the field that holds the same count as a multiple.
+    # The metadata has the label of the table's row, and the field that is the unit of multiples.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
@@ -121,12 +120,12 @@ class Audit:
     advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Return the sum over an optimizer step: ``calls - 1`` held calls and one applied call."""
+        """Return the sum of a step: ``calls - 1`` calls of an open window and an applied call."""
         return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
     def reductions(self) -> float:
-        """Gradient elements reduced per optimizer step, as a multiple of the params.
+        """Return gradient elements reduced per optimizer step, as a multiple of the params.
 
         1 means that each gradient is reduced once. Reductions of unknown use are counted.
         """
@@ -134,18 +133,18 @@ class Audit:
 
     @property
     def gathers(self) -> float:
-        """Elements gathered per optimizer step, as a multiple of the params."""
+        """Return elements gathered per optimizer step, as a multiple of the params."""
         return self.per_step(self.gathered) / self.params if self.params else math.nan
 
     @property
     def temporaries(self) -> float:
-        """Temporary bytes as a multiple of the bytes of the params on one device."""
+        """Return temporary bytes as a multiple of the params' bytes on one device."""
         return self.temporary_bytes / self.params_bytes if self.params_bytes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, without the text; ``None`` for unknown values."""
-        measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
-        plain = {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
+        multiples = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
+        plain = {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | multiples
         return jax.tree.map(lambda x: x if isinstance(x, str) or math.isfinite(x) else None, plain)
 
     def __str__(self) -> str:
@@ -154,31 +153,31 @@ class Audit:
 
 def audit(
     program: Any,
-    *args: Any,
+    *args: PyTree,
     target: str | None = None,
     params: PyTree | int = None,
     calls: int = 1,
     depth: int | None = None,
     turns: int | None = None,
     network: str | None = None,
-    **given: PyTree,
+    **kwargs: PyTree,
 ) -> Audit:
     """Compile a program; count the bytes that it sends, the memory that it needs, and its waste.
 
     The program is a function (jitted or not) with its arguments, a ``TrainStep`` with state and
     batch, or the result of ``lower()`` or ``compile()``. It is not run, and arguments may be
-    ``jax.ShapeDtypeStruct``. With ``target`` it is compiled for devices that need not be present,
-    because the counts of different compilers differ.
+    ``jax.ShapeDtypeStruct``. The counts of different compilers differ, so with ``target`` it is
+    compiled for devices that need not be present.
 
     Args:
-      program: see above.
+      program: a program, as above.
       *args: the program's arguments; none if it is lowered or compiled.
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
         which may be target devices. A program over a present mesh can be moved to a target with as
         many devices.
       params: the tree whose size is the unit of counts, or the number of an argument: its
-        ``.params`` or the argument itself; by default of argument 0. For ``jax.pmap``, whose params
-        are stacked, pass one replica's params.
+        ``.params`` or the argument itself; by default of argument 0. ``jax.pmap`` stacks its
+        params, so pass one replica's params.
       calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
         the depth of the next call.
@@ -188,7 +187,7 @@ def audit(
       network: the rate of each device's link in each direction, and the latency of a message:
         ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then has the seconds of a call's collectives
         without overlap, and the technique that reached a loss first at this rate.
-      **given: keyword arguments of a ``TrainStep`` call, which it passes to the loss.
+      **kwargs: keyword arguments of a ``TrainStep`` call, which it passes to the loss.
 
     Returns:
       An ``Audit``. Cost: a trace and a compilation; for a billion params on 256 devices about a
@@ -202,27 +201,28 @@ def audit(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w))
-      >>> found = boostax.audit(step, jnp.zeros((256, 64)), jnp.ones((32, 256)))
-      >>> found.params, len(found.collectives), found.aliased_bytes
+      >>> counts = boostax.audit(step, jnp.zeros((256, 64)), jnp.ones((32, 256)))
+      >>> counts.params, len(counts.collectives), counts.aliased_bytes
       (16384, 0, 0)
-      >>> print(found.findings[0].mend)
+      >>> print(counts.findings[0].mend)
       Donate them: jax.jit(step, donate_argnums=...).
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
-    checks.natural(WHO, "turns", turns or 0, "It is the number of turns of a loop.")
-    links = None if network is None else networks.Network.of(network)
-    made = targets.compile_program(program, args, target, depth, given)
-    parsed = hlo.parse(made.compiled.as_text(), turns)
+    checks.natural(WHO, "turns", turns or 0, "It is the trip count of a loop.")
+    links = None if network is None else Network.of(network)
+    compiled = targets.compile_program(program, args, target, depth, kwargs)
+    text = compiled.executable.as_text() or ""
+    parsed = hlo.parse(text, turns)
     params, unit = _unit(params, args)
     arrays = adapter.arrays(params)
     shapes = [shape for _, shape in arrays]
-    possible = functools.cache(functools.partial(collectives.gradient_sizes, shapes, made.mesh))
-    batch = _batch_axes(made.arguments, shapes)
-    listed = collectives.compiled_collectives(parsed, made.mesh, possible, batch)
-    memory: Any = made.compiled.memory_analysis()
+    batch = _batch_axes(compiled.arguments, shapes)
+    listed = collectives.compiled_collectives(parsed, compiled.mesh, shapes, batch)
+    border = "slice" if collectives.slice_axes(compiled.mesh) else "host"
+    memory: Any = compiled.executable.memory_analysis()
     loops = (x for x in parsed.sites if x.instruction.op == "while" and turns is None)
-    found = Audit(
-        target=target or made.described,
+    result = Audit(
+        target=target or compiled.devices,
         devices=parsed.partitions,
         params=sum(map(math.prod, shapes)),
         params_bytes=sum(_local_bytes(x, getattr(x, "sharding", None)) for x, _ in arrays),
@@ -235,52 +235,53 @@ def audit(
         collectives=listed,
         traffic=traffic.traffic(parsed),
         cycles=traffic.cycles(parsed),
-        flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
+        flops=float((compiled.executable.cost_analysis() or {}).get("flops", math.nan)),
         unknown_loops=tuple(x.instruction.name for x in loops if parsed.trips(x) is None),
-        compile_seconds=made.seconds,
+        compile_seconds=compiled.seconds,
         findings=(),
-        text=made.compiled.as_text(),
+        text=text,
         window=adapter.window(args) if calls == 1 else "",
         unit=unit,
         advice=links.advice if links else "",
-        **_buffers(parsed, made.arguments),
-        **_sent(parsed, listed, made.mesh, links, apart="cpu" in made.described),
+        **_buffers(parsed, compiled.arguments),
+        **_totals(parsed, listed, border, links, per_operand="cpu" in compiled.devices),
     )
-    findings = waste.wastes(found, shapes, parsed.total, type(program).__module__)
-    return dataclasses.replace(found, findings=tuple(findings))
+    findings = waste.wastes(result, parsed, shapes, type(program).__module__)
+    return dataclasses.replace(result, findings=tuple(findings))
 
 
-def _sent(
-    program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None, links: Any, *, apart: bool
+def _totals(
+    program: Program, listed: Collectives, border: str, links: Network | None, per_operand: bool
 ) -> dict[str, Any]:
     """Return the audit's fields that are sums over collectives, or over messages on the links."""
 
-    def total(of: Callable[[CompiledCollective], float]) -> Ways:
-        return program.total((c.branches, hlo.repeated(of(c), c.executions)) for c in listed)
+    def total(count: Callable[[CompiledCollective], float]) -> Ways:
+        return program.total((c.branches, hlo.repeated(count(c), c.executions)) for c in listed)
 
-    share = lambda c: collectives.RING[c.kind](c.devices)  # noqa: E731
-    sent = lambda c: c.bytes * share(c)  # noqa: E731
+    def on_ring(c: CompiledCollective, num_bytes: float) -> float:
+        return num_bytes * collectives.RING[c.kind](c.devices)
+
     dtypes = sorted({name for c in listed for name in c.dtypes})
-    wire, hidden = total(sent), total(lambda c: c.overlapped * sent(c))
-    border = "slice" if collectives.slice_axes(mesh) else "host"
+    wire = total(lambda c: on_ring(c, c.bytes))
+    hidden = total(lambda c: on_ring(c, c.bytes * c.overlapped))
     # Devices of one host do not wait for the network.
     far = [c for c in listed if c.crosses] or listed
-    waits = [(c.branches, *networks.on_wire(c, apart)) for c in far]
+    waits = [(c.branches, *on_wire(c, per_operand)) for c in far]
     return {
         "reduced": total(lambda c: c.elements * (c.does in collectives.REDUCES)),
         "gradients": total(lambda c: c.uses.get("gradients", 0) + c.uses.get("unknown", 0)),
         "gathered": total(lambda c: c.elements * (c.does == "all-gather")),
         "wire_bytes": wire,
-        "wire_dtypes": {x: total(lambda c, x=x: c.by_dtype.get(x, 0) * share(c)) for x in dtypes},
-        "crossing_bytes": total(lambda c: sent(c) * (c.crosses == border)),
+        "wire_dtypes": {x: total(lambda c, x=x: on_ring(c, c.by_dtype.get(x, 0))) for x in dtypes},
+        "crossing_bytes": total(lambda c: on_ring(c, c.bytes * (c.crosses == border))),
         "overlap": hidden.most / wire.most if wire.most else None,
-        "messages": program.total((at, messages) for at, _, messages in waits),
-        "network_bytes": links and program.total((at, size) for at, size, _ in waits),
-        "network_seconds": links and program.total((at, links.seconds(*x)) for at, *x in waits),
+        "messages": program.total((path, messages) for path, _, messages in waits),
+        "network_bytes": links and program.total((path, size) for path, size, _ in waits),
+        "network_seconds": links and program.total((path, links.seconds(*x)) for path, *x in waits),
     }
 
 
-def _batch_axes(arguments: Sequence[Any], shapes: Sequence[Any]) -> frozenset[str] | None:
+def _batch_axes(arguments: Sequence[Argument], shapes: Shapes) -> Axes | None:
     """Return the mesh axes that shard arguments of other shapes than the params'."""
     used = [x for x in arguments if x.sharding is not None and x.info.shape not in ((), *shapes)]
     specs: list[Any] = [getattr(x.sharding, "spec", None) for x in used]
@@ -291,19 +292,20 @@ def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
     """Return the tree whose size is the unit of counts, and which argument it is."""
     if not isinstance(params, int | None) or (params is None and not args):
         return params, ""
-    number, hint = params or 0, "Give them an argument of their own; params=, --params: its number."
+    number = params or 0
+    hint = "Give them an argument of their own; params=, --params: its number."
     allowed = f"below {len(args)}"
     checks.require(0 <= number < len(args), WHO, "params", got=number, allowed=allowed, hint=hint)
     tree = getattr(args[number], "params", args[number])
-    typed = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    fits = not typed or any(jnp.issubdtype(dtype, jnp.inexact) for dtype in typed)
-    fits &= not any(map(adapter.is_state, jax.tree.leaves(tree, is_leaf=adapter.is_state)))
-    said = f"argument {number}, which holds an optimizer's state or integers alone"
-    checks.require(fits, WHO, "params", got=said, allowed="the params", hint=hint)
+    dtypes = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    is_valid = not dtypes or any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    is_valid &= not any(map(adapter.is_state, jax.tree.leaves(tree, is_leaf=adapter.is_state)))
+    got = f"argument {number}, which holds an optimizer's state or integers alone"
+    checks.require(is_valid, WHO, "params", got=got, allowed="the params", hint=hint)
     return tree, f"{'.params of ' * (tree is not args[number])}argument {number}"
 
 
-def _buffers(program: hlo.Program, arguments: Sequence[targets.Argument]) -> dict[str, Any]:
+def _buffers(program: Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     """Find arguments whose donation has no effect, and arguments that could be donated."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
@@ -311,20 +313,20 @@ def _buffers(program: hlo.Program, arguments: Sequence[targets.Argument]) -> dic
     if len(types) != len(used):
         allowed = f"{len(used)}, one for each argument that it uses"
         raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
-    kept = {used[i].path for i in program.aliased}
+    reused = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
-    in_vain = [x for x in donated if x.path not in kept]
+    in_vain = [x for x in donated if x.path not in reused]
     # Results in new buffers, by type: an argument of the same type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
-    not_donated: list[targets.Argument] = []
+    not_donated: list[Argument] = []
     for i, x in enumerate(used):
         if not x.info.donated and free[types[i]] > 0:
             free[types[i]] -= 1
             not_donated.append(x)
     return {
-        name: tuple(Buffer(x.path, _local_bytes(x.info, x.sharding)) for x in found)
-        for name, found in (("donated_in_vain", in_vain), ("not_donated", not_donated))
+        name: tuple(Buffer(x.path, _local_bytes(x.info, x.sharding)) for x in wasted)
+        for name, wasted in (("donated_in_vain", in_vain), ("not_donated", not_donated))
     }
 
 

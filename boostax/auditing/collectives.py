@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of a compiled program: bytes, executions, mesh axes, source lines."""
+"""List the collectives of a compiled program: bytes, executions, mesh axes, source lines."""
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
-from boostax.auditing.hlo import Array, Instruction, Program, Site, bits, repeated, unreadable
+from boostax.auditing.hlo import Instruction, Program, Site, bits, repeated, unreadable
+
+Groups = list[tuple[int, ...]]
+Shapes = Sequence[tuple[int, ...]]
+Axes = frozenset[str]
 
 REDUCES = ("all-reduce", "reduce-scatter")
 # Bytes that one of n devices sends on a ring, per byte of its operand.
@@ -23,7 +27,7 @@ RING: Mapping[str, Callable[[int], float]] = {
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
 # The collective that several permutes form in a computation or scope of this name.
-_WINDOWED = {
+_FORMED = {
     "ring_reduce_scatter": "reduce-scatter",
     "windowed_dot_general_body_ag": "all-gather",
     "windowed_dot_general_body_rs": "reduce-scatter",
@@ -36,7 +40,7 @@ _WORK = "fusion custom-call reduce dot convolution sort while conditional call c
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """One collective of a compiled program.
+    """Describe a collective of a compiled program.
 
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce and a slice in one
@@ -86,23 +90,26 @@ class CompiledCollective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends per call, by the formula of a ring."""
+        """Return the bytes that each device sends per call, by the formula of a ring."""
         return repeated(self.bytes * RING[self.kind](self.devices), self.executions)
 
 
+Collectives = Sequence[CompiledCollective]
+
+
 def compiled_collectives(
-    program: Program, mesh: Mesh | None = None, sizes: Any = lambda _: (), batch: Any = None
+    program: Program, mesh: Mesh | None = None, shapes: Shapes = (), batch: Axes | None = None
 ) -> tuple[CompiledCollective, ...]:
     """Return all collectives in the order of the schedule.
 
     Args:
       program: the compiled program.
       mesh: its mesh.
-      sizes: the possible sizes of a gradient that is not sharded over given axes, from
-        ``gradient_sizes``.
-      batch: the set of mesh axes over which the batch is sharded; ``None`` if unknown.
+      shapes: the shapes of the params.
+      batch: the mesh axes over which the batch is sharded; ``None`` if unknown.
     """
-    found: dict[Any, CompiledCollective] = {}
+    sizes = functools.cache(functools.partial(_gradient_sizes, shapes, mesh))
+    collectives: dict[object, CompiledCollective] = {}
     for site in program.sites:
         i = site.instruction
         kind = i.op.removesuffix("-start")
@@ -111,48 +118,57 @@ def compiled_collectives(
         # On a TPU every fusion that continues a transfer repeats its instruction, also in inner
         # loops.
         carried = "async_collective_fusion_config" in i.attributes
-        channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
-        transfer = (channel, chain, site.branches) if carried else len(found)
-        if transfer not in found:
+        chain = (i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"'), site.branches)
+        transfer = chain if carried else len(collectives)
+        if transfer not in collectives:
             c = _collective(program, site, kind, mesh, carried)
-            found[transfer] = _used(program, site, c, sizes, batch) if c.does in REDUCES else c
-    return tuple(found.values())
+            across = bool(c.axes) and batch is not None and batch.isdisjoint(c.axes)
+            if c.does in REDUCES:
+                c = _with_uses(program, site, c, sizes(c.axes if across else ()), across)
+            collectives[transfer] = c
+    return tuple(collectives.values())
 
 
 def _widened(program: Program, site: Site) -> bool:
     """Return whether the compiler widened the operand: its conversion has no name of JAX."""
     body = program.computations[site.computation]
-    i: Any = body[site.instruction.operands[0]]
+    i = body[site.instruction.operands[0]]
     if i.op == "fusion":
-        body, i = program.computations[i.called[0]], program.root(i.called[0])
+        body, i = program.computations[i.called[0]], program.root(i.called[0]) or i
     converts = i.op == "convert" and "op_name=" not in i.attributes
     return converts and bits(body[i.operands[0]].result[0].dtype) < bits(i.result[0].dtype)
 
 
-def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: bool) -> Any:
-    i, given = site.instruction, program.operands(site)
+def _collective(
+    program: Program, site: Site, kind: str, mesh: Mesh | None, carried: bool
+) -> CompiledCollective:
+    i = site.instruction
+    body = program.computations[site.computation]
+    inputs = tuple(x for name in i.operands if name in body for x in body[name].result)
     if kind == "send":
-        given = given[:1] or i.result[:1]
+        inputs = inputs[:1] or i.result[:1]
     if kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
         kind = "reduce-scatter"
     # The compiler may keep the name and source of a fusion but not of its parts.
-    said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
-    named = next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in said)), "")
-    windows = _WINDOWED.items() if kind == "collective-permute" else ()
-    does = next((whole for x, whole in windows if x in f"{site.computation} {named}"), kind)
-    # The results of a start instruction begin with its operands.
-    arrived = i.result[len(given) * i.op.endswith("-start") :]
+    lines = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
+    scope = next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in lines)), "")
+    formed = _FORMED.items() if kind == "collective-permute" else ()
+    does = next((x for name, x in formed if name in f"{site.computation} {scope}"), kind)
     reducer = i.attribute(r"to_apply=%([\w.\-]+)")
-    packed = _packed(program, reducer, given)
+    # A TPU packs two or four elements of a narrow dtype into a u32.
+    is_u32 = all(x.dtype == "u32" for x in inputs)
+    reducing = program.computations.get(reducer, {}).values() if is_u32 else ()
+    unpacked = (x.result[0].dtype for x in reducing if x.op == "bitcast-convert")
+    packed = next((dtype for dtype in unpacked if bits(dtype) < 32), None)
     factor = 32 // bits(packed) if packed else 1
-    operands = tuple(factor * x.elements for x in (arrived if kind == "all-gather" else given))
+    # The results of a start instruction begin with its operands.
+    outputs = i.result[len(inputs) * i.op.endswith("-start") :]
+    operands = tuple(factor * x.elements for x in (outputs if kind == "all-gather" else inputs))
     groups = _groups(i, program.partitions)
-    axes, crosses = _place(groups, mesh)
+    axes, crosses = (slice_axes(mesh), "slice") if kind == "send" else _span(groups, mesh)
     by_dtype = collections.Counter[str]()
-    for x in given:
+    for x in inputs:
         by_dtype[packed or x.dtype] += x.bytes
-    if kind == "send":
-        axes, crosses = slice_axes(mesh), "slice"
     return CompiledCollective(
         kind=kind,
         does=does,
@@ -170,37 +186,39 @@ def _collective(program: Program, site: Site, kind: str, mesh: Any, carried: boo
         loops=site.loops,
         widened="promoted" in reducer or (kind not in REDUCES and _widened(program, site)),
         overlapped=carried or _overlapped(program, site),
-        source=next(filter(None, map(program.source, said)), ""),
-        name=named,
+        source=next(filter(None, map(program.source, lines)), ""),
+        name=scope,
     )
 
 
-def _used(program: Program, site: Site, c: Any, sizes: Any, batch: Any) -> CompiledCollective:
+def _with_uses(
+    program: Program, site: Site, c: CompiledCollective, sizes: Collection[int], across: bool
+) -> CompiledCollective:
     """Determine what a reduction reduces; take its source from its gradients if it has none.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
-    of a pass counts as activations if two of these hold: it belongs to the forward pass; the batch
-    is not sharded over the reduction's axes; its size is not the size of a gradient that is
-    unsharded over those axes.
+    of a pass counts as activations if at least two conditions are met: it belongs to the forward
+    pass, the batch is not sharded over the reduction's axes (``across``), or its size is not among
+    the ``sizes`` of gradients.
     """
-    uses, most = collections.Counter[str](), (0, "")
-    apart = bool(c.axes) and batch is not None and batch.isdisjoint(c.axes)
+    uses = collections.Counter[str]()
+    most = (0, "")
     # The name of a collective with several operands is that of the first operand, or of none.
-    own = {_stage(program, site.instruction, True)} if len(c.operands) == 1 else set()
+    named = {_stage(program, site.instruction, True)} if len(c.operands) == 1 else set()
     for name, elements in zip(site.instruction.operands, c.operands, strict=False):
-        for maker, count in _makers(program, site.computation, name, site.caller, elements):
-            stages = (own | {_stage(program, maker, False)}) - {""}
-            use = "gradients" if count in sizes(c.axes if apart else ()) else "unknown"
+        for origin, count in _origins(program, site, name, elements):
+            stages = (named | {_stage(program, origin, False)}) - {""}
+            use = "gradients" if count in sizes else "unknown"
             if "optimizer" in stages:
                 use = "optimizer" if len(stages) == 1 else use
-            elif stages and (stages == {"forward"}) + apart + (use == "unknown") > 1:
+            elif stages and (stages == {"forward"}) + across + (use == "unknown") > 1:
                 use = "activations"
             uses[use] += count
-            most = max(most, (count * (use == "gradients"), program.source(maker)))
+            most = max(most, (count * (use == "gradients"), program.source(origin)))
     return dataclasses.replace(c, uses=dict(uses), source=c.source * (":" not in c.name) or most[1])
 
 
-def _stage(program: Program, i: Instruction, own: bool) -> str:
+def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
     """Return whether an operation belongs to the forward pass, backward pass or optimizer.
 
     An operation named after the forward pass may compute a gradient, unless it is a product.
@@ -210,50 +228,40 @@ def _stage(program: Program, i: Instruction, own: bool) -> str:
     if "transpose(" in name:
         return "backward"
     if "jvp(" in name:
-        return "forward" if own or product else ""
+        return "forward" if is_collective or product else ""
     return "optimizer" * (product and any("-packages/optax/" in x for x in program.sources(i)))
 
 
-def _makers(
-    program: Program, computation: str, name: str, caller: Any, size: int
-) -> Iterator[tuple[Instruction, int]]:
-    """Yield the instructions that computed the parts of an array, and each part's elements."""
-    i = (body := program.computations[computation])[name]
-    inside = program.root(i.called[0]) if i.op in ("fusion", "call") else None
-    if i.op == "parameter" and caller is not None:
-        given = caller.instruction.operands[int(i.literal)]
-        yield from _makers(program, caller.computation, given, caller.caller, size)
+def _origins(program: Program, site: Site, name: str, n: int) -> Iterator[tuple[Instruction, int]]:
+    """Yield the instructions that computed the parts of an operand, and each part's elements."""
+    body = program.computations[site.computation]
+    i = body[name]
+    root = program.root(i.called[0]) if i.op in ("fusion", "call") else None
+    if i.op == "parameter" and site.caller is not None:
+        argument = site.caller.instruction.operands[int(i.literal)]
+        yield from _origins(program, site.caller, argument, n)
     elif i.op == "concatenate" or (i.op in _MOVES and not _stage(program, i, False)):
         for operand in i.operands:
-            part = size if i.op in _MOVES else body[operand].result[0].elements
-            yield from _makers(program, computation, operand, caller, part)
-    elif inside is not None and inside.op in ("concatenate", *_MOVES):
-        site = Site(i, computation, caller, 1, (), (), False)
-        yield from _makers(program, i.called[0], inside.name, site, size)
+            part = n if i.op in _MOVES else body[operand].result[0].elements
+            yield from _origins(program, site, operand, part)
+    elif root is not None and root.op in ("concatenate", *_MOVES):
+        inside = Site(root, i.called[0], site._replace(instruction=i), 1, (), (), False)
+        yield from _origins(program, inside, root.name, n)
     else:
-        yield i, size
-
-
-def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
-    """Return the narrow dtype of which a TPU packs two or four elements into a u32."""
-    if any(x.dtype != "u32" for x in given):
-        return None
-    inside = program.computations.get(reducer, {}).values()
-    dtypes = (i.result[0].dtype for i in inside if i.op == "bitcast-convert")
-    return next((dtype for dtype in dtypes if bits(dtype) < 32), None)
+        yield i, n
 
 
 def _overlapped(program: Program, site: Site) -> bool:
     """Return whether computation is scheduled between a start and its end."""
     if site.caller is not None and site.caller.instruction.op == "async-start":
         site = site.caller
-    begun = site.instruction
-    if not (begun.op.endswith("-start") or begun.op == "send"):
+    start = site.instruction
+    if not (start.op.endswith("-start") or start.op == "send"):
         return False
     schedule = list(program.computations[site.computation].values())
-    after = schedule[schedule.index(begun) + 1 :]
-    runs = lambda i: not (i.op.endswith("-done") and begun.name in i.operands)  # noqa: E731
-    return any(i.op in _WORK for i in itertools.takewhile(runs, after))
+    after = schedule[schedule.index(start) + 1 :]
+    ends = (n for n, i in enumerate(after) if i.op.endswith("-done") and start.name in i.operands)
+    return any(i.op in _WORK for i in after[: next(ends, None)])
 
 
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
@@ -261,7 +269,7 @@ _LISTED = r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]+\},?)+)\}"
 _ALONG = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \{([^}]*)\}"
 
 
-def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
+def _groups(instruction: Instruction, devices: int) -> Groups:
     """Return the groups of communicating devices, by device numbers of the program."""
     if listed := instruction.attribute(_LISTED):
         return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", listed)]
@@ -276,24 +284,22 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         # part.
         parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in along}
         if len(parts) == len(along):
-            cut = ((*parts.get(name, (1, size)), size) for name, size in sizes.items())
-            shape = [x for before, part, n in cut for x in (before, part, n // before // part)]
-            places = [3 * list(sizes).index(name) + 1 for name in parts]
-            return _rows(_numbers(dims) or shape, _numbers(order), shape, places)
+            split = ((*parts.get(name, (1, size)), size) for name, size in sizes.items())
+            shape = [x for before, part, n in split for x in (before, part, n // before // part)]
+            dimensions = [3 * list(sizes).index(name) + 1 for name in parts]
+            return _rows(_numbers(dims) or shape, _numbers(order), shape, dimensions)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
     if written and not written.startswith("replica_groups={}"):
         raise unreadable("the groups of a collective", "of a known form", written)
     return [tuple(range(devices))]
 
 
-def _rows(
-    dims: list[int], order: list[int], shape: list[int], along: list[int]
-) -> list[tuple[int, ...]]:
+def _rows(dims: list[int], order: list[int], shape: list[int], along: list[int]) -> Groups:
     """Return groups along mesh axes: an iota of shape ``dims``, transposed and reshaped."""
     numbers = np.arange(math.prod(dims)).reshape(dims)
-    box = (numbers.transpose(order) if order else numbers).reshape(shape)
+    grid = (numbers.transpose(order) if order else numbers).reshape(shape)
     size = math.prod(shape[axis] for axis in along)
-    rows = np.moveaxis(box, along, range(-len(along), 0)).reshape(-1, size)
+    rows = np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size)
     return [tuple(row) for row in rows.tolist()]
 
 
@@ -301,19 +307,21 @@ def _numbers(text: str | None) -> list[int]:
     return [int(x) for x in text.split(",")] if text else []
 
 
-def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
+def _span(groups: Groups, mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
     """Return the mesh axes that groups span, and whether they span slices or hosts."""
     if mesh is None:
         return (), ""
-    devices = mesh.devices.flat
-    spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
-    at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
-    varies = np.any([(place != place[0]).any(axis=0) for place in at], axis=0)
+    indices = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
+    varies = np.any([(index != index[0]).any(axis=0) for index in indices], axis=0)
     # A group over mesh axes has every device along those axes, so two groups differ in the other
     # axes.
-    whole = len({tuple(place[0][~varies]) for place in at}) == len(set(map(frozenset, groups)))
-    axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()
-    return axes, "slice" if spans(_slice) else "host" * spans(lambda d: d.process_index)
+    others = {tuple(index[0][~varies]) for index in indices}
+    is_full = len(others) == len(set(map(frozenset, groups)))
+    axes = tuple(itertools.compress(mesh.axis_names, varies)) if is_full else ()
+    for border, number in (("slice", _slice), ("host", lambda device: device.process_index)):
+        if any(len({number(mesh.devices.flat[n]) for n in group}) > 1 for group in groups):
+            return axes, border
+    return axes, ""
 
 
 def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
@@ -329,17 +337,17 @@ def _slice(device: object) -> int:
     return getattr(device, "slice_index", 0) or 0
 
 
-def gradient_sizes(shapes: Sequence[Any], mesh: Mesh | None, whole: Any = ()) -> frozenset[int]:
+def _gradient_sizes(shapes: Shapes, mesh: Mesh | None, unsharded: Collection[str] = ()) -> set[int]:
     """Return the possible sizes of a gradient on a device: a leaf, a layer or a shard.
 
-    Shards over the axes ``whole`` are left out.
+    Shards over the axes ``unsharded`` are left out.
     """
-    sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in whole]
-    shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
+    sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in unsharded]
+    shards = {math.prod(factors) for factors in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
     # XLA may also join all leaves, or the matrices of a layer, in one array.
     layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == n) for n in {x[0] for x in stacks}]
     layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
     leaves = [math.prod(shape) for shape in shapes]
     sharded = {n // count for n in leaves + layers for count in shards if n % count == 0}
-    return frozenset({sum(leaves)} | sharded)
+    return {sum(leaves)} | sharded

@@ -2,19 +2,18 @@
 """Parse the HLO text of a compiled program: instructions, positions, and executions.
 
 ``Compiled.as_text()`` is the optimized, scheduled HLO of one device. ``boostax.audit`` reads all
-its counts from this text, so the counts hold for the compiler that wrote the text.
+its counts from this text, so the counts are those of the compiler that wrote the text.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -26,23 +25,23 @@ _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
 _ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
-# Complex constants stand in their own parentheses.
+# Complex constants are in their own parentheses.
 _INSTRUCTION = re.compile(
     r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)"
 )
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation; sorting keeps branches in order.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
-# The folder of boostax's own lines, which no user can mend.
-_OWN = f"{pathlib.Path(__file__).parents[1]}/"
-# The scope of a conditional's transformation. These transformations hold calls by count, others by
-# values.
+# The folder of boostax's source lines, which no user can fix.
+_LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
+# The scope of a conditional's transformation. These transformations accumulate calls by count;
+# others skip calls by values.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
 _WINDOWS = ("accumulate", "local_updates")
 
 
 class Array(NamedTuple):
-    """An array type.
+    """Describe an array type.
 
     Attributes:
       dtype: its dtype in HLO: ``f32``, ``s8``, ``pred``.
@@ -56,13 +55,13 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes without padding."""
+        """Return the bytes without padding."""
         return self.elements * bits(self.dtype) // 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """A line of a computation.
+    """Describe a line of a computation.
 
     Attributes:
       name: its name, unique in the program.
@@ -84,19 +83,19 @@ class Instruction:
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of a pattern in the attributes; empty if it does not match."""
-        found = re.search(pattern, self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(pattern, self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that the instruction runs; for a conditional, its branches by index."""
+        """Return the computations that it runs; for a conditional, its branches by index."""
         keys = "to_apply" if self.op == "call" else _BODIES
-        found = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
-        return tuple(name for _, names in sorted(found) for name in _REFERENCE.findall(names))
+        bodies = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+        return tuple(name for _, names in sorted(bodies) for name in _REFERENCE.findall(names))
 
 
 class Site(NamedTuple):
-    """An instruction at its position.
+    """Describe an instruction at its position.
 
     Attributes:
       instruction: the instruction.
@@ -119,7 +118,7 @@ class Site(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """A sum along a program whose branches differ.
+    """Add up counts along a program whose branches differ.
 
     Attributes:
       least: the sum if each conditional takes its cheapest branch, as in a skipped call. Loops with
@@ -136,7 +135,7 @@ class Ways(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A number in the computation of a loop: an element of the carry plus a constant.
+    """Describe a number in the computation of a loop: an element of the carry plus a constant.
 
     Attributes:
       element: the index of the element; ``None`` for a constant.
@@ -149,56 +148,56 @@ class _Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A parsed program.
+    """Describe a parsed program.
 
     Attributes:
       computations: the instructions of each computation by name, in the order of the schedule.
       entry: the computation that a call runs.
       header: the first line.
       tables: the tables of source locations: rows by heading and number.
-      turns: the trip count of loops for which the program does not show it; ``None`` if unknown.
+      trip_count: the trip count of loops for which the program does not show it; ``None`` if
+        unknown.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
     header: str
     tables: Mapping[str, Mapping[str, str]]
-    turns: int | None = None
+    trip_count: int | None = None
 
     @property
     def partitions(self) -> int:
-        """The number of devices that run the program."""
-        found = re.search(r"num_partitions=(\d+)", self.header)
-        return int(found.group(1)) if found else 1
+        """Return the number of devices that run the program."""
+        match = re.search(r"num_partitions=(\d+)", self.header)
+        return int(match.group(1)) if match else 1
 
     @property
     def aliased(self) -> frozenset[int]:
-        """The arguments whose buffers are reused by results."""
+        """Return the arguments whose buffers are reused by results."""
         return frozenset(map(int, re.findall(r": \((\d+), \{[^}]*\}, \w+-alias\)", self.header)))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Every instruction that a call can run, in order, also instructions inside fusions."""
+        """Return every instruction that a call can run, in order, also those inside fusions."""
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
         """Yield the sites of the computation that the caller runs as number ``index``."""
-        executions, branches, loops, fused = 1, (), (), False
+        executions, branches, loops, fused = caller[3:] if caller else (1, (), (), False)
         if caller is not None:
-            _, _, _, executions, branches, loops, fused = caller
-            name, op = caller.instruction.name, caller.instruction.op
-            if op == "while":
-                turns = self.turns if (told := self.trips(caller)) is None else told
+            outer = caller.instruction
+            if outer.op == "while":
+                trips = self.trip_count if (known := self.trips(caller)) is None else known
                 # The condition, the second computation, runs once more than the body.
-                executions *= math.inf if turns is None else max(1, turns + index)
-            branches += (f"{name}:{index}",) * (op == "conditional")
-            loops += (name,) * (op == "while")
-            fused |= op == "fusion"
+                executions *= math.inf if trips is None else max(1, trips + index)
+            branches += (f"{outer.name}:{index}",) * (outer.op == "conditional")
+            loops += (outer.name,) * (outer.op == "while")
+            fused |= outer.op == "fusion"
         for i in self.computations.get(computation, {}).values():
             site = Site(i, computation, caller, executions, branches, loops, fused)
             yield site
-            for place, called in enumerate(i.called):
-                yield from self._walk(called, site, place)
+            for number, called in enumerate(i.called):
+                yield from self._walk(called, site, number)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
         """Add up amounts on the paths of ``Ways`` through the branches.
@@ -206,46 +205,39 @@ class Program:
         Args:
           amounts: pairs ``(branches, amount)``, where the amount includes all executions.
         """
-        least = most = held = 0.0
-        inside = collections.defaultdict[str, Any](lambda: collections.defaultdict(list))
+        least = most = accumulating = 0.0
+        inside: dict[str, dict[str, list[tuple[Sequence[str], float]]]] = {}
         for branches, amount in amounts:
             if branches:
-                conditional, _, index = branches[0].rpartition(":")
-                inside[conditional][index].append((branches[1:], amount))
+                name, _, index = branches[0].rpartition(":")
+                inside.setdefault(name, {}).setdefault(index, []).append((branches[1:], amount))
             else:
                 least += amount if math.isfinite(amount) else 0.0
                 most += amount
-                held += amount
-        for conditional, taken in inside.items():
-            sums = list(map(self.total, taken.values()))
+                accumulating += amount
+        for name, by_branch in inside.items():
+            count, is_window = self._conditionals[name]
+            sums = list(map(self.total, by_branch.values()))
             # A branch without any amount costs nothing.
-            branches = self._conditionals[conditional].called
-            sums += [Ways(0.0, 0.0, 0.0)] * (len(sums) < len(branches))
+            sums += [Ways(0.0, 0.0, 0.0)] * (len(sums) < count)
             least += min(x.least for x in sums)
             most += max(x.most for x in sums)
-            held += (min if conditional in self._windows else max)(x.held for x in sums)
-        return Ways(least, most, held)
+            accumulating += (min if is_window else max)(x.held for x in sums)
+        return Ways(least, most, accumulating)
 
     @functools.cached_property
-    def _windows(self) -> frozenset[str]:
-        """The conditionals that hold calls by count.
+    def _conditionals(self) -> Mapping[str, tuple[int, bool]]:
+        """Return each conditional's number of branches, and whether it is a window.
 
-        They are recognised by the scope of their transformation. If the program has no window of
-        boostax, every conditional that is not boostax's may be a window.
+        A window accumulates calls by count. The scope of its transformation identifies it. If the
+        program has no window of boostax, every conditional that is not boostax's may be a window.
         """
-        gates = {name: i.attribute(_GATE) for name, i in self._conditionals.items()}
-        named = frozenset(name for name, gate in gates.items() if gate in _WINDOWS)
-        return named or frozenset(name for name, gate in gates.items() if not gate)
-
-    @functools.cached_property
-    def _conditionals(self) -> Mapping[str, Instruction]:
-        every = (i for body in self.computations.values() for i in body.values())
-        return {i.name: i for i in every if i.op == "conditional"}
-
-    def operands(self, site: Site) -> tuple[Array, ...]:
-        """Return the arrays that an instruction reads."""
-        body = self.computations[site.computation]
-        return tuple(x for o in site.instruction.operands if o in body for x in body[o].result)
+        instructions = (i for body in self.computations.values() for i in body.values())
+        conditionals = [i for i in instructions if i.op == "conditional"]
+        gates = {i.name: i.attribute(_GATE) for i in conditionals}
+        windows = {name for name, gate in gates.items() if gate in _WINDOWS}
+        windows = windows or {name for name, gate in gates.items() if not gate}
+        return {i.name: (len(i.called), i.name in windows) for i in conditionals}
 
     def root(self, computation: str) -> Instruction | None:
         """Return the instruction whose result a computation returns."""
@@ -259,8 +251,8 @@ class Program:
         with. A loop whose condition is a flag that the body clears runs at most once.
         """
         loop = site.instruction
-        if told := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
-            return int(told)
+        if known := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
+            return int(known)
         condition, body = loop.attribute(r"condition=%([\w.\-]+)"), loop.called[0]
         test, result = self.root(condition), self.root(body)
         if test is None or result is None or result.op != "tuple":
@@ -272,11 +264,11 @@ class Program:
         counter, limit = (self._value(condition, name) for name in test.operands)
         if counter.element is None:
             return None
-        turned = self._value(body, result.operands[counter.element])
-        if turned.element != counter.element or not turned.offset > 0:
+        updated = self._value(body, result.operands[counter.element])
+        if updated.element != counter.element or not updated.offset > 0:
             return None
-        turns = (self._initial(site, limit) - self._initial(site, counter)) / turned.offset
-        return None if math.isnan(turns) else max(0, math.ceil(turns))
+        trips = (self._initial(site, limit) - self._initial(site, counter)) / updated.offset
+        return None if math.isnan(trips) else max(0, math.ceil(trips))
 
     def _value(self, computation: str, name: str) -> _Value:
         """Return the value of a constant, a copy, or a sum of constants and copies."""
@@ -288,10 +280,10 @@ class Program:
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
             return _Value(int(i.attribute(r"index=(\d+)")), 0)
         if i.op in ("add", "copy", "bitcast", "convert"):
-            summed = [self._value(computation, operand) for operand in i.operands]
-            carried = [x.element for x in summed if x.element is not None]
+            terms = [self._value(computation, operand) for operand in i.operands]
+            carried = [x.element for x in terms if x.element is not None]
             if len(carried) < 2:
-                return _Value((*carried, None)[0], sum(x.offset for x in summed))
+                return _Value((*carried, None)[0], sum(x.offset for x in terms))
         return _Value(None, math.nan)
 
     def _initial(self, site: Site | None, value: _Value) -> float:
@@ -300,16 +292,16 @@ class Program:
             return value.offset
         if site is None or site.instruction.op != "while":
             return math.nan
-        given = self.computations[site.computation][site.instruction.operands[0]]
-        if given.op != "tuple":
+        carry = self.computations[site.computation][site.instruction.operands[0]]
+        if carry.op != "tuple":
             return math.nan
-        outside = self._value(site.computation, given.operands[value.element])
+        outside = self._value(site.computation, carry.operands[value.element])
         return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the user's code behind an instruction; empty if it is lost."""
-        found = next(self.sources(instruction), "")
-        return "" if found.startswith(_OWN) else found
+        line = next(self.sources(instruction), "")
+        return "" if line.startswith(_LIBRARY) else line
 
     def sources(self, instruction: Instruction) -> Iterator[str]:
         """Yield ``file:line`` of the code behind an instruction and of its callers."""
@@ -328,26 +320,27 @@ class Program:
         return dict(re.findall(r"(\w+)=(\d+)", self.tables.get(table, {}).get(number, "")))
 
 
-def parse(text: str, turns: int | None = None) -> Program:
+def parse(text: str, trip_count: int | None = None) -> Program:
     """Parse the text of a compiled program: header, tables of source locations, computations."""
-    header, entry = text.partition("\n")[0], ""
+    header = text.partition("\n")[0]
+    entry = ""
     computations: dict[str, dict[str, Instruction]] = {}
-    for opened, name, lines in _COMPUTATION.findall(text):
+    for is_entry, name, lines in _COMPUTATION.findall(text):
         body = map(_instruction, filter(str.strip, lines.splitlines()))
         computations[name] = {i.name: i for i in body}
-        entry = name if opened else entry
+        entry = name if is_entry else entry
     allowed = "compiled to HLO text with an ENTRY computation"
     hint = "Pass a jax.jit function with its arguments, or what its lower() or compile() returned."
     checks.require(bool(entry), "audit", "program", got=header[:80], allowed=allowed, hint=hint)
-    tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
-    return Program(computations, entry, header, tables, turns)
+    tables = {heading: dict(_ROW.findall(rows)) for heading, rows in _TABLE.findall(text)}
+    return Program(computations, entry, header, tables, trip_count)
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
     """Return the error for text of an unknown form, which must not be ignored."""
-    said = f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. "
-    said += "What it does would be missed. Install versions that were tested together: "
-    return RuntimeError(f"{said}pip install -c constraints.txt . in a checkout.")
+    text = f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. "
+    text += "What it does would be missed. Install versions that were tested together: "
+    return RuntimeError(f"{text}pip install -c constraints.txt . in a checkout.")
 
 
 def repeated(amount: float, executions: float) -> float:
@@ -358,19 +351,20 @@ def repeated(amount: float, executions: float) -> float:
 @functools.cache
 def bits(dtype: str) -> int:
     """Return the bits of an element of a dtype, in the notation of HLO or JAX."""
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found.group(1)) if found else 8 * (dtype in ("pred", "bool"))
+    match = re.match(r"[a-z]+(\d+)", dtype)
+    return int(match.group(1)) if match else 8 * (dtype in ("pred", "bool"))
 
 
 def _instruction(line: str) -> Instruction:
-    found = _INSTRUCTION.match(line)
-    if found is None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         raise unreadable("a line of a compiled program", "%name = type op(...)", line)
-    root, name, shape, op, inner, attributes = found.groups()
+    root, name, shape, op, inner, attributes = match.groups()
     # The type may be a tuple.
     result = tuple(
         Array(dtype, math.prod(map(int, re.findall(r"\d+", dims))), "S(1)" in layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
     )
-    operands, literal = tuple(_REFERENCE.findall(inner)), inner * ("%" not in inner)
+    operands = tuple(_REFERENCE.findall(inner))
+    literal = "" if "%" in inner else inner
     return Instruction(name, op, result, operands, literal, attributes, root is not None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of an audit: totals, collectives and waste, in aligned tables."""
+"""Write an audit as text: totals, collectives and waste, in aligned tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from boostax.auditing.audit import Audit
 
 Cells = list[tuple[str, ...]]
-# The maximum of rows of collectives; further collectives are added up in one more row.
+# The maximum number of rows of collectives; one more row adds up the other collectives.
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _SMALL = 100_000_000
@@ -25,15 +25,15 @@ _SMALL = 100_000_000
 _PLACES = {"overlap": 2, "network_seconds": 4}
 
 
-def text(found: Audit) -> str:
-    """Return the whole audit in words."""
-    blocks = [_headline(found), aligned(_total_cells(found))]
-    if found.collectives:
-        blocks.append(aligned(_collective_cells(found)))
-    blocks.append("\n".join(f"! {waste}" for waste in found.findings) or "Nothing is wasted.")
-    own = any("boostax.accumulate" in c.name for c in found.collectives)
-    if found.calls > 1 and own and 2 * found.gradients.held > found.params:
-        times = number(found.reductions, 2)
+def text(audit: Audit) -> str:
+    """Return the headline, the tables and the findings."""
+    blocks = [_headline(audit), aligned(_total_cells(audit))]
+    if audit.collectives:
+        blocks.append(aligned(_collective_cells(audit)))
+    blocks.append("\n".join(f"! {waste}" for waste in audit.findings) or "Nothing is wasted.")
+    accumulates = any("boostax.accumulate" in c.name for c in audit.collectives)
+    if audit.calls > 1 and accumulates and 2 * audit.gradients.held > audit.params:
+        times = number(audit.reductions, 2)
         blocks.append(f"{times} N: the sum of the window is sharded (sums='sharded')")
     return "\n\n".join(blocks)
 
@@ -43,56 +43,57 @@ def number(value: float, places: int = 0) -> str:
     return f"{value:,.{places}f}" if math.isfinite(value) else "unknown"
 
 
-def _headline(found: Audit) -> str:
+def _headline(audit: Audit) -> str:
     """Name the machine and the unit of counts, and sum up the program."""
-    per = f"; {found.calls} calls per optimizer step" if found.calls > 1 else ""
-    sized = f"{found.params:,} params{f' ({found.unit})' * bool(found.unit)}"
-    sized = sized if found.params else "params not known"
-    where = f"{found.devices} device{'s' * (found.devices > 1)}"
-    lines = [f"{found.target}, {where}; {sized}{per}"]
-    if found.params:
-        said = f"{number(found.reductions, 2)} N reduced"
-        said += f", {number(found.gathers, 2)} N gathered" if found.gathered.most else ""
-        unit = "optimizer step" if found.calls > 1 else "call"
-        lines.append(f"{said} per {unit}; temporaries {found.temporaries:.2f} P")
-    if found.window:
-        lines.append(f"One call, with a window open over several ({found.window}): say calls=")
-    if found.cycles is not None and max(found.params_bytes, found.temporary_bytes) < _SMALL:
+    unit = f" ({audit.unit})" if audit.unit else ""
+    params = f"{audit.params:,} params{unit}" if audit.params else "params not known"
+    devices = f"{audit.devices} device{'s' * (audit.devices > 1)}"
+    calls = f"; {audit.calls} calls per optimizer step" if audit.calls > 1 else ""
+    lines = [f"{audit.target}, {devices}; {params}{calls}"]
+    if audit.params:
+        gathered = f", {number(audit.gathers, 2)} N gathered" if audit.gathered.most else ""
+        per = "optimizer step" if audit.calls > 1 else "call"
+        counts = f"{number(audit.reductions, 2)} N reduced{gathered} per {per}"
+        lines.append(f"{counts}; temporaries {audit.temporaries:.2f} P")
+    if audit.window:
+        lines.append(f"One call, with a window open over several ({audit.window}): pass calls=")
+    if audit.cycles is not None and max(audit.params_bytes, audit.temporary_bytes) < _SMALL:
         lines.append("A small program's temporaries are in a TPU's vector memory and not counted")
-    lines += [found.advice] * bool(found.advice)
-    if found.unknown_loops:
-        lines.append(f"Turns not known: {', '.join(found.unknown_loops[:3])}. Say turns=")
+    lines += [audit.advice] * bool(audit.advice)
+    if audit.unknown_loops:
+        lines.append(f"Trip counts not known: {', '.join(audit.unknown_loops[:3])}. Pass turns=")
     return "\n".join(lines)
 
 
-def _total_cells(found: Audit) -> Cells:
-    """Return totals per call and device, held and applied."""
+def _total_cells(audit: Audit) -> Cells:
+    """Return totals per call and device: for a skipped or accumulated call, and an applied one."""
     cells: Cells = [("per call and device", "held", "applied", "of the params")]
-    printed = ((x.name, *row) for x in dataclasses.fields(found) for row in x.metadata.items())
-    for name, words, unit in printed:
-        value, whole = getattr(found, name), getattr(found, unit) if unit else 0
-        held, places = "", _PLACES.get(name, 0)
+    printed = ((x.name, *row) for x in dataclasses.fields(audit) for row in x.metadata.items())
+    for name, label, unit in printed:
+        value = getattr(audit, name)
+        base = getattr(audit, unit) if unit else 0
+        places = _PLACES.get(name, 0)
+        skipped = ""
         if isinstance(value, Ways):
-            waits = value.held if found.calls > 1 else value.least
-            held, value = number(waits, places), value.most or None
+            skipped = number(value.held if audit.calls > 1 else value.least, places)
+            value = value.most or None
         if value is not None:
-            share = number(value / whole, 2) if whole else ""
-            cells.append((words, held, number(value, places), share))
+            share = number(value / base, 2) if base else ""
+            cells.append((label, skipped, number(value, places), share))
     return cells
 
 
-def _collective_cells(found: Audit) -> Cells:
+def _collective_cells(audit: Audit) -> Cells:
     """Return the collectives, equal ones in one row, the most expensive first."""
     groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
-    for c in found.collectives:
-        alike = (*_row((c,))[:5], c.branches, *sorted(c.uses), c.source)
-        groups.setdefault(alike, []).append(c)
+    for c in audit.collectives:
+        key = (*_row((c,))[:5], c.branches, *sorted(c.uses), c.source)
+        groups.setdefault(key, []).append(c)
     rows = sorted(groups.values(), key=lambda group: -sum(c.wire_bytes for c in group))
     heads = "collective,dtype,times,over,call,elements,bytes sent,hidden,use".split(",")
     cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]
-    rest = [c for group in rows[_ROWS:] for c in group]
-    if rest:
-        cells.append((f"{len(rest)} more", "", "", "", "", *_sums(rest)[:2], "", "", ""))
+    if others := [c for group in rows[_ROWS:] for c in group]:
+        cells.append((f"{len(others)} more", "", "", "", "", *_sums(others)[:2], "", "", ""))
     return cells
 
 
@@ -103,7 +104,7 @@ def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
-    # The last folder, the file and the line; without a line of the user the part of a chain.
+    # The last folder, the file and the line; without a line of the user, the part of a chain.
     scopes = re.findall(r"boostax\.\w+", c.name)[-1:]
     source = "/".join(pathlib.PurePath(c.source).parts[-2:]) or "".join(scopes)
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened

@@ -3,10 +3,10 @@
 
 JAX's compilers run without their devices: ``jax.experimental.topologies`` describes the devices,
 and a program lowered for shapes on a mesh of them compiles as on the machine itself. A TPU needs
-the package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA); in a checkout ``pip
-install '.[aot]'`` installs both. A program over a present mesh can move: ``jax.export`` lowers it
-for the platform of the target, and its call is compiled over an equal mesh of the target's devices,
-with the same specs and donation.
+the package ``libtpu``. A GPU needs ``jax-cuda12-plugin``, but no driver and no CUDA. In a checkout
+``pip install '.[aot]'`` installs both. A program over a present mesh can move: ``jax.export``
+lowers it for the platform of the target, and its call is compiled over an equal mesh of the
+target's devices, with the same specs and donation.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import keystr
 
-from boostax.auditing.adapter import WHO, checks, is_step
+from boostax.auditing.adapter import WHO, PyTree, TrainStep, checks
 
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)+)(?:\*(?P<slices>\d+))?")
@@ -44,7 +44,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     Returns:
       The devices, slice by slice. A ``jax.sharding.Mesh`` of these devices serves for shardings of
       ``jax.ShapeDtypeStruct`` and for train steps to lower and compile, but programs cannot run on
-      it. The present devices stay available.
+      it. The present devices remain available.
 
     Raises:
       ValueError: a target of another form, or an unknown machine.
@@ -58,32 +58,33 @@ def target_devices(target: str) -> tuple[Any, ...]:
       ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
       or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. ...
     """
-    found = _FORM.fullmatch(target)
-    machine = found and _KNOWN["machines"].get(found["name"])
-    gpu = found and _KNOWN["gpus"].get(found["name"])
-    if found is None or not machine or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
+    match = _FORM.fullmatch(target)
+    machine = match and _KNOWN["machines"].get(match["name"])
+    gpu = match and _KNOWN["gpus"].get(match["name"])
+    if match is None or not machine or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _KNOWN["machines"].values())
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _KNOWN["environment"].items():
             os.environ.setdefault(name, value)
-    given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
-    given["num_slices"] = int(found["slices"] or 1)
+    slices = int(match["slices"] or 1)
+    topology = {"platform": "tpu", "topology_name": target.partition("*")[0], "num_slices": slices}
     if gpu:
         config = _KNOWN["description"] % gpu
-        given = {"platform": "cuda", "topology": found["shape"], "target_config": config}
+        topology = {"platform": "cuda", "topology": match["shape"], "target_config": config}
     try:
-        devices = _described(given)
+        devices = _described(topology)
     except Exception as error:
-        allowed, why = "one that a compiler at hand knows", str(error).splitlines()[0]
-        hint = f"{why}. In a checkout, pip install '.[aot]' installs compilers for TPU and GPU."
+        hint = f"{str(error).splitlines()[0]}. In a checkout, pip install '.[aot]' installs "
+        hint += "compilers for TPU and GPU."
+        allowed = "one that a compiler at hand knows"
         words = checks.message("target_devices", "target", allowed, target, hint)
         raise RuntimeError(words) from error
     return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
 
 
-def _described(given: Mapping[str, Any]) -> Sequence[Any]:
+def _described(topology: Mapping[str, Any]) -> Sequence[Any]:
     """Return the devices of a topology.
 
     The plugin for CUDA registers itself only if it finds a driver. If it did not, this function
@@ -91,22 +92,23 @@ def _described(given: Mapping[str, Any]) -> Sequence[Any]:
     """
     from jax.experimental import topologies
 
-    skip, before = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", dict(os.environ)
+    skip = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    was_set = skip in os.environ
     try:
-        return topologies.get_topology_desc(**given).devices
+        return topologies.get_topology_desc(**topology).devices
     except NotImplementedError:
         os.environ[skip] = "1"
         for plugin in entry_points(group="jax_plugins"):
             if "cuda" in plugin.name:
                 plugin.load().initialize()
-        return topologies.get_topology_desc(**given).devices
+        return topologies.get_topology_desc(**topology).devices
     finally:
-        if skip not in before:
+        if not was_set:
             os.environ.pop(skip, None)
 
 
 class Argument(NamedTuple):
-    """An argument of a compiled program.
+    """Describe an argument of a compiled program.
 
     Attributes:
       path: its position among the arguments.
@@ -120,67 +122,58 @@ class Argument(NamedTuple):
 
 
 class CompiledProgram(NamedTuple):
-    """A compiled program.
+    """Describe a compiled program, its arguments and its devices.
 
     Attributes:
-      compiled: the result of XLA.
+      executable: the result of XLA.
       arguments: its arguments in order.
       seconds: the time of compilation; NaN if the program was already compiled.
+      mesh: the mesh that the program runs over, if any.
+      devices: the number and kind of its devices.
     """
 
-    compiled: Any
+    executable: jax.stages.Compiled
     arguments: tuple[Argument, ...]
     seconds: float
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh that the program runs over, if any."""
-        return _mesh_of(x.sharding for x in self.arguments)
-
-    @property
-    def described(self) -> str:
-        """The number and kind of the program's devices."""
-        used = [x.sharding for x in self.arguments if x.sharding is not None]
-        devices = list(used[0].device_set) if used else []
-        return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
+    mesh: Mesh | None
+    devices: str
 
 
 def compile_program(
-    program: Any, args: tuple[Any, ...], target: str | None, depth: int | None, given: Any
+    program: Any, args: tuple[PyTree, ...], target: str | None, depth: int | None, kwargs: PyTree
 ) -> CompiledProgram:
     """Compile any program for any devices; ``boostax.audit`` documents the arguments."""
     program = _unwrapped(program)
     if isinstance(program, _STAGES):
-        got = f"{len(args) + len(given)} arguments, target={target!r}"
-        alone = not (args or given) and target is None
+        got = f"{len(args) + len(kwargs)} arguments, target={target!r}"
+        is_valid = not (args or kwargs) and target is None
         hint = "Pass the jax.jit function with its arguments to compile it for another target."
-        what, allowed = "a lowered or compiled program", "given alone"
-        checks.require(alone, WHO, what, got=got, allowed=allowed, hint=hint)
+        what = "a lowered or compiled program"
+        checks.require(is_valid, WHO, what, got=got, allowed="given alone", hint=hint)
         return _finished(program)
-    if is_step(program):
-        program, args = program.jitted(*args, depth=depth, **given)
+    if isinstance(program, TrainStep):
+        program, args = program.jitted(*args, depth=depth, **kwargs)
     else:
         hint = "A TrainStep passes them to its loss; else bind: functools.partial(function, ...)."
-        checks.absent(WHO, "keywords", given or None, "left out", hint)
+        checks.absent(WHO, "keywords", kwargs or None, "left out", hint)
         checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep has depths.")
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
     # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
-    shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
-    meant = {device for x in shardings for device in x.device_set}
-    devices = target_devices(target) if target is not None else tuple(meant)
-    stage: Any = program.trace(*args) if hasattr(program, "trace") else None
-    traced = isinstance(stage, jax.stages.Traced)
-    if meant <= set(devices) and (meant or target is None):
+    placed = {d for x in jax.tree.leaves(args) if (s := _sharding(x)) for d in s.device_set}
+    devices = target_devices(target) if target is not None else tuple(placed)
+    traced: Any = program.trace(*args) if hasattr(program, "trace") else None
+    if placed <= set(devices) and (placed or target is None):
         # The wrapper itself decides which arguments are arrays.
-        return _finished(program.lower(*args) if stage is None else stage.lower(), devices)
+        return _finished(program.lower(*args) if traced is None else traced.lower(), devices)
+    is_valid = isinstance(traced, jax.stages.Traced)
     hint = "Pass the jax.jit function inside, or build the program on the target's devices."
     got = getattr(program, "__name__", type(program).__name__)
     allowed = "a jax.jit function where it is to move to a target"
-    checks.require_type(traced, WHO, "program", got=got, allowed=allowed, hint=hint)
-    return _moved(program, args, stage.args_info, devices)
+    checks.require_type(is_valid, WHO, "program", got=got, allowed=allowed, hint=hint)
+    return _moved(program, args, traced.args_info[0], devices)
 
 
 def _unwrapped(program: Any) -> Any:
@@ -189,7 +182,7 @@ def _unwrapped(program: Any) -> Any:
     return inner if isinstance(inner, _STAGES) else program
 
 
-def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> CompiledProgram:
+def _moved(program: Any, args: PyTree, infos: PyTree, devices: Sequence[Any]) -> CompiledProgram:
     """Compile the program for devices other than those of its arguments."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
@@ -197,27 +190,26 @@ def _moved(program: Any, args: Any, args_info: Any, devices: Sequence[Any]) -> C
     allowed = "placed by shardings over the program's mesh where a target is given"
     hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays; on one device "
     hint += "sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
-    fits = mesh is not None or len(devices) == 1
-    checks.require(fits, WHO, "args", got=None, allowed=allowed, hint=hint)
-    count, fits = len(devices), mesh is None or mesh.size == len(devices)
-    allowed = f"one of as many devices as the program's mesh, {mesh and mesh.size}"
-    hint = "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
-    checks.require(fits, WHO, "target", got=count, allowed=allowed, hint=hint)
-    grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
-    there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+    size = len(devices)
+    checks.require(mesh is not None or size == 1, WHO, "args", got=None, allowed=allowed, hint=hint)
+    if mesh is not None:
+        allowed = f"one of as many devices as the program's mesh, {mesh.size}"
+        hint = "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
+        checks.require(mesh.size == size, WHO, "target", got=size, allowed=allowed, hint=hint)
+        grid = np.array(devices).reshape(mesh.devices.shape)
+        mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         spec = getattr(_sharding(x), "spec", PartitionSpec())
-        sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
+        sharding = NamedSharding(mesh, spec) if mesh else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
 
-    donated = [any(x.donated for x in jax.tree.leaves(info)) for info in args_info[0]]
-    donate = tuple(i for i, given in enumerate(donated) if given)
-    again = jax.jit(lambda *args: exported.call(*args), donate_argnums=donate)
+    donated = [i for i, x in enumerate(infos) if any(y.donated for y in jax.tree.leaves(x))]
+    moved = jax.jit(lambda *args: exported.call(*args), donate_argnums=donated)
     # A program with explicit axes needs a mesh in its context.
-    plain = jax.sharding.get_mesh().empty or there is None
-    with contextlib.nullcontext() if plain else jax.set_mesh(there):
-        return _finished(again.lower(*jax.tree.map(place, args)), devices)
+    is_implicit = jax.sharding.get_mesh().empty or mesh is None
+    with contextlib.nullcontext() if is_implicit else jax.set_mesh(mesh):
+        return _finished(moved.lower(*jax.tree.map(place, args)), devices)
 
 
 def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
@@ -225,7 +217,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
     compiled: Any = _unwrapped(program)
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         # Without a GPU XLA cannot time kernels, so it chooses kernels by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
         options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if untimed else {}
@@ -233,25 +225,28 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
             compiled = compiled.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             allowed = f"one that compiles for {', '.join({d.device_kind for d in devices})}"
-            alone = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
-            hint = alone if "CustomSPMDPartitioning" in str(error) else ""
+            hint = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
+            hint *= "CustomSPMDPartitioning" in str(error)
             words = checks.message(WHO, "program", allowed, str(error).splitlines()[0], hint)
             raise RuntimeError(words) from error
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
 
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
-    pairs = zip(infos, tree.flatten_up_to(compiled.input_shardings), strict=True)
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    pairs = zip(infos, shardings, strict=True)
     # The first key only separates positional arguments from keyword arguments.
-    arguments = tuple(Argument(keystr(path[1:]), info, where) for (path, info), where in pairs)
-    return CompiledProgram(compiled, arguments, seconds)
+    arguments = tuple(Argument(keystr(path[1:]), info, x) for (path, info), x in pairs)
+    running = list(next((x.device_set for x in shardings if x is not None), ()))
+    machine = f"{len(running)} x {running[0].device_kind}" if running else "unknown"
+    return CompiledProgram(compiled, arguments, seconds, _mesh_of(shardings), machine)
 
 
-def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
+def _mesh_of(shardings: Iterable[object]) -> Mesh | None:
     """Return the first mesh of devices among shardings."""
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _sharding(x: object) -> Any:
+def _sharding(x: object) -> jax.sharding.Sharding | None:
     """Return the sharding of an array; ``None`` if the array may be placed anywhere."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None

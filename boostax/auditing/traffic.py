@@ -7,37 +7,35 @@ that updates a slice in place writes the slice, so a scan over stacked layers re
 An Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from boostax.auditing.hlo import Array, Instruction, Program, Site, Ways, repeated
 
-# Instructions that only name existing arrays, or that run other instructions, which are counted
+# Instructions that only name existing arrays, or that run other instructions. Those are counted
 # themselves.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
     "opt-barrier add-dependency conditional while call async-start".split()
 )
-_CUTS = frozenset(("dynamic-slice", "slice", "gather"))
-_SETS = "dynamic-update-slice"
+_SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_UPDATE = "dynamic-update-slice"
 
 
 def traffic(program: Program) -> Ways:
     """Return bytes per call on the paths of ``Ways`` through the branches."""
-    return _scheduled(program, lambda site: _bytes(program, site))
+    # A fusion is one operation of the schedule.
+    sites = [site for site in program.sites if not site.fused]
+    return program.total((x.branches, repeated(_bytes(program, x), x.executions)) for x in sites)
 
 
 def cycles(program: Program) -> Ways | None:
     """Return a TPU compiler's estimate of cycles without communication; else ``None``."""
-    estimate = r'"estimated_cycles":"(-?\d+)"'
-    if not any(x.instruction.attribute(estimate) for x in program.sites):
+    pattern = r'"estimated_cycles":"(-?\d+)"'
+    estimates = [(x, x.instruction.attribute(pattern)) for x in program.sites]
+    if not any(text for _, text in estimates):
         return None
-    return _scheduled(program, lambda x: max(0, int(x.instruction.attribute(estimate) or 0)))
-
-
-def _scheduled(program: Program, of: Callable[[Site], float]) -> Ways:
-    """Add up all operations of the schedule; a fusion is one operation."""
-    sites = (site for site in program.sites if not site.fused)
-    return program.total((site.branches, repeated(of(site), site.executions)) for site in sites)
+    counts = [(x, max(0, int(text or 0))) for x, text in estimates if not x.fused]
+    return program.total((x.branches, repeated(count, x.executions)) for x, count in counts)
 
 
 def _bytes(program: Program, site: Site) -> float:
@@ -49,9 +47,9 @@ def _bytes(program: Program, site: Site) -> float:
     sizes = {name: _in_memory(body[name].result) for name in i.operands if name in body}
     if i.op == "fusion":
         return _fusion(program.computations.get(i.called[0], {}), i, sizes)
-    if i.op in _CUTS:
+    if i.op in _SLICES:
         return 2 * _in_memory(i.result)
-    if i.op == _SETS:
+    if i.op == _UPDATE:
         return 2 * sizes.get(i.operands[1], 0)
     read, written = sum(sizes.values()), i.result
     if i.op == "slice-start":
@@ -63,34 +61,32 @@ def _bytes(program: Program, site: Site) -> float:
     return read + _in_memory(written)
 
 
-def _fusion(
-    inside: Mapping[str, Instruction], fusion: Instruction, sizes: Mapping[str, float]
-) -> float:
+def _fusion(body: Mapping[str, Instruction], i: Instruction, sizes: Mapping[str, float]) -> float:
     """Count the bytes of a fusion; operands that it slices or updates count only their slices."""
-    parameters = {int(x.literal): x.name for x in inside.values() if x.op == "parameter"}
-    read, in_place = 0.0, 0.0
+    parameters = {int(x.literal): x.name for x in body.values() if x.op == "parameter"}
+    read = in_place = 0.0
     counted: set[str] = set()
-    for place, operand in enumerate(fusion.operands):
-        name, size = parameters.get(place, ""), sizes.get(operand, 0)
-        used = [_piece(inside, x, name) for x in inside.values() if name in x.operands]
-        kinds = {kind for kind, _ in used}
-        if size and kinds in ({"cut"}, {"set"}):
-            read += min(size, sum(piece for _, piece in used))
-            in_place += size * (kinds == {"set"})
+    for index, operand in enumerate(i.operands):
+        name, size = parameters.get(index, ""), sizes.get(operand, 0)
+        uses = [_slice_of(body, x, name) for x in body.values() if name in x.operands]
+        kinds = {kind for kind, _ in uses}
+        if size and kinds in ({"slice"}, {"update"}):
+            read += min(size, sum(num_bytes for _, num_bytes in uses))
+            in_place += size * (kinds == {"update"})
         elif operand not in counted:
             read += size
         counted.add(operand)
-    return read + max(0.0, _in_memory(fusion.result) - in_place)
+    return read + max(0.0, _in_memory(i.result) - in_place)
 
 
-def _piece(inside: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
+def _slice_of(body: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
     """Return whether an instruction slices an array or updates a slice, and the slice's bytes."""
-    alone = user.operands[0] == name and name not in user.operands[1:]
-    if alone and user.op in _CUTS:
-        return "cut", user.result[0].bytes
-    if alone and user.op == _SETS:
-        return "set", inside[user.operands[1]].result[0].bytes
-    return "whole", 0.0
+    is_sliced = user.operands[0] == name and name not in user.operands[1:]
+    if is_sliced and user.op in _SLICES:
+        return "slice", user.result[0].bytes
+    if is_sliced and user.op == _UPDATE:
+        return "update", body[user.operands[1]].result[0].bytes
+    return "other", 0.0
 
 
 def _in_memory(arrays: Iterable[Array]) -> int:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from boostax.auditing.adapter import checks
-from boostax.auditing.collectives import RING, CompiledCollective
+from boostax.auditing.collectives import RING, Collectives, CompiledCollective, Shapes
+from boostax.auditing.hlo import Program
 
 if TYPE_CHECKING:
     from boostax.auditing.audit import Audit
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Waste:
-    """An avoidable cost of a program.
+    """Describe an avoidable cost of a program.
 
     Attributes:
       what: the waste and its size.
@@ -43,66 +44,70 @@ _SMALL = 0.01
 _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
-def _waste(name: str, where: str, **numbers: object) -> Waste:
-    words = WORDS[name]
-    return Waste(words["what"].format(**numbers), where, words["mend"].format(**numbers))
-
-
-def wastes(found: Audit, shapes: Sequence[Any], total: Any, module: str) -> Iterator[Waste]:
+def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Iterator[Waste]:
     """Yield findings of each kind of waste, the most expensive first.
 
     Args:
-      found: the audit.
+      audit: the audit.
+      program: the program.
       shapes: the shapes of the params.
-      total: the function that adds up amounts along branches, ``Program.total``.
       module: the module of the program's type.
     """
-
-    def most(among: Iterable[Any], of: Any = lambda c: c.wire_bytes) -> float:
-        return total((c.branches, of(c)) for c in among).most
-
-    known = [c for c in found.collectives if math.isfinite(c.executions)]
-    if unknown := [c for c in found.collectives if not math.isfinite(c.executions)]:
+    known = [c for c in audit.collectives if math.isfinite(c.executions)]
+    if unknown := [c for c in audit.collectives if not math.isfinite(c.executions)]:
         largest = max(unknown, key=lambda c: c.bytes)
-        yield _waste("unknown_turns", largest.source, count=len(unknown), over=_over(largest))
-    if found.params:
-        # Repeated collectives are counted in multiples of the params.
-        meant = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
-        gradients = [c for c in meant if 2 * c.uses.get("gradients", 0) > c.elements]
-        # These run also in calls that leave a window open.
-        held = [c for c in gradients if found.calls > 1 and total([(c.branches, c.elements)]).held]
-        for name, calls, among in (
-            ("in_loop", 1, [c for c in gradients if c.loops]),
-            ("in_window", found.calls, held),
-            ("gathered", 1, [c for c in meant if c.does == "all-gather" and c.loops]),
-        ):
-            times = calls * most(among, lambda c: c.elements * c.executions) / found.params
-            if times > WORDS[name]["limit"]:
-                c = max(among, key=lambda c: c.wire_bytes)
-                counts = {"times": times, "calls": calls, "turns": c.executions}
-                yield _waste(name, c.source, over=_over(c), **counts)
+        yield _waste("unknown_turns", largest, count=len(unknown))
+    if audit.params:
+        yield from _repeated(audit, program, known)
     for name in ("donated_in_vain", "not_donated"):
-        buffers = getattr(found, name)
+        buffers = getattr(audit, name)
         size = sum(x.bytes for x in buffers)
-        if size > _SMALL * max(found.params_bytes, 2**20):
+        if size > _SMALL * max(audit.params_bytes, 2**20):
             more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
             first = max(buffers, key=lambda x: x.bytes).path
             call = WORDS["donates"].get(module.partition(".")[0], WORDS["donates"]["jax"])
-            yield _waste(name, "", bytes=size, paths=first + more, call=call)
-    wide = [c for c in known if c.widened]
-    if most(wide) > _SMALL * max(1.0, most(known)):
-        kinds = ", ".join(sorted({"/".join(c.dtypes) for c in wide}))
-        dearest = max(wide, key=lambda c: c.wire_bytes)
-        yield _waste("widened", dearest.source, kinds=kinds, bytes=most(wide))
-    exchanged = [c for c in known if c.kind == "all-to-all"]
-    for name in {c.name for c in exchanged if "boostax." in c.name}:
-        among = [c for c in exchanged if c.name == name]
-        mean = 4 * sum(map(math.prod, shapes)) * RING["all-reduce"](among[0].devices)
+            yield _waste(name, bytes=size, paths=first + more, call=call)
+    widened = [c for c in known if c.widened]
+    sent = _sent(program, widened)
+    if sent > _SMALL * max(1.0, _sent(program, known)):
+        kinds = ", ".join(sorted({"/".join(c.dtypes) for c in widened}))
+        largest = max(widened, key=lambda c: c.wire_bytes)
+        yield _waste("widened", largest, kinds=kinds, bytes=sent)
+    exchanges = [c for c in known if c.kind == "all-to-all"]
+    for name in {c.name for c in exchanges if "boostax." in c.name}:
+        exchange = [c for c in exchanges if c.name == name]
+        mean = 4 * sum(map(math.prod, shapes)) * RING["all-reduce"](exchange[0].devices)
         # An exchange by all-to-all is followed by an all-gather.
-        if 0 < 1.1 * mean < 2 * most(among):
+        sent = 2 * _sent(program, exchange)
+        if 0 < 1.1 * mean < sent:
             part = re.findall(r"boostax\.(\w+)", name)[-1]
-            yield _waste("padded", "", part=part, bytes=2 * most(among), mean=mean)
+            yield _waste("padded", part=part, bytes=sent, mean=mean)
 
 
-def _over(c: CompiledCollective) -> str:
-    return f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
+def _repeated(audit: Audit, program: Program, known: Collectives) -> Iterator[Waste]:
+    """Yield collectives that send a multiple of the params."""
+    unintended = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
+    gradients = [c for c in unintended if 2 * c.uses.get("gradients", 0) > c.elements]
+    # The sum is positive if a call that leaves a window open also runs the collective.
+    in_window = [c for c in gradients if program.total([(c.branches, c.elements)]).held]
+    for name, calls, repeated in (
+        ("in_loop", 1, [c for c in gradients if c.loops]),
+        ("in_window", audit.calls, in_window if audit.calls > 1 else []),
+        ("gathered", 1, [c for c in unintended if c.does == "all-gather" and c.loops]),
+    ):
+        elements = program.total((c.branches, c.elements * c.executions) for c in repeated).most
+        times = calls * elements / audit.params
+        if times > WORDS[name]["limit"]:
+            largest = max(repeated, key=lambda c: c.wire_bytes)
+            yield _waste(name, largest, times=times, calls=calls, turns=largest.executions)
+
+
+def _sent(program: Program, collectives: Collectives) -> float:
+    return program.total((c.branches, c.wire_bytes) for c in collectives).most
+
+
+def _waste(name: str, c: CompiledCollective | None = None, **values: object) -> Waste:
+    """Fill in the texts of a finding, which may be about a collective."""
+    values["over"] = f", over {' and '.join(map(repr, c.axes))}" if c and c.axes else ""
+    what, mend = (WORDS[name][key].format(**values) for key in ("what", "mend"))
+    return Waste(what, c.source if c else "", mend)
