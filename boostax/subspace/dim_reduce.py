@@ -273,7 +273,7 @@ def _initial(parts: Parts, params: PyTree, residual: Residual, use_mean: bool) -
     rows, explained, mean = parts
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
-    # Without params there is one coordinate, which stays 0.
+    # Without params there is one coordinate, which is 0.
     memory = empty(leaves[0].shape[0] if leaves else 1, jnp.result_type(jnp.float32, *dtypes))
     to_mean = jnp.zeros_like(memory.gradient)
     if use_mean and mean is not None:
@@ -450,9 +450,9 @@ def dim_reduce(
             )
             if outside is not None:
                 wide = trees.at_least_float32((updates, params))
-                rest = jax.tree.map(lambda g, p: g - p.astype(g.dtype), wide[0], shadow)
-                rest, new = outside.update(rest, state.residual_state, wide[1], value=now, **extra)
-                total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, rest)
+                part = jax.tree.map(lambda g, p: g - p.astype(g.dtype), wide[0], shadow)
+                part, new = outside.update(part, state.residual_state, wide[1], value=now, **extra)
+                total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, part)
                 moved |= {"residual_state": new}
             energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
             moved |= {"energy": energy.astype(jnp.float32)}
@@ -477,7 +477,7 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
 
     Returns:
       The state, in the same shapes and dtypes, so that a compiled step takes both. Counters and the
-      residual optimizer's state stay. This works inside ``jit``. Cost: one copy of the basis.
+      residual optimizer's state are kept. This works inside ``jit``. Cost: one copy of the basis.
 
     Raises:
       ValueError: the state has no ``DimReduceState``, or the new basis does not fit.
