@@ -11,8 +11,8 @@ finds.
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from boostax._core.types import PyTree
 from boostax.subspace import files
 
 Dtype = DTypeLike | None
-_WHO = "pca_basis"
+Names = tuple[str, ...]
 _FEW = "It is the dimension of the subspace; 32 to 40 are usual."
 # The number of additional rows, which find directions that the first product missed.
 _SPARE = 2
@@ -43,9 +43,9 @@ class Basis(NamedTuple):
       explained: f32 ``(k,)``, the share of the variance along each component.
     """
 
-    components: PyTree
-    mean: PyTree
-    explained: jax.Array
+    components: PyTree  # (k, *leaf.shape), float32 or wider, or ``dtype``
+    mean: PyTree  # shapes of the params, float32 or wider
+    explained: jax.Array  # (k,) float32
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the basis to a ``.npz`` file, by the names of the params.
@@ -68,7 +68,7 @@ class Basis(NamedTuple):
           >>> basis.components["w"].round(3).tolist()
           [[0.6000000238418579, 0.800000011920929]]
         """
-        files.write("Basis.save", path, files.named("Basis.save", self))
+        files.write("Basis.save", path, files.by_name("Basis.save", self))
 
     @classmethod
     def load(cls, path: str | pathlib.Path, params: PyTree) -> "Basis":
@@ -86,19 +86,20 @@ class Basis(NamedTuple):
             basis.
           FileNotFoundError: no such file.
         """
-        found = files.read("Basis.load", path, ".npz")
-        k = np.size(found.get("explained", ()))
+        arrays = files.read("Basis.load", path, ".npz")
+        k = np.size(arrays.get("explained", ()))
         mean = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), wide_dtype(x)), params)
         rows = jax.tree.map(lambda x: x.update(shape=(k, *x.shape)), mean)
-        like: Any = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
-        basis = jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
-        fits, hint = bool(norms.all_finite(basis)), "Compute it from finite snapshots."
-        allowed = "a file of finite numbers"
-        checks.require(fits, "Basis.load", "path", got=str(path), allowed=allowed, hint=hint)
+        like = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
+        basis = jax.tree.map(jnp.asarray, files.tree_like("Basis.load", path, like, arrays))
+        if not norms.all_finite(basis):
+            allowed = "a file of finite numbers"
+            hint = "Compute it from finite snapshots."
+            raise ValueError(checks.message("Basis.load", "path", allowed, str(path), hint))
         return basis
 
 
-def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Any:
+def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Basis | PyTree:
     """Return the first components in a file, for params of the same names and shapes.
 
     Args:
@@ -115,32 +116,32 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
         ``Basis.load``.
     """
     who = "saved_basis"
-    matrix = pathlib.Path(path).suffix == ".npy"
-    basis: Any = _matrix(who, path, params) if matrix else Basis.load(path, params)
-    rows = basis if matrix else basis.components
+    basis = None if pathlib.Path(path).suffix == ".npy" else Basis.load(path, params)
+    rows = _read_matrix(who, path, params) if basis is None else basis.components
     gram = _gram_of(jax.tree.map(wide, rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
     _require_at_most(who, n_components, k, allowed, "Take so many.")
     # Rounding to bfloat16 leaves an error of half a percent.
-    got, hint = "rows that are not", "Distances along them would be wrong."
-    skew = jnp.abs(gram - jnp.eye(k)).max()
-    allowed = "a file of orthonormal rows"
-    checks.require(bool(skew < 2e-2), who, "path", got=got, allowed=allowed, hint=hint)
+    if not jnp.abs(gram - jnp.eye(k)).max() < 2e-2:
+        allowed = "a file of orthonormal rows"
+        hint = "Distances along them would be wrong."
+        raise ValueError(checks.message(who, "path", allowed, "rows that are not", hint))
     first = jax.tree.map(lambda x: x[:n_components], rows)
-    return first if matrix else Basis(first, basis.mean, basis.explained[:n_components])
+    return first if basis is None else Basis(first, basis.mean, basis.explained[:n_components])
 
 
-def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
-    """Return components in a matrix, cut into leaves."""
+def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
+    """Return components in a matrix, split into leaves."""
     matrix = files.read(who, path, ".npy")
     leaves, treedef = jax.tree.flatten(params)
     ends = np.cumsum([np.size(x) for x in leaves])
-    fits = matrix.shape[1:] == (ends[-1],) and matrix.dtype.kind == "f"
-    fits = fits and not any(map(jnp.iscomplexobj, leaves))
+    is_valid = matrix.shape[1:] == (ends[-1],) and matrix.dtype.kind == "f"
+    is_valid = is_valid and not any(map(jnp.iscomplexobj, leaves))
+    got = f"{matrix.dtype} of {matrix.shape}"
     allowed = f"a file of (k, {ends[-1]}), a real number for each param"
-    got, hint = f"{matrix.dtype} of {matrix.shape}", "They are in the order of jax.tree.leaves."
-    checks.require(fits, who, "path", got=got, allowed=allowed, hint=hint)
+    hint = "They are in the order of jax.tree.leaves."
+    checks.require(is_valid, who, "path", got=got, allowed=allowed, hint=hint)
     parts = zip(np.split(matrix, ends[:-1], 1), leaves, strict=True)
     rows = [jnp.asarray(p.reshape(-1, *np.shape(x)), wide_dtype(x)) for p, x in parts]
     return treedef.unflatten(rows)
@@ -171,12 +172,11 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
     size = sum(np.size(x) for x in leaves)
     _require_at_most(who, n_components, size, f"at most the number of params, {size}", _FEW)
     key = jax.random.key(seed)
-
-    def draw(i: int, x: Any) -> jax.Array:
-        shape = (n_components, *np.shape(x))
-        return jax.random.normal(jax.random.fold_in(key, i), shape, wide_dtype(x))
-
-    return _orthonormal(treedef.unflatten([draw(i, x) for i, x in enumerate(leaves)]))
+    rows = [
+        jax.random.normal(jax.random.fold_in(key, i), (n_components, *np.shape(x)), wide_dtype(x))
+        for i, x in enumerate(leaves)
+    ]
+    return _orthonormal(treedef.unflatten(rows))
 
 
 def pca_basis(
@@ -226,66 +226,58 @@ def pca_basis(
     """
     if stacked is None:
         stacked = isinstance(snapshots, tuple) or not isinstance(snapshots, (Sequence, Iterator))
-    return principal(snapshots if stacked else _stack(snapshots), n_components, dtype)
+    if not stacked:
+        listed = list(snapshots)
+        # NumPy arrays stay on the host, and are copied to the device leaf by leaf.
+        snapshots = listed and jax.tree.map(
+            lambda *x: (np if all(isinstance(y, np.ndarray) for y in x) else jnp).stack(x), *listed
+        )
+    return principal(snapshots, n_components, dtype, complete=True, who="pca_basis")
 
 
-def principal(
-    snapshots: PyTree, n_components: int, dtype: Dtype, complete: bool = True, who: str = _WHO
-) -> Basis:
-    """Return ``pca_basis`` of stacked snapshots.
+def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str) -> Basis:
+    """Return ``pca_basis`` of stacked snapshots, with ``k`` components.
 
     With ``complete=False`` missing components are zero outside ``jit`` as well.
     """
     narrow = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
-    m, k = _counted(who, snapshots, n_components), n_components
-    gram = total(jax.tree.map(_gram, snapshots))
+    m = _snapshot_count(who, snapshots, k)
+    gram = jax.tree.reduce(jnp.add, jax.tree.map(_gram, snapshots))
     traced = isinstance(gram, Tracer)
-    hint = "Look for the step at which the run broke down."
-    finite = traced or bool(jnp.isfinite(gram).all())
-    checks.require(finite, who, "snapshots", got="a NaN or infinity", allowed="finite", hint=hint)
+    if not traced and not jnp.isfinite(gram).all():
+        hint = "Look for the step at which the run broke down."
+        raise ValueError(checks.message(who, "snapshots", "finite", "a NaN or infinity", hint))
     u = jnp.linalg.eigh(gram)[1][:, ::-1][:, : min(k + _SPARE, m - 1)]
-    rows: PyTree = None
-    s = turn = u
+    rows = s = vh = u
     for _ in range(2):
         rows = _orthonormal(jax.tree.map(lambda x, u=u: _spanned(x, u), snapshots))
-        along = total(jax.tree.map(_coordinates, snapshots, rows))
-        u, s, turn = jnp.linalg.svd(along, full_matrices=False)
+        along = jax.tree.reduce(jnp.add, jax.tree.map(_coordinates, snapshots, rows))
+        u, s, vh = jnp.linalg.svd(along, full_matrices=False)
     eps = max(np.finfo(wide_dtype(x)).eps for x in jax.tree.leaves(snapshots))
-    noise = jnp.sqrt(total(jax.tree.map(_rounding, snapshots)))
-    found = s > noise + eps * np.sqrt(m) * s[0]
+    noise = jnp.sqrt(jax.tree.reduce(jnp.add, jax.tree.map(_rounding, snapshots)))
+    significant = s > noise + eps * np.sqrt(m) * s[0]
     if complete and not traced:
         which = "in which these snapshots differ beyond their rounding"
-        allowed = f"at most {found.sum()}, the number of directions {which}"
+        allowed = f"at most {significant.sum()}, the number of directions {which}"
         hint = "Take fewer, or snapshots that lie further apart."
-        _require_at_most(who, k, int(found.sum()), allowed, hint)
-    turn = jnp.where(found[:k, None], turn[:k], 0.0)
-    rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
+        _require_at_most(who, k, int(significant.sum()), allowed, hint)
+    vh = jnp.where(significant[:k, None], vh[:k], 0.0)
+    rows = jax.tree.map(lambda z: mix(vh.T, z), rows)
     components = _signed(_polished(rows))
     variance = jnp.trace(gram)
-    explained = jnp.where(found[:k], s[:k] ** 2, 0.0) / jnp.where(variance > 0, variance, 1.0)
+    explained = jnp.where(significant[:k], s[:k] ** 2, 0.0) / jnp.where(variance > 0, variance, 1.0)
     components = components if narrow is None else stored(components, narrow)
     return Basis(components, jax.tree.map(_mean, snapshots), jnp.asarray(explained, jnp.float32))
 
 
-def _stack(snapshots: Iterable[PyTree]) -> PyTree:
-    """Stack trees leaf by leaf."""
-    found = list(snapshots)
-
-    def stacked(*leaves: Any) -> Any:
-        # NumPy arrays stay on the host, and are copied to the device leaf by leaf.
-        return (np if all(isinstance(x, np.ndarray) for x in leaves) else jnp).stack(leaves)
-
-    return jax.tree.map(stacked, *found) if found else None
-
-
-def _counted(who: str, snapshots: PyTree, n_components: int) -> int:
+def _snapshot_count(who: str, snapshots: PyTree, n_components: int) -> int:
     """Check and return the number of snapshots."""
     checks.positive_int(who, "n_components", n_components, _FEW)
     counts = sorted({np.shape(x)[:1] for x in jax.tree.leaves(snapshots)})
-    allowed = "a tree of arrays with one leading dimension"
-    hint = "Stack the snapshots of each leaf, or pass a list of trees."
-    fits = len(counts) == 1 and bool(counts[0])
-    checks.require(fits, who, "snapshots", got=counts, allowed=allowed, hint=hint)
+    if len(counts) != 1 or not counts[0]:
+        allowed = "a tree of arrays with one leading dimension"
+        hint = "Stack the snapshots of each leaf, or pass a list of trees."
+        raise ValueError(checks.message(who, "snapshots", allowed, counts, hint))
     m = counts[0][0]
     hint = "m snapshots differ from their mean in m - 1 directions at most."
     _require_at_most(who, n_components, m - 1, f"below the number of snapshots, {m}", hint)
@@ -300,22 +292,20 @@ def _require_at_most(who: str, count: int, limit: int, allowed: str, hint: str) 
 # components are widened inside the sum that reads them, so XLA makes no wide copy.
 
 
-def project(
-    components: PyTree, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
-) -> jax.Array:
+def project(components: PyTree, tree: PyTree, shards: Names = (), who: str = "") -> jax.Array:
     """Return the coordinates ``(k,)`` of a tree, its products with the components.
 
     Cost: one read of the components; for sharded leaves an all-reduce of ``4k`` bytes.
     """
 
     def part(p: jax.Array, g: ArrayLike) -> jax.Array:
-        rows, one = wide(p), wide(g)[None]
+        rows, vector = wide(p), wide(g)[None]
         if p.dtype == rows.dtype:
-            return dot(rows, one)[:, 0]
-        return (rows * one.conj()).real.sum(tuple(range(1, rows.ndim)))
+            return dot(rows, vector)[:, 0]
+        return (rows * vector.conj()).real.sum(tuple(range(1, rows.ndim)))
 
     parts = jax.tree.leaves(jax.tree.map(part, components, tree))
-    return axes.shard_total(parts, shard_axes, who) if parts else jnp.zeros(1)
+    return axes.shard_total(parts, shards, who) if parts else jnp.zeros(1)
 
 
 def lift(components: PyTree, columns: jax.Array) -> PyTree:
@@ -324,27 +314,31 @@ def lift(components: PyTree, columns: jax.Array) -> PyTree:
     Leaves are f32 or wider. Cost: one read of the components; no communication.
     """
 
-    def sums(p: jax.Array) -> jax.Array:
+    def combine(p: jax.Array) -> jax.Array:
         rows = wide(p)
         if p.dtype == rows.dtype:
             return mix(columns, rows)
         return jnp.stack([(_along_rows(c, rows) * rows).sum(0) for c in columns.T])
 
-    return jax.tree.map(sums, components)
+    return jax.tree.map(combine, components)
 
 
 def stored(tree: PyTree, dtype: Dtype) -> PyTree:
     """Return a copy with real leaves in ``dtype``, or in their own dtypes for ``None``."""
-    kept = lambda p: p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype  # noqa: E731
-    return jax.tree.map(lambda p: jnp.array(p, kept(p), copy=True), tree)
+
+    def copy(p: jax.Array) -> jax.Array:
+        is_fixed = dtype is None or jnp.iscomplexobj(p)
+        return jnp.array(p, p.dtype if is_fixed else dtype, copy=True)
+
+    return jax.tree.map(copy, tree)
 
 
 # A stacked leaf x is (m, *leaf.shape). These functions are compiled one by one, so that outside jit
 # only the centred copy of one leaf exists at a time.
 
 
-def wide_dtype(x: Any) -> np.dtype[Any]:
-    """Return the dtype of computations with a leaf: f32 or wider."""
+def wide_dtype(x: PyTree) -> np.dtype:
+    """Return the dtype of computations with a leaf, f32 or wider."""
     return trees.buffer_dtype(x, np.dtype(np.float32))
 
 
@@ -353,29 +347,25 @@ def wide(x: ArrayLike) -> jax.Array:
     return jnp.asarray(x).astype(wide_dtype(x))
 
 
-def total(parts: PyTree) -> jax.Array:
-    """Return the sum over leaves."""
-    return functools.reduce(jnp.add, jax.tree.leaves(parts))
-
-
 def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
-    inner = tuple(range(1, x.ndim))
     dtype = jnp.promote_types(x.dtype, y.dtype)
     meshes = [jax.typeof(z).sharding.mesh for z in (x, y)]
     # On Explicit axes the sharding of the small result must be given.
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     where = NamedSharding(explicit[0], PartitionSpec()) if explicit else None
-    x, y, over = x.astype(dtype), y.conj().astype(dtype), ((inner, inner), ((), ()))
+    inner = tuple(range(1, x.ndim))
+    over = (inner, inner), ((), ())
+    x, y = x.astype(dtype), y.conj().astype(dtype)
     return lax.dot_general(x, y, over, precision=lax.Precision.HIGHEST, out_sharding=where).real
 
 
 @jax.jit
-def mix(turn: ArrayLike, rows: ArrayLike) -> jax.Array:
-    """Return sums of rows (m, ...), weighted by the columns of ``turn`` (m, r): (r, ...)."""
-    rows, over = wide(rows), (((0,), (0,)), ((), ()))
-    turn = jnp.asarray(turn).astype(rows.dtype)
-    return lax.dot_general(turn, rows, over, precision=lax.Precision.HIGHEST)
+def mix(weights: ArrayLike, rows: ArrayLike) -> jax.Array:
+    """Return sums of rows (m, ...), weighted by the columns of ``weights`` (m, r): (r, ...)."""
+    rows = wide(rows)
+    weights = jnp.asarray(weights).astype(rows.dtype)
+    return lax.dot_general(weights, rows, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _orthonormal(rows: PyTree) -> PyTree:
@@ -390,8 +380,8 @@ def _orthonormal(rows: PyTree) -> PyTree:
         inverse = jnp.where(norms > 0, 1.0 / jnp.where(norms > 0, norms, 1.0), 0.0)
         values, vectors = jnp.linalg.eigh(gram * inverse * inverse[:, None])
         roots = jnp.where(values > 1e-6, 1.0 / jnp.sqrt(jnp.maximum(values, 1e-6)), 0.0)
-        turn = inverse[:, None] * mix((vectors * roots).T, vectors.T)
-        rows = jax.tree.map(functools.partial(mix, turn), rows)
+        weights = inverse[:, None] * mix((vectors * roots).T, vectors.T)
+        rows = jax.tree.map(functools.partial(mix, weights), rows)
     return _polished(rows)
 
 
@@ -401,24 +391,23 @@ def _polished(rows: PyTree) -> PyTree:
     For a Gram matrix near the identity, (3 - gram) / 2 is its inverse root.
     """
     gram = _gram_of(rows)
-    turn = 1.5 * jnp.eye(len(gram)) - 0.5 * gram
-    return jax.tree.map(functools.partial(mix, turn), rows)
+    return jax.tree.map(functools.partial(mix, 1.5 * jnp.eye(len(gram)) - 0.5 * gram), rows)
 
 
 def _gram_of(rows: PyTree) -> jax.Array:
-    return total(jax.tree.map(lambda z: dot(z, z), rows))
+    return jax.tree.reduce(jnp.add, jax.tree.map(lambda z: dot(z, z), rows))
 
 
 @jax.jit
 def _signed(components: PyTree) -> PyTree:
-    """Turn each row so that its largest element is positive."""
+    """Choose the sign of each row so that its largest element is positive."""
 
-    def ends(p: jax.Array) -> jax.Array:
-        axes = tuple(range(1, p.ndim))
-        low = jnp.minimum(p.real, p.imag).min(axes, initial=0.0)
-        return jnp.stack([jnp.maximum(p.real, p.imag).max(axes, initial=0.0), -low])
+    def extremes(p: jax.Array) -> jax.Array:
+        inner = tuple(range(1, p.ndim))
+        low = jnp.minimum(p.real, p.imag).min(inner, initial=0.0)
+        return jnp.stack([jnp.maximum(p.real, p.imag).max(inner, initial=0.0), -low])
 
-    high, low = jnp.stack(jax.tree.leaves(jax.tree.map(ends, components))).max(0)
+    high, low = jnp.stack(jax.tree.leaves(jax.tree.map(extremes, components))).max(0)
     sign = jnp.where(high >= low, 1.0, -1.0)
     return jax.tree.map(lambda p: p * _along_rows(sign, p), components)
 
@@ -428,20 +417,18 @@ def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _centred(x: jax.Array) -> jax.Array:
-    """Subtract the snapshots' mean; first subtract one snapshot, which avoids cancellation."""
-    gaps = wide(x) - wide(x[:1])
-    return gaps - gaps.mean(0, keepdims=True)
-
-
-@jax.jit
-def _mean(x: jax.Array) -> jax.Array:
-    return wide(x[0]) + (wide(x) - wide(x[:1])).mean(0)
+# The mean of the snapshots, by differences to one snapshot, which avoids cancellation.
+_mean = jax.jit(lambda x: wide(x[0]) + (wide(x) - wide(x[:1])).mean(0))
 
 
 def _of_gaps(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make a function of snapshots that computes a product of the centred snapshots."""
-    return jax.jit(lambda x, *others: product(_centred(x), *others))
+
+    def of_snapshots(x: jax.Array, *others: jax.Array) -> jax.Array:
+        gaps = wide(x) - wide(x[:1])
+        return product(gaps - gaps.mean(0, keepdims=True), *others)
+
+    return jax.jit(of_snapshots)
 
 
 # Inner products of the snapshots: (m, m).
@@ -455,6 +442,6 @@ _spanned = _of_gaps(lambda gaps, u: mix(u, gaps))
 @jax.jit
 def _rounding(x: jax.Array) -> jax.Array:
     """Return the squared norm of the rounding errors of a snapshot."""
-    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    first = (float(jnp.finfo(x.dtype).eps) / 2 if inexact else 0.0) * wide(x[0])
+    unit = float(jnp.finfo(x.dtype).eps) / 2 if trees.is_inexact(x.dtype) else 0.0
+    first = unit * wide(x[0])
     return jnp.sum(first.real**2 + first.imag**2)

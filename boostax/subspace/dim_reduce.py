@@ -7,23 +7,23 @@ coordinates; ``dim_reduce`` makes a transformation from these functions.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from boostax._core import axes, checks, gate, trees, types
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
-from boostax.subspace.basis import Basis, Dtype, lift, project, stored, wide_dtype
+from boostax.subspace.basis import Basis, Dtype, Names, lift, project, stored, wide_dtype
 
-Names = tuple[str, ...]
+Loss = Callable[[PyTree], jax.Array]
+Residual = optax.GradientTransformation | None
+Parts = tuple[PyTree, jax.Array | None, PyTree]
 RuleName = Literal["boostax", "mindspore"]
 Failure = Literal["reset", "rollback"]
-LossAt: TypeAlias = Callable[[PyTree], jax.Array]
 _WHO = "dim_reduce"
 
 
@@ -72,11 +72,11 @@ class Memory(NamedTuple):
       paired: bool, whether any pair has been used.
     """
 
-    inverse: jax.Array
-    gradient: jax.Array
-    step: jax.Array
-    started: jax.Array
-    paired: jax.Array
+    inverse: jax.Array  # (k, k) float32 or wider
+    gradient: jax.Array  # (k,) float32 or wider
+    step: jax.Array  # (k,) float32 or wider
+    started: jax.Array  # () bool
+    paired: jax.Array  # () bool
 
 
 class Search(NamedTuple):
@@ -89,16 +89,17 @@ class Search(NamedTuple):
       last: the last tried length.
     """
 
-    length: jax.Array
-    accepted: jax.Array
-    tries: jax.Array
-    last: jax.Array
+    length: jax.Array  # () dtype of the loss
+    accepted: jax.Array  # () bool
+    tries: jax.Array  # () int32
+    last: jax.Array  # () dtype of the loss
 
 
 def empty(k: int, dtype: Dtype) -> Memory:
     """Return an empty memory, whose inverse Hessian is the identity."""
-    zeros, no = lambda: jnp.zeros(k, dtype), lambda: jnp.zeros((), bool)
-    return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
+    inverse = jnp.eye(k, dtype=dtype)
+    kinds = [(k, dtype)] * 2 + [((), bool)] * 2
+    return Memory(inverse, *(jnp.zeros(*kind) for kind in kinds))
 
 
 def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
@@ -123,9 +124,7 @@ def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
     return Memory(inverse, gradient, s, started=jnp.ones((), bool), paired=memory.paired | use)
 
 
-def search(
-    loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: SubspaceRule
-) -> Search:
+def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -> Search:
     r"""Return the first of the lengths :math:`t` that decreases the loss enough (Armijo).
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
@@ -141,33 +140,32 @@ def search(
     shrink = jnp.asarray(rule.shrink, value.dtype)
     slack = rule.slack * jnp.abs(value)
 
-    def attempt(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def body(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tried, _, _ = carry
         t = shrink ** tried.astype(value.dtype)
-        found = loss(t).astype(value.dtype)
-        enough = found < value + rule.slope * t * slope + slack
-        return tried + 1, t, enough & jnp.isfinite(found)
+        trial = loss(t).astype(value.dtype)
+        enough = trial < value + rule.slope * t * slope + slack
+        return tried + 1, t, enough & jnp.isfinite(trial)
 
     start = (jnp.zeros((), jnp.int32), jnp.zeros((), value.dtype), jnp.zeros((), bool))
-    tries, last, accepted = lax.while_loop(lambda x: ~x[2] & (x[0] < rule.tries), attempt, start)
+    tries, last, accepted = jax.lax.while_loop(lambda x: ~x[2] & (x[0] < rule.tries), body, start)
     return Search(jnp.where(accepted, last, 0.0), accepted, tries, last)
 
 
 def conclude(
-    before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
+    before: Memory, memory: Memory, step: jax.Array, result: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search: with the step, or by ``rule.failure``."""
-    ok, step = found.accepted, found.length * direction
+    """Return the memory after a line search, with the step or by ``rule.failure``."""
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
-        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, back)
+        return jax.tree.map(lambda new, old: jnp.where(result.accepted, new, old), moved, back)
     # The direction was too long by the factor of the search, so the next direction is shorter.
     size = jnp.trace(memory.inverse) / step.size
-    shorter = jnp.eye(step.size, dtype=step.dtype) * size * found.last
-    inverse = jnp.where(ok, memory.inverse, shorter)
-    step = jnp.where(ok, step, 0.0)
-    return memory._replace(inverse=inverse, step=step, paired=memory.paired & ok)
+    shorter = jnp.eye(step.size, dtype=step.dtype) * size * result.last
+    inverse = jnp.where(result.accepted, memory.inverse, shorter)
+    step = jnp.where(result.accepted, step, 0.0)
+    return memory._replace(inverse=inverse, step=step, paired=memory.paired & result.accepted)
 
 
 class DimReduceState(NamedTuple):
@@ -189,17 +187,17 @@ class DimReduceState(NamedTuple):
       residual_state: state of the residual optimizer.
     """
 
-    basis: PyTree
-    explained: Any
+    basis: PyTree  # (k, *leaf.shape), dtypes of the basis or ``dtype``
+    explained: PyTree  # () float32 or None
     memory: Memory
-    to_mean: jax.Array
-    steps: jax.Array
-    accepted: jax.Array
-    tries: jax.Array
-    skipped: jax.Array  # [] int32
-    applied: jax.Array  # [] bool
-    energy: jax.Array
-    length: jax.Array
+    to_mean: jax.Array  # (k,) float32 or wider
+    steps: jax.Array  # () int32
+    accepted: jax.Array  # () int32
+    tries: jax.Array  # () int32
+    skipped: jax.Array  # () int32
+    applied: jax.Array  # () bool
+    energy: jax.Array  # () float32
+    length: jax.Array  # () float32
     residual_state: optax.OptState
     holds = Holds(("basis", "explained", "memory", "to_mean"), basis="basis")
 
@@ -217,11 +215,11 @@ class DimReduceState(NamedTuple):
 
     def with_basis(self, basis: Basis | PyTree) -> "DimReduceState":
         """Return the state with another basis and without the learnt curvature."""
-        rows, explained, _ = _opened(basis)
-        was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
+        rows, explained, _ = _parts(basis)
+        got, shapes = (jax.tree.map(jnp.shape, tree) for tree in (rows, self.basis))
         hint = "A compiled step takes only equal shapes and dtypes."
-        allowed = f"of the shapes {was}"
-        checks.require(was == now, "replace_basis", "basis", got=now, allowed=allowed, hint=hint)
+        allowed = f"of the shapes {shapes}"
+        checks.require(got == shapes, "replace_basis", "basis", got=got, allowed=allowed, hint=hint)
         rows = jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis)
         explained = None if self.explained is None else explained
         memory = empty(self.memory.gradient.size, self.memory.gradient.dtype)
@@ -232,10 +230,10 @@ class DimReduceState(NamedTuple):
 
 
 # The branch of a step does not change these fields.
-_APART = ("basis", "explained", "to_mean", "skipped", "applied")
+_UNCHANGED = ("basis", "explained", "to_mean", "skipped", "applied")
 
 
-def _opened(basis: Basis | PyTree) -> tuple[PyTree, jax.Array | None, PyTree]:
+def _parts(basis: Basis | PyTree) -> Parts:
     """Return the components, the share of the variance in their span and the mean.
 
     Share and mean are ``None`` unless ``basis`` is a ``Basis``.
@@ -245,44 +243,44 @@ def _opened(basis: Basis | PyTree) -> tuple[PyTree, jax.Array | None, PyTree]:
     return basis, None, None
 
 
-def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array | None, PyTree]:
-    """Return the parts of the argument ``basis`` as ``_opened`` does, with components in ``dtype``.
+def _parts_for(basis: Basis | PyTree, params: PyTree, dtype: Dtype) -> Parts:
+    """Return ``_parts`` of the argument ``basis``, with components in ``dtype``.
 
     Raises:
       ValueError: the components do not fit the params.
     """
     if not jax.tree.leaves(params):
         # optax.tree.map_params calls ``init`` without params for the structure of the state.
-        return params, _opened(None if callable(basis) else basis)[1], None
-    rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
+        return params, _parts(None if callable(basis) else basis)[1], None
+    rows, explained, mean = _parts(basis(params) if callable(basis) else basis)
     if any(map(trees.is_masked, trees.nodes(params))):
-        cut = lambda p, x: p if trees.is_masked(p) else x  # noqa: E731
-        rows = jax.tree.map(cut, params, rows, is_leaf=trees.is_masked)
-        mean = mean and jax.tree.map(cut, params, mean, is_leaf=trees.is_masked)
+        active = jax.tree.map(lambda p: not trees.is_masked(p), params, is_leaf=trees.is_masked)
+        rows = trees.masked(rows, active)
+        mean = mean and trees.masked(mean, active)
+    got, expected = map(jax.tree.structure, (rows, params))
     hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
-    got, wanted = jax.tree.structure(rows), jax.tree.structure(params)
-    allowed = f"a tree like the params, {wanted}"
-    checks.require(got == wanted, _WHO, "basis", got=got, allowed=allowed, hint=hint)
+    allowed = f"a tree like the params, {expected}"
+    checks.require(got == expected, _WHO, "basis", got=got, allowed=allowed, hint=hint)
     k = (jnp.shape(jax.tree.leaves(rows)[0]) or (1,))[0]
     like = jax.tree.map(lambda p: jax.ShapeDtypeStruct((k, *jnp.shape(p)), jnp.float32), params)
     trees.require_shapes(_WHO, "basis", rows, like, hint)
     return stored(rows, dtype), explained, mean
 
 
-def _fresh(
-    rows: PyTree, explained: jax.Array | None, mean: PyTree, params: PyTree, rest: PyTree
-) -> DimReduceState:
+def _initial(parts: Parts, params: PyTree, residual: Residual, use_mean: bool) -> DimReduceState:
+    inner = () if residual is None else trees.first_state(residual, trees.at_least_float32(params))
+    rows, explained, mean = parts
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
-    # Without params there is one coordinate, which stays 0.
+    # Without params there is one coordinate, which is 0.
     memory = empty(leaves[0].shape[0] if leaves else 1, jnp.result_type(jnp.float32, *dtypes))
     to_mean = jnp.zeros_like(memory.gradient)
-    if mean is not None:
+    if use_mean and mean is not None:
         gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
         to_mean = project(rows, gap).astype(to_mean.dtype)
     counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
     last = [jnp.zeros((), dtype) for dtype in (bool, jnp.float32, jnp.float32)]
-    return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=rest)
+    return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=inner)
 
 
 def _measured(
@@ -299,16 +297,16 @@ def _measured(
     return inside, squares, _loss(value, names).astype(inside.dtype)
 
 
-def _searched(
+def _search_along(
     rule: SubspaceRule,
     names: Names,
     state: DimReduceState,
     inside: jax.Array,
     now: jax.Array,
     params: PyTree,
-    loss_at: LossAt,
-    both: bool,
-) -> tuple[dict[str, Any], PyTree, PyTree]:
+    loss_at: Loss,
+    residual: Residual,
+) -> tuple[dict[str, PyTree], PyTree, PyTree]:
     """Return new fields of the state, the step, and the part of the gradient in the span."""
     learnt = learn(state.memory, inside, rule)
     direction = -learnt.inverse @ inside
@@ -317,25 +315,27 @@ def _searched(
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
     # One read of the basis maps both back.
-    lifted = lift(state.basis, jnp.stack([direction, inside] if both else [direction], 1))
-    along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
+    both = lift(state.basis, jnp.stack([direction, inside][: 1 if residual is None else 2], 1))
+    along, shadow = (jax.tree.map(lambda x, i=i: x[i], both) for i in (0, -1))
     wide = trees.at_least_float32(params)
 
     def loss(t: jax.Array) -> jax.Array:
-        trial = lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype)  # noqa: E731
-        found = _loss(loss_at(jax.tree.map(trial, wide, along, params)), names)
-        axes.require_invariant(found, _WHO)
-        return found
+        trial = jax.tree.map(
+            lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype), wide, along, params
+        )
+        value = _loss(loss_at(trial), names)
+        axes.require_invariant(value, _WHO)
+        return value
 
-    found = search(loss, now, inside @ direction, rule)
+    result = search(loss, now, inside @ direction, rule)
     moved = {
-        "memory": conclude(state.memory, learnt, direction, found, rule),
+        "memory": conclude(state.memory, learnt, result.length * direction, result, rule),
         "steps": jnp.asarray(optax.safe_increment(state.steps)),
-        "accepted": state.accepted + found.accepted,
-        "tries": state.tries + found.tries,
-        "length": found.length.astype(jnp.float32),
+        "accepted": state.accepted + result.accepted,
+        "tries": state.tries + result.tries,
+        "length": result.length.astype(jnp.float32),
     }
-    return moved, jax.tree.map(lambda w, d: found.length * d.astype(w.dtype), wide, along), shadow
+    return moved, jax.tree.map(lambda w, d: result.length * d.astype(w.dtype), wide, along), shadow
 
 
 def _loss(value: ArrayLike, names: Names) -> jax.Array:
@@ -346,7 +346,7 @@ def _loss(value: ArrayLike, names: Names) -> jax.Array:
 def dim_reduce(
     basis: Basis | PyTree,
     *,
-    residual: optax.GradientTransformation | None = None,
+    residual: Residual = None,
     rule: SubspaceRule | RuleName = "boostax",
     dtype: Dtype = None,
     axis_name: axes.AxisName | None = None,
@@ -412,58 +412,56 @@ def dim_reduce(
     """
     if not isinstance(rule, SubspaceRule):
         checks.choice(_WHO, "rule", rule, RuleName, "'boostax' is the default.")
-    how = rule if isinstance(rule, SubspaceRule) else RULES[rule]
-    checks.choice(_WHO, "rule.failure", how.failure, Failure, "'reset' is the default.")
-    names, shards = axes.canonical(_WHO, axis_name), axes.canonical(_WHO, shard_axes)
+    constants = rule if isinstance(rule, SubspaceRule) else RULES[rule]
+    checks.choice(_WHO, "rule.failure", constants.failure, Failure, "'reset' is the default.")
+    names, shards = (axes.canonical(_WHO, x) for x in (axis_name, shard_axes))
     narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
     outside = None if residual is None else checks.transformation(_WHO, "residual", residual)
-    inner = {} if outside is None else {"residual_state": outside}
 
     def init_fn(params: PyTree) -> DimReduceState:
-        rows, explained, mean = _kept(basis, params, narrow)
-        rest = () if outside is None else trees.first_state(outside, trees.at_least_float32(params))
-        return _fresh(rows, explained, mean if how.towards_mean else None, params, rest)
+        return _initial(_parts_for(basis, params, narrow), params, outside, constants.towards_mean)
 
-    @describe(_WHO, "subspace", names, inner=inner)
+    @describe(_WHO, "subspace", names, inner={} if outside is None else {"residual_state": outside})
     def update_fn(
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree = None,
         *,
-        value: Any = None,
+        value: PyTree = None,
         grad: PyTree = None,
-        value_fn: Any = None,
+        value_fn: PyTree = None,
         **extra: Any,
     ) -> tuple[PyTree, DimReduceState]:
         raw = updates if grad is None else grad
-        passed = {"params": params, "value": value, "value_fn": value_fn}
-        missing = next((f"no {name}" for name, x in passed.items() if x is None), "")
-        allowed = f"given {', '.join(passed)}"
+        required = {"params": params, "value": value, "value_fn": value_fn}
+        missing = next((f"no {name}" for name, x in required.items() if x is None), "")
+        allowed = f"given {', '.join(required)}"
         hint = "make_train_step gives value and value_fn, the loss of the batch at other params."
         checks.require(not missing, _WHO, "update", got=missing, allowed=allowed, hint=hint)
         axes.require_local(raw, names, _WHO)
         inside, squares, now = _measured(state, raw, value, names, shards)
-        apart = {name: getattr(state, name) for name in _APART}
-        held = state._replace(**dict.fromkeys(_APART))
+        fields = {name: getattr(state, name) for name in _UNCHANGED}
+        old = state._replace(**dict.fromkeys(_UNCHANGED))
 
         def step() -> tuple[PyTree, DimReduceState]:
-            both = outside is not None
-            moved, total, shadow = _searched(how, names, state, inside, now, params, value_fn, both)
+            moved, total, shadow = _search_along(
+                constants, names, state, inside, now, params, value_fn, outside
+            )
             if outside is not None:
                 wide = trees.at_least_float32((updates, params))
-                rest = jax.tree.map(lambda g, p: g - p.astype(g.dtype), wide[0], shadow)
-                rest, kept = outside.update(rest, state.residual_state, wide[1], value=now, **extra)
-                total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, rest)
-                moved |= {"residual_state": kept}
+                part = jax.tree.map(lambda g, p: g - p.astype(g.dtype), wide[0], shadow)
+                part, new = outside.update(part, state.residual_state, wide[1], value=now, **extra)
+                total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, part)
+                moved |= {"residual_state": new}
             energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
-            new = held._replace(**moved, energy=energy.astype(jnp.float32))
-            return trees.as_updates(total, params), new
+            moved |= {"energy": energy.astype(jnp.float32)}
+            return trees.as_updates(total, params), old._replace(**moved)
 
         # A gradient whose square overflows counts as not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
-        total, moved = gate.run_or_hold(finite, step, params, held, apply=False, who=_WHO)
-        apart |= {"skipped": state.skipped + ~finite, "applied": finite}
-        return total, moved._replace(**apart)
+        total, moved = gate.run_or_hold(finite, step, params, old, apply=False, who=_WHO)
+        fields |= {"skipped": state.skipped + ~finite, "applied": finite}
+        return total, moved._replace(**fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -478,7 +476,7 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
 
     Returns:
       The state, in the same shapes and dtypes, so that a compiled step takes both. Counters and the
-      residual optimizer's state stay. This works inside ``jit``. Cost: one copy of the basis.
+      residual optimizer's state are kept. This works inside ``jit``. Cost: one copy of the basis.
 
     Raises:
       ValueError: the state has no ``DimReduceState``, or the new basis does not fit.
@@ -489,8 +487,10 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
       >>> boostax.subspace.replace_basis(state, jnp.eye(4)[2:]).basis.tolist()
       [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     """
-    ours = lambda node: isinstance(node, DimReduceState)  # noqa: E731
     hint = "Put boostax.dim_reduce into the chain."
     trees.state_of("replace_basis", opt_state, DimReduceState, hint)
-    renewed = lambda node: node.with_basis(basis) if ours(node) else node  # noqa: E731
-    return jax.tree.map(renewed, opt_state, is_leaf=ours)
+
+    def replaced(node: PyTree) -> PyTree:
+        return node.with_basis(basis) if isinstance(node, DimReduceState) else node
+
+    return jax.tree.map(replaced, opt_state, is_leaf=lambda node: isinstance(node, DimReduceState))

@@ -6,7 +6,7 @@ Nothing is pickled, and nothing is executed.
 
 import os
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -21,33 +21,36 @@ Path = str | pathlib.Path
 _WHO = "dim_reduce"
 
 
-def named(who: str, tree: PyTree) -> dict[str, Any]:
+def by_name(who: str, tree: PyTree) -> dict[str, PyTree]:
     """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
-    names, found = trees.names(tree), dict(trees.named(tree))
-    twice, hint = [x for x in names if names.count(x) > 1], "A file holds one array for each."
-    checks.require(not twice, who, "params", got=twice, allowed="of different paths", hint=hint)
-    return found
+    names = trees.names(tree)
+    shared = [x for x in names if names.count(x) > 1]
+    hint = "A file holds one array for each."
+    checks.require(not shared, who, "params", got=shared, allowed="of different paths", hint=hint)
+    return dict(trees.named(tree))
 
 
-def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
+def write(who: str, path: Path, arrays: PyTree) -> None:
     """Write arrays to a ``.npz`` file, which appears only when it is complete."""
     target = pathlib.Path(path)
-    fits, hint = target.suffix == ".npz", "It has that suffix."
-    checks.require(fits, who, "path", got=str(path), allowed="a .npz file", hint=hint)
+    if target.suffix != ".npz":
+        hint = "It has that suffix."
+        raise ValueError(checks.message(who, "path", "a .npz file", str(path), hint))
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
         # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
-        holds, got = x.dtype.isbuiltin == 1 or x.dtype == jnp.bfloat16, f"{x.dtype} at {name!r}"
-        allowed, hint = "of NumPy's dtypes or bfloat16", "Give the basis another dtype=."
-        checks.require_type(holds, who, "path", got=got, allowed=allowed, hint=hint)
+        if x.dtype.isbuiltin != 1 and x.dtype != jnp.bfloat16:
+            allowed = "of NumPy's dtypes or bfloat16"
+            hint = "Give the basis another dtype=."
+            raise TypeError(checks.message(who, "path", allowed, f"{x.dtype} at {name!r}", hint))
     unfinished = target.with_name(f"{target.name}.tmp")
     with unfinished.open("wb") as file:
         np.savez(file, **host)  # pyright: ignore[reportArgumentType]
     os.replace(unfinished, target)
 
 
-def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = None) -> Any:
-    """Return the arrays in a file by name, or only the ``wanted`` arrays.
+def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None) -> PyTree:
+    """Return the arrays in a file by name, or only the arrays of these ``names``.
 
     For an ``.npy`` file return its only array.
 
@@ -60,33 +63,36 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
             file = np.load(raw, allow_pickle=False)
             if suffix == ".npy":
                 return file
-            found = {x: file[x] for x in file.files if wanted is None or x in wanted}
+            arrays = {x: file[x] for x in file.files if names is None or x in names}
         # zipfile, zlib and NumPy raise errors of many kinds for a broken file.
         except Exception as error:
-            allowed, hint = f"a whole {suffix} file", f"{error}."
+            allowed = f"a whole {suffix} file"
+            hint = f"{error}."
             raise ValueError(checks.message(who, "path", allowed, str(path), hint)) from error
     # NumPy writes bfloat16 as two raw bytes.
-    return {name: x.view("bfloat16") if x.dtype == "V2" else x for name, x in found.items()}
+    return {name: x.view("bfloat16") if x.dtype == "V2" else x for name, x in arrays.items()}
 
 
-def chosen(who: str, path: Path, like: PyTree, found: Mapping[str, Any]) -> PyTree:
+def tree_like(who: str, path: Path, like: PyTree, arrays: PyTree) -> PyTree:
     """Return the arrays in a tree of the shapes of ``like``; complex arrays stay complex."""
-    names = named(who, like)
-    for name, x in names.items():
-        _require(who, path, name, x, found)
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in names])
+    specs = by_name(who, like)
+    for name, spec in specs.items():
+        _require_like(who, path, name, spec, arrays)
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in specs])
 
 
-def _require(who: str, path: Path, name: str, like: Any, found: Mapping[str, Any]) -> None:
-    shape, dtype, kinds = np.shape(like), like.dtype, (jnp.inexact, jnp.complexfloating)
-    there = "which is not there"
-    if name in found:
-        x, alike = found[name], jnp.issubdtype
-        if tuple(x.shape) == shape and all(alike(x.dtype, k) == alike(dtype, k) for k in kinds):
+def _require_like(who: str, path: Path, name: str, spec: PyTree, arrays: PyTree) -> None:
+    defect = "which is not there"
+    if name in arrays:
+        x = arrays[name]
+        shape, dtype = np.shape(spec), spec.dtype
+        kinds = (jnp.inexact, jnp.complexfloating)
+        same = all(jnp.issubdtype(x.dtype, k) == jnp.issubdtype(dtype, k) for k in kinds)
+        if same and tuple(x.shape) == shape:
             return
-        there = f"which should be of {shape} like {dtype}, and is {x.dtype} of {x.shape} there"
-    got, hint = f"{name!r}, {there}", "Names are paths in the params, such as 'layer/kernel'."
-    raise ValueError(checks.message(who, "params", f"those of {path}", got, hint))
+        defect = f"which should be of {shape} like {dtype}, and is {x.dtype} of {x.shape} there"
+    hint = "Names are paths in the params, such as 'layer/kernel'."
+    raise ValueError(checks.message(who, "params", f"those of {path}", f"{name!r}, {defect}", hint))
 
 
 def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
@@ -112,18 +118,19 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
     """
     folder = pathlib.Path(directory).absolute()
     # This sorts step_9 before step_10.
-    there = sorted(folder.glob("*"), key=lambda path: natural(path.name))
-    written = [x for x in there if x.suffix == ".npz"]
-    steps = [x for x in there if x.name.isdecimal()]
-    got, fits = f"{'both' if steps else 'none'} in {folder}", bool(written) != bool(steps)
+    paths = sorted(folder.glob("*"), key=lambda path: natural(path.name))
+    archives = [x for x in paths if x.suffix == ".npz"]
+    steps = [x for x in paths if x.name.isdecimal()]
+    is_valid = bool(archives) != bool(steps)
+    got = f"{'both' if steps else 'none'} in {folder}"
     allowed = "a folder of .npz files, or of a subdirectory for each step"
     hint = "pca_basis takes a list of trees of arrays, as safetensors.numpy.load_file gives them."
     error = ValueError if steps else FileNotFoundError
-    checks.require(fits, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)
+    checks.require(is_valid, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)
     if steps:
         return [_checkpoint(params, x) for x in steps]
-    names = named(_WHO, params)
-    return [chosen(_WHO, x, params, read(_WHO, x, ".npz", names)) for x in written]
+    names = by_name(_WHO, params)
+    return [tree_like(_WHO, x, params, read(_WHO, x, ".npz", names)) for x in archives]
 
 
 def _checkpoint(params: PyTree, step: pathlib.Path) -> PyTree:
@@ -131,15 +138,16 @@ def _checkpoint(params: PyTree, step: pathlib.Path) -> PyTree:
         import orbax.checkpoint as ocp
     # Orbax saves no empty arrays.
     like = jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype) if np.size(x) else None, params)
-    wanted = {"params": like}
-    kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    item = {"params": like}
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     handler: Any = ocp.PyTreeCheckpointHandler()
     path = step / "state"
-    saved = dict(trees.named(handler.metadata(path).tree))
+    metadata = dict(trees.named(handler.metadata(path).tree))
     # Orbax would restore missing arrays as zeros.
-    for name, leaf in trees.named(wanted):
-        _require(_WHO, path, name, leaf, saved)
-    args = ocp.args.PyTreeRestore(wanted, kinds, partial_restore=True)
-    restored = handler.restore(path, args=args)["params"]
-    filled = lambda p, x: np.zeros(np.shape(p), p.dtype) if x is None else np.asarray(x)  # noqa: E731
-    return jax.tree.map(filled, params, restored)
+    for name, leaf in trees.named(item):
+        _require_like(_WHO, path, name, leaf, metadata)
+    args = ocp.args.PyTreeRestore(item, restore_args, partial_restore=True)
+    saved = handler.restore(path, args=args)["params"]
+    return jax.tree.map(
+        lambda p, x: np.zeros(np.shape(p), p.dtype) if x is None else np.asarray(x), params, saved
+    )

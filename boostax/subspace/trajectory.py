@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record snapshots of the params in a ring buffer, beside any optimizer.
+"""Record snapshots of the params in a ring buffer, next to any optimizer.
 
 A snapshot is written into its slot only. The write is in a branch, and the compilers for CPU, TPU
 v5e and H100 write in place.
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 
 from boostax._core import checks, gate, protocols, trees
@@ -31,9 +30,9 @@ class TrajectoryState(NamedTuple):
       snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
     """
 
-    steps: jax.Array
-    recorded: jax.Array
-    snapshots: PyTree
+    steps: jax.Array  # () int32
+    recorded: jax.Array  # () int32
+    snapshots: PyTree  # (size, *leaf.shape), storage dtype
     holds = Holds(("recorded", "snapshots"), steps="steps", params=True)
 
     # Snapshots have all params, so outer transformations must not mask params.
@@ -95,17 +94,19 @@ def record_trajectory(
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
 
     def init_fn(params: PyTree) -> TrajectoryState:
-        steps, recorded = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return TrajectoryState(steps, recorded, trees.buffers(params, narrow, size))
+        counts = [jnp.zeros((), jnp.int32) for _ in range(2)]
+        return TrajectoryState(*counts, snapshots=trees.buffers(params, narrow, size))
 
     @describe(_WHO, "recorder")
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_params(params, _WHO, "They are what is recorded.")
         # The count of steps is updated outside the branch.
-        held, since = state._replace(steps=None), state.steps - start
-        write = lambda: ((), _written(held, params))  # noqa: E731
+        old = state._replace(steps=None)
+        since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)
-        _, new = gate.run_or_hold(due, write, (), held, apply=True, who=_WHO)
+        _, new = gate.run_or_hold(
+            due, lambda: ((), _record(old, params)), (), old, apply=True, who=_WHO
+        )
         # XLA may overwrite donated params before the branch reads them, so it would copy them
         # unless the updates depend on the branch. The count is never negative, but compilers do not
         # know that.
@@ -116,14 +117,14 @@ def record_trajectory(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _written(state: TrajectoryState, params: PyTree) -> TrajectoryState:
+def _record(state: TrajectoryState, params: PyTree) -> TrajectoryState:
     """Return the state with one more snapshot."""
 
-    def put(x: jax.Array, p: jax.Array) -> jax.Array:
+    def write(x: jax.Array, p: jax.Array) -> jax.Array:
         slot = state.recorded % x.shape[0]
-        return lax.dynamic_update_index_in_dim(x, p.astype(x.dtype), slot, 0)
+        return jax.lax.dynamic_update_index_in_dim(x, p.astype(x.dtype), slot, 0)
 
-    snapshots = jax.tree.map(put, state.snapshots, params)
+    snapshots = jax.tree.map(write, state.snapshots, params)
     return state._replace(recorded=state.recorded + 1, snapshots=snapshots)
 
 
@@ -139,7 +140,7 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
     Raises:
       ValueError: the state has no ``TrajectoryState``.
     """
-    state, size = _recorded("trajectory", opt_state)
+    state, size = _recorder_state("trajectory", opt_state)
     recorded = int(state.recorded)
     first = max(recorded - size, 0)
     order = np.arange(first, recorded) % size
@@ -184,17 +185,15 @@ def trajectory_basis(
       >>> boostax.subspace.trajectory_basis(state, 1).components.round(3).tolist()
       [[0.6000000238418579, 0.800000011920929]]
     """
-    state, size = _recorded("trajectory_basis", opt_state)
+    state, size = _recorder_state("trajectory_basis", opt_state)
     if params is not None:
-        state = _written(state, params)
+        state = _record(state, params)
     count = size if isinstance(state.recorded, Tracer) else int(state.recorded)
-    snapshots = state.snapshots
-    if count < size:
-        snapshots = jax.tree.map(lambda x: x[:count], snapshots)
+    snapshots = jax.tree.map(lambda x: x[:count] if count < size else x, state.snapshots)
     return principal(snapshots, n_components, dtype, complete, "trajectory_basis")
 
 
-def _recorded(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
+def _recorder_state(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
     """Return the state of a recorder, and its number of slots."""
     hint = "Put boostax.subspace.record_trajectory into the chain."
     state = trees.state_of(who, opt_state, TrajectoryState, hint)

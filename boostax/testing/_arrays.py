@@ -4,7 +4,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from boostax.config.migrate import holds
 class Pair(NamedTuple):
     """A NamedTuple node."""
 
-    left: PyTree
-    right: PyTree
+    left: PyTree  # any shapes and dtypes
+    right: PyTree  # any shapes and dtypes
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +83,11 @@ def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6
 def with_scale(state: PyTree, scale: float) -> PyTree:
     """Set the scale of all scalers in a state."""
 
-    def node(x: PyTree) -> PyTree:
+    def rescaled(x: PyTree) -> PyTree:
         name = holds(type(x)).scale
         return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
 
-    return jax.tree.map(node, state, is_leaf=lambda x: bool(holds(type(x)).scale))
+    return jax.tree.map(rescaled, state, is_leaf=lambda x: bool(holds(type(x)).scale))
 
 
 def stack(grads: Sequence[PyTree]) -> PyTree:
@@ -95,6 +95,6 @@ def stack(grads: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *x: jnp.stack(x), *grads)
 
 
-def types_of(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype[Any], bool]]:
+def types_of(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype, bool]]:
     """Return shape, dtype and weak type of every leaf."""
     return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]

@@ -20,7 +20,7 @@ from boostax.reduce.mean import all_reduce
 from boostax.testing import _arrays as arrays
 from boostax.train.apply import apply_gradients
 
-Carry = tuple[PyTree, Any]
+Carry = tuple[PyTree, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Case:
     by_shard: bool = False
     calls: int = 1
     skip_calls: int = 1
-    skip_view: Callable[[Any], PyTree] = lambda state: state.inner_state
+    skip_view: Callable[[PyTree], PyTree] = lambda state: state.inner_state
     scaled: Callable[[PyTree, PyTree], PyTree] | None = None
-    bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
+    bad_arguments: tuple[tuple[Callable[[], object], str], ...] = ()
     compresses: bool = False
     bad: tuple[float, ...] = (math.nan, math.inf, -math.inf, 1e36)
 
@@ -87,16 +87,15 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
       -0.25
     """
 
-    def marked(call: Callable[..., Carry]) -> Callable[..., Carry]:
-        def called(grads: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Carry:
-            return call(assume_scaled(grads, state), state, *args, **kwargs)
+    gate = gate_of(tx)
+    call = optax.with_extra_args_support(tx).update if gate is None else gate.step
 
-        return called
+    def marked(updates: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Carry:
+        return call(assume_scaled(updates, state), state, *args, **kwargs)
 
-    gate, update = gate_of(tx), marked(optax.with_extra_args_support(tx).update)
-    if gate is not None:
-        return gated(tx.init, marked(gate.step), gate.flush)
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    if gate is None:
+        return optax.GradientTransformationExtraArgs(tx.init, marked)
+    return gated(tx.init, marked, gate.flush)
 
 
 Law = Callable[..., None]
@@ -105,9 +104,9 @@ Law = Callable[..., None]
 def laws_in(names: dict[str, Any]) -> dict[str, Law]:
     """Return a module's laws in order: its functions that take a case, or a case and a seed."""
     functions = {name: value for name, value in names.items() if inspect.isfunction(value)}
-    own = {name: f for name, f in functions.items() if f.__module__ == names["__name__"]}
-    takes = {name: list(inspect.signature(f).parameters) for name, f in own.items()}
-    return {name: f for name, f in own.items() if takes[name] in (["case"], ["case", "seed"])}
+    local = {name: f for name, f in functions.items() if f.__module__ == names["__name__"]}
+    takes = {name: list(inspect.signature(f).parameters) for name, f in local.items()}
+    return {name: f for name, f in local.items() if takes[name] in (["case"], ["case", "seed"])}
 
 
 def optimizer() -> optax.GradientTransformationExtraArgs:
@@ -116,15 +115,15 @@ def optimizer() -> optax.GradientTransformationExtraArgs:
     return optax.chain(optax.clip_by_global_norm(10.0), optax.adamw(rate, weight_decay=1e-2))
 
 
-def raises(fn: Callable[[], Any], *parts: str) -> None:
+def raises(fn: Callable[[], object], *parts: str) -> None:
     """Require an error whose message contains these texts."""
-    said = "nothing raised"
+    text = "nothing raised"
     try:
         fn()
     except (TypeError, ValueError) as error:
-        said = str(error)
+        text = str(error)
     for part in parts:
-        assert part in said, f"{part!r} is not in {said!r}"
+        assert part in text, f"{part!r} is not in {text!r}"
 
 
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
@@ -134,9 +133,9 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     """
 
     def step(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
-        own = is_per_replica(params)
-        new, state = apply_gradients(tx, grads, state, params.local if own else params)
-        return (PerReplica(new) if own else new), state
+        per_replica = is_per_replica(params)
+        new, state = apply_gradients(tx, grads, state, params.local if per_replica else params)
+        return (PerReplica(new) if per_replica else new), state
 
     return step
 
@@ -144,7 +143,7 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
 def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) -> Carry:
     """Make the first params and state, in their form outside of a mapped function."""
     params = arrays.even_params()
-    carry = PerReplica(params) if case.own_params and replicas else params, tx.init(params)
+    carry = (PerReplica(params) if case.own_params and replicas else params, tx.init(params))
     return carry if replicas is None else stack_replicas(carry, replicas)
 
 

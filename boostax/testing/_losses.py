@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The law of a loss: every way to train on a mesh gives the same result as one device."""
 
-import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +20,11 @@ from boostax.train.on_mesh import on_mesh
 from boostax.train.oracle import value_and_grad
 from boostax.train.step import make_train_step
 
-Loss = Callable[[PyTree, PyTree], Any]
+Loss = Callable[[PyTree, PyTree], PyTree]
 Trained = tuple[PyTree, list[float]]
-_STEPS, _RATE = 2, 0.05
+_STEPS = 2
+_SGD = optax.sgd(0.05)
+_REDUCED = optax.chain(all_reduce(), _SGD)
 
 
 def check_loss(
@@ -50,67 +52,66 @@ def check_loss(
       ...   return jax.lax.fori_loop(0, 2, lambda i, total: total + jnp.mean((w - x) ** 2), 0.0)
       >>> boostax.testing.check_loss(loss, jnp.float32(1.0), jnp.arange(8.0), only="own loop")
     """
-    expected = _in_steps(loss_fn, params, batch, optax.sgd(_RATE))
+    expected = _in_steps(loss_fn, params, batch, _SGD)
     for name, trial in ({only: TRIALS[only]} if only else TRIALS).items():
-        found = trial(loss_fn, params, batch)
-        if found is None:
-            continue
-        np.testing.assert_allclose(found[1], expected[1], rtol=rtol, err_msg=f"{name}: loss")
-        for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
-            worst, scale = np.abs(x - y).max(initial=0), np.abs(y).max(initial=0)
+        result = trial(loss_fn, params, batch) or expected
+        np.testing.assert_allclose(result[1], expected[1], rtol=rtol, err_msg=f"{name}: loss")
+        for x, y in zip(jax.tree.leaves(result[0]), jax.tree.leaves(expected[0]), strict=True):
+            worst, scale = (np.abs(z).max(initial=0) for z in (x - y, y))
             assert worst <= rtol * scale, f"{name}: params differ by {worst}, of up to {scale}"
 
 
-def _in_steps(loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, **how: Any) -> Trained:
+def _in_steps(loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, **options: Any) -> Trained:
     """Return the params after some calls of a train step, and the losses."""
-    step = make_train_step(loss_fn, tx, **how)
-    state, losses = step.init(params), list[float]()
+    step = make_train_step(loss_fn, tx, **options)
+    state, metrics = _repeat(step, step.init(params), batch)
+    return jax.device_get(state.params), [float(x["loss"]) for x in metrics]
+
+
+def _repeat(step: Any, carry: PyTree, batch: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """Take some steps with one batch, and return the last carry and all outputs."""
+    outputs: list[PyTree] = []
     for _ in range(_STEPS):
-        state, reported = step(state, batch)
-        losses.append(float(reported["loss"]))
-    return jax.device_get(state.params), losses
-
-
-def _reduced() -> optax.GradientTransformation:
-    return optax.chain(all_reduce(), optax.sgd(_RATE))
+        carry, output = step(carry, batch)
+        outputs.append(output)
+    return carry, outputs
 
 
 def _mesh(**sizes: int) -> Mesh:
-    how: Any = {"axis_types": (AxisType.Auto,) * len(sizes), "devices": jax.devices()[:4]}
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), **how)
+    options: Any = {"axis_types": (AxisType.Auto,) * len(sizes), "devices": jax.devices()[:4]}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), **options)
 
 
 def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
     """Return the spec that shards a param's first dimension that is a multiple of the axis size."""
-    fits = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
-    return PartitionSpec(*[None] * fits[0], axis) if fits else PartitionSpec()
+    dims = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
+    return PartitionSpec(*[None] * dims[0], axis) if dims else PartitionSpec()
 
 
-def _step(sizes: Mapping[str, int], shard: str = "", **more: Any) -> Callable[..., Trained]:
-    def trial(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
-        how = {"mesh": _mesh(**sizes), "axis_name": "data", **more}
-        if shard:
-            how["param_specs"] = jax.tree.map(functools.partial(_spec, shard, sizes[shard]), params)
-        return _in_steps(loss_fn, params, batch, _reduced(), **how)
-
-    return trial
+def _on_axes(
+    sizes: dict[str, int], shard: str, loss_fn: Loss, params: PyTree, batch: PyTree, **options: Any
+) -> Trained:
+    """Train in steps on a mesh of these axes, with params sharded over one of them or over none."""
+    options = {"mesh": _mesh(**sizes), "axis_name": "data", **options}
+    if shard:
+        options["param_specs"] = jax.tree.map(partial(_spec, shard, sizes[shard]), params)
+    return _in_steps(loss_fn, params, batch, _REDUCED, **options)
 
 
 def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
     mesh = _mesh(data=4)
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    tx, gradient = on_mesh(_reduced(), params), value_and_grad(loss_fn, mesh=mesh)
+    tx = on_mesh(_REDUCED, params)
+    gradient = value_and_grad(loss_fn, mesh=mesh)
 
     @jax.jit
-    def step(params: PyTree, state: PyTree, batch: PyTree) -> Any:
+    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        params, state = carry
         loss, grads = gradient(params, state, batch)
-        return *apply_gradients(tx, grads, state, params), loss
+        return apply_gradients(tx, grads, state, params), loss
 
-    state, losses = tx.init(params), list[float]()
-    for _ in range(_STEPS):
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
-    return jax.device_get(params), losses
+    (params, _), losses = _repeat(step, (params, tx.init(params)), batch)
+    return jax.device_get(params), list(map(float, losses))
 
 
 def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
@@ -121,15 +122,16 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
     from boostax.nnx import Optimizer
 
     leaves, tree = jax.tree.flatten(params)
-    placed = jax.device_put(leaves, NamedSharding(_mesh(data=4), PartitionSpec()))
-    model = nnx.List([nnx.Param(x) for x in placed])
-    optimizer = Optimizer(model, _reduced(), wrt=nnx.Param, axis_name="data")
-    values = lambda model: tree.unflatten([x[...] for x in model])  # noqa: E731
+    leaves = jax.device_put(leaves, NamedSharding(_mesh(data=4), PartitionSpec()))
+    model = nnx.List([nnx.Param(x) for x in leaves])
+    optimizer = Optimizer(model, _REDUCED, wrt=nnx.Param, axis_name="data")
+
+    def values(model: PyTree) -> PyTree:
+        return tree.unflatten([x[...] for x in model])
 
     @nnx.jit
-    def step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
-        of_model = lambda model, batch: loss_fn(values(model), batch)  # noqa: E731
-        loss, grads = optimizer.value_and_grad(of_model)(model, batch)
+    def step(model: PyTree, optimizer: PyTree, batch: PyTree) -> jax.Array:
+        loss, grads = optimizer.value_and_grad(lambda m, b: loss_fn(values(m), b))(model, batch)
         optimizer.update(model, grads)
         return loss
 
@@ -139,19 +141,19 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
 def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:
     """Audit a step, where the audit is installed; there is no result to compare."""
-    step = make_train_step(loss_fn, _reduced(), mesh=_mesh(data=4))
+    step = make_train_step(loss_fn, _REDUCED, mesh=_mesh(data=4))
     if "audit" in dir(boostax):
-        found = boostax.audit(step, step.init(params), batch).collectives
-        assert found, "audit: nothing is reduced"
+        report = boostax.audit(step, step.init(params), batch)
+        assert report.collectives, "audit: nothing is reduced"
 
 
 TRIALS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {
-    "step": _step({"data": 4}),
-    "FSDP": _step({"data": 4}, "data"),
-    "ZeRO-1": _step({"data": 4}, shard_optimizer=True),
-    "HSDP": _step({"data": 2, "fsdp": 2}, "fsdp", axis_name=("data", "fsdp")),
-    "another axis": _step({"data": 2, "model": 2}, "model"),
-    "micro-batches": _step({"data": 4}, microbatches=2),
+    "step": partial(_on_axes, {"data": 4}, ""),
+    "FSDP": partial(_on_axes, {"data": 4}, "data"),
+    "ZeRO-1": partial(_on_axes, {"data": 4}, "", shard_optimizer=True),
+    "HSDP": partial(_on_axes, {"data": 2, "fsdp": 2}, "fsdp", axis_name=("data", "fsdp")),
+    "another axis": partial(_on_axes, {"data": 2, "model": 2}, "model"),
+    "micro-batches": partial(_on_axes, {"data": 4}, "", microbatches=2),
     "own loop": _own_loop,
     "nnx.Optimizer": _nnx,
     "audit": _audit,

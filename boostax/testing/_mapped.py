@@ -33,7 +33,7 @@ def replica_grads(seed: int, replicas: int) -> PyTree:
     return arrays.stack(arrays.draws(arrays.even_params(), replicas, 100 * seed))
 
 
-def run(case: Case, mode: str, windows: list[PyTree], params: PyTree = None) -> Carry:
+def train_mapped(case: Case, mode: str, windows: list[PyTree], params: PyTree = None) -> Carry:
     """Train on stacked local gradients; results have a leading dimension of replicas."""
     return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows, params)
 
@@ -41,12 +41,12 @@ def run(case: Case, mode: str, windows: list[PyTree], params: PyTree = None) -> 
 def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree, params: PyTree = None) -> Any:
     """Call ``train(params, local gradients)`` on every replica and stack the results."""
     params = arrays.even_params() if params is None else params
-    if mode in ("pmap", "vmap"):
-        mapper: Callable[..., Any] = jax.pmap if mode == "pmap" else jax.vmap
-        mapped = mapper(train, axis_name=AXIS, in_axes=(None, 0))
-        return (jax.jit(mapped) if mode == "vmap" else mapped)(params, grads)
+    if mode == "pmap":
+        return jax.pmap(train, axis_name=AXIS, in_axes=(None, 0))(params, grads)
+    if mode == "vmap":
+        return jax.jit(jax.vmap(train, axis_name=AXIS, in_axes=(None, 0)))(params, grads)
 
-    def local(params: PyTree, grads: PyTree) -> Any:
+    def local(params: PyTree, grads: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x[None], train(params, jax.tree.map(lambda g: g[0], grads)))
 
     split = PartitionSpec(AXIS)
@@ -55,19 +55,17 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree, params: PyT
 
 
 def over_devices(
-    fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree, check_vma: bool = True
-) -> Callable[..., Any]:
+    fn: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree, check_vma: bool = True
+) -> Callable[..., PyTree]:
     """Map ``fn`` over all devices, on one data axis."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-def assert_like(
-    case: Case, params: PyTree, stacked: PyTree, what: str, tolerance: float = 1e-6
-) -> None:
+def assert_like(case: Case, params: PyTree, stacked: PyTree, what: str, tol: float = 1e-6) -> None:
     """Compare params outside of a mapped function with every replica's params."""
-    one = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
-    arrays.assert_close(params.local if case.own_params else params, one, what, tolerance)
+    actual = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
+    arrays.assert_close(params.local if case.own_params else params, actual, what, tol)
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
@@ -76,19 +74,18 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
     Params that each replica keeps for itself need not be equal.
     """
     windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
-    results = {mode: run(case, mode, windows) for mode in MODES}
+    results = {mode: train_mapped(case, mode, windows) for mode in MODES}
     for mode, (params, state) in results.items():
-        shared = jax.tree.leaves(state, is_leaf=is_per_replica)
-        shared = [x for x in shared if not is_per_replica(x)]
-        for leaf in map(np.asarray, shared + jax.tree.leaves(() if case.own_params else params)):
+        equal = [x for x in jax.tree.leaves(state, is_leaf=is_per_replica) if not is_per_replica(x)]
+        for leaf in map(np.asarray, equal + jax.tree.leaves(() if case.own_params else params)):
             assert (leaf == leaf[:1]).all(), f"{mode}: replicas differ"
         arrays.assert_close(params, results["checked"][0], mode)
 
 
 def results_are_typed_equal(case: Case) -> None:
     """Promise 6: under checking, params pass a replicated out spec, and state passes its specs."""
-    tx, replicas = case.mapped(AXIS), jax.device_count()
-    start = _case.start(case, tx, replicas)
+    tx = case.mapped(AXIS)
+    start = _case.start(case, tx, jax.device_count())
     specs = states.state_specs(tx, arrays.even_params(), axis_name=AXIS)
     assert jax.tree.structure(specs) == jax.tree.structure(start[1])
 
@@ -97,41 +94,40 @@ def results_are_typed_equal(case: Case) -> None:
         entered = states.enter_replica((params, state))
         return states.leave_replica(_case.applied(tx)(*entered, grads))
 
-    kept = PartitionSpec(AXIS) if case.own_params else PartitionSpec()
-    mapped = over_devices(local, (kept, specs, PartitionSpec(AXIS)), (kept, specs))
-    windows = [replica_grads(seed, replicas) for seed in range(2 * case.calls)]
+    spec = PartitionSpec(AXIS) if case.own_params else PartitionSpec()
+    mapped = over_devices(local, (spec, specs, PartitionSpec(AXIS)), (spec, specs))
+    windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
     params, state = follow(jax.jit(mapped, donate_argnums=(0, 1)), start, windows)
-    assert_like(case, params, run(case, "checked", windows)[0], "params")
+    assert_like(case, params, train_mapped(case, "checked", windows)[0], "params")
     for x in jax.tree.leaves(trees.find(state, is_per_replica)):
-        assert x.shape[0] == replicas, "leading dimension"
+        assert x.shape[0] == jax.device_count(), "leading dimension"
 
 
 def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
     """Promise 7: one NaN on one replica skips the step on all replicas, in every mode."""
     for mode in MODES:
-        skips(case, functools.partial(run, case, mode), jax.device_count(), mode)
+        skips(case, functools.partial(train_mapped, case, mode), jax.device_count(), mode)
 
 
-def skips(case: Case, run: Callable[..., Carry], replicas: int, what: str) -> None:
+def skips(case: Case, train: Callable[..., Carry], replicas: int, what: str) -> None:
     """Require that a run with bad gradients on one replica ends like a run without them."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
-    ruined = arrays.poison(replica_grads(99, replicas), jnp.nan)
-    rest = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
-    clean, dirty = run(good), run([*good, ruined, *rest])
-    arrays.assert_same(dirty[0], clean[0], f"{what}: params")
-    arrays.assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{what}: state")
+    bad = arrays.poison(replica_grads(99, replicas), jnp.nan)
+    skipped = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
+    expected, result = train(good), train([*good, bad, *skipped])
+    arrays.assert_same(result[0], expected[0], f"{what}: params")
+    arrays.assert_same(case.skip_view(result[1]), case.skip_view(expected[1]), f"{what}: state")
 
 
 def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
     """Promise 5: a hundred steps of NaN on all replicas change nothing, in every mode."""
-    tx, replicas = case.mapped(AXIS), jax.device_count()
-    nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, replicas))
+    tx = case.mapped(AXIS)
+    nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, jax.device_count()))
 
-    def train(params: PyTree, grads: PyTree) -> Any:
-        own = local_params(params, axis_name=AXIS) if case.own_params else params
-        start = own, tx.init(params)
-        step = lambda _, carry: apply_gradients(tx, grads, carry[1], carry[0])  # noqa: E731
-        return start, jax.lax.fori_loop(0, 100, step, start)
+    def train(params: PyTree, grads: PyTree) -> tuple[Carry, Carry]:
+        first = local_params(params, axis_name=AXIS) if case.own_params else params
+        start = first, tx.init(params)
+        return start, jax.lax.fori_loop(0, 100, lambda _, x: _case.applied(tx)(*x, grads), start)
 
     for mode in MODES:
         (params, state), (params_after, state_after) = on_replicas(train, mode, nan)
@@ -154,45 +150,46 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
     tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
-        loss = lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean()  # noqa: E731
-        new = apply_gradients(tx, jax.grad(loss)(prepare(params)), tx.init(params), params)[0]
+        gradient = jax.grad(lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean())
+        new = apply_gradients(tx, gradient(prepare(params)), tx.init(params), params)[0]
         return jax.tree.map(lambda x: x[None], new) if case.own_params else new
 
-    split, whole = PartitionSpec(AXIS), PartitionSpec()
-    mapped = over_devices(local, (whole, split), split if case.own_params else whole)
+    split, replicated = PartitionSpec(AXIS), PartitionSpec()
+    mapped = over_devices(local, (replicated, split), split if case.own_params else replicated)
     jax.eval_shape(mapped, arrays.even_params(), jnp.ones((jax.device_count(), 16)))
 
 
 def what_is_not_sent_waits(case: Case) -> None:
     """Promise 15: the mean of gradients and old residuals is the sent mean plus new residuals."""
-    tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), arrays.even_params(), 4
+    replicas, params = 4, arrays.even_params()
+    tx = drawn(case.make(optax.identity(), AXIS))
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name=AXIS))
     state = arrays.with_scale(init(jnp.arange(replicas)), 1.0)
     for seed in range(4):
-        grads, old = replica_grads(seed, replicas), _residuals(state)
+        grads = replica_grads(seed, replicas)
+        old = _residuals(state)
         sent, state = update(grads, state, params)
         for name, new in _residuals(state).items():
-            wanted = np.float64(grads[name])
             # A leaf that is sent dense leaves no residual.
-            wanted, waits = (wanted, 0.0) if new is None else (wanted + old[name], new.mean(0))
+            total = np.float64(grads[name]) + (0.0 if new is None else old[name])
+            waiting = 0.0 if new is None else new.mean(0)
             # Each rounding in f32 is relative to the sum over the replicas.
-            scale = replicas * abs(wanted).max()
-            error = abs(np.float64(sent[name]) + waits - wanted.mean(0)).max() / scale
+            scale = replicas * abs(total).max()
+            error = abs(np.float64(sent[name]) + waiting - total.mean(0)).max() / scale
             assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"
 
 
-def _residuals(state: PyTree) -> dict[str, Any]:
+def _residuals(state: PyTree) -> dict[str, PyTree]:
     """Return the residual of each leaf in float64; ``None`` if it is sent dense."""
-    (found,) = trees.find(state, lambda node: isinstance(node, CompressedState))
-    return {k: v if v is None else np.float64(v) for k, v in found.residual.local.items()}
+    (compressed,) = trees.find(state, lambda node: isinstance(node, CompressedState))
+    return {k: v if v is None else np.float64(v) for k, v in compressed.residual.local.items()}
 
 
 def an_unbound_axis_is_named(case: Case) -> None:
     """Promise 9: outside a mapped function the error names the axis."""
-    tx, params = case.mapped(AXIS), arrays.even_params()
-    grads = arrays.example_grads(params, 0)
-    raises(lambda: apply_gradients(tx, grads, tx.init(params), params), repr(AXIS))
+    tx = case.mapped(AXIS)
+    raises(lambda: train(tx, arrays.even_params(), [arrays.even_params()]), repr(AXIS))
 
 
 MAPPED_LAWS = laws_in(globals())
@@ -224,70 +221,57 @@ class Placed:
 
     def place(self, params: PyTree) -> PyTree:
         """Place a tree like the params on the mesh."""
-        where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
-        return jax.tree.map(where, params, self.specs)
+        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
+        return jax.device_put(params, shardings)
 
     def stack(self, stacked: PyTree) -> PerReplica:
         """Place a stacked tree like the params, each replica's part on the replica's devices."""
         specs = {x: PartitionSpec(AXIS, *without(y, (AXIS,))) for x, y in self.specs.items()}
         return PerReplica(dataclasses.replace(self, specs=specs).place(stacked))
 
-    def cut(self, name: str) -> int:
-        """Return the dimension of a param that is sharded within a replica."""
-        spec = without(self.specs[name], (AXIS,))
-        return next((i for i, element in enumerate(spec) if element == _OTHER), 0)
+    def dim(self, name: str) -> int:
+        """Return the dimension that is sharded within a replica, counted from the last one."""
+        spec = list(without(self.specs[name], (AXIS,)))
+        return (spec.index(_OTHER) if _OTHER in spec else 0) - arrays.even_params()[name].ndim
+
+    def shards(self, tree: PyTree, count: int) -> list[PyTree]:
+        """Split a tree like the params, maybe stacked, into the shards within a replica."""
+        parts = {name: jnp.split(x, count, self.dim(name)) for name, x in tree.items()}
+        return [{name: x[i] for name, x in parts.items()} for i in range(count)]
 
 
 def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
     """List placements over ``replicas`` with and without another axis of ``others`` devices."""
-    whole = {"w": PartitionSpec(), "b": PartitionSpec()}
-    over = lambda axis: {"w": PartitionSpec(axis), "b": PartitionSpec(axis)}  # noqa: E731
+    replicated = dict.fromkeys(arrays.even_params(), PartitionSpec())
     columns = {"w": PartitionSpec(None, _OTHER), "b": PartitionSpec(_OTHER)}
     both = {"w": PartitionSpec(AXIS, _OTHER), "b": PartitionSpec((AXIS, _OTHER))}
     flat = jax.make_mesh((replicas * others,), (AXIS,), axis_types=(kind,))
     grid = jax.make_mesh((replicas, others), (AXIS, _OTHER), axis_types=(kind,) * 2)
     return [
-        Placed("replicated", whole, flat, False),
-        Placed("ZeRO-1", whole, flat, True),
-        Placed("FSDP", over(AXIS), flat, False),
-        Placed("HSDP", over(_OTHER), grid, False),
+        Placed("replicated", replicated, flat, False),
+        Placed("ZeRO-1", replicated, flat, True),
+        Placed("FSDP", dict.fromkeys(replicated, PartitionSpec(AXIS)), flat, False),
+        Placed("HSDP", dict.fromkeys(replicated, PartitionSpec(_OTHER)), grid, False),
         Placed("tensor parallel", columns, grid, False),
         Placed("tensor parallel, ZeRO-1", columns, grid, True),
         Placed("tensor parallel, FSDP", both, grid, False),
     ]
 
 
-def run_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
+def train_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
     """Train in plain ``jit`` on stacked local gradients; every array must keep its sharding."""
     params = placed.place(arrays.even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
     state = tx.init(params)
     if case.own_params:
         params = placed.stack(arrays.stack([arrays.even_params()] * placed.replicas))
-    where = jax.tree.map(lambda x: x.sharding, (params, state))
-    one = lambda params, state, grads: apply_gradients(tx, grads, state, params)  # noqa: E731
-    step = jax.jit(one, donate_argnums=(0, 1))
-    params, state = follow(step, (params, state), list(map(placed.stack, windows)))
-    for x, sharding in zip(jax.tree.leaves((params, state)), jax.tree.leaves(where), strict=True):
+    start = (params, state)
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    shardings = [x.sharding for x in jax.tree.leaves(start)]
+    result = follow(step, start, list(map(placed.stack, windows)))
+    for x, sharding in zip(jax.tree.leaves(result), shardings, strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding}, not {sharding}"
-    return params, state
-
-
-def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
-    """Train replicas by ``vmap`` with a named axis, with unsharded params or shard by shard."""
-    count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
-
-    def shard(index: int, tree: PyTree, before: int) -> PyTree:
-        """Cut one shard of a replica out of arrays with ``before`` leading dimensions."""
-        part = lambda name, x: jnp.split(x, count, before + placed.cut(name))[index]  # noqa: E731
-        return {name: part(name, x) for name, x in tree.items()}
-
-    found: list[PyTree] = []
-    for i in range(count):
-        shards = [shard(i, grads, 1) for grads in windows]
-        found.append(run(case, "vmap", shards, shard(i, arrays.even_params(), 0))[0])
-    joined = lambda name: jnp.concatenate([x[name] for x in found], 1 + placed.cut(name))  # noqa: E731
-    return {name: joined(name) for name in placed.specs}
+    return result
 
 
 def any_placement_means_the_same(case: Case) -> None:
@@ -301,16 +285,22 @@ def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
 
 
 def _means_the_same(case: Case, kind: AxisType) -> None:
+    """Compare with replicas under ``vmap``, with unsharded params or shard by shard."""
+    start = arrays.even_params()
     for placed in placements(jax.device_count() // 2, 2, kind):
         windows = [replica_grads(seed, placed.replicas) for seed in range(2 * case.calls)]
-        params, _ = run_placed(case, placed, windows)
-        assert_like(case, params, reference(case, placed, windows), placed.name, 2e-6)
+        params, _ = train_placed(case, placed, windows)
+        count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
+        shards = zip(*(placed.shards(tree, count) for tree in (start, *windows)), strict=True)
+        parts = [train_mapped(case, "vmap", grads, shard)[0] for shard, *grads in shards]
+        expected = {k: jnp.concatenate([x[k] for x in parts], placed.dim(k)) for k in start}
+        assert_like(case, params, expected, placed.name, 2e-6)
 
 
 def skip_is_agreed_in_any_placement(case: Case) -> None:
     """Promise 11: one NaN in one shard of one replica skips the step everywhere."""
     for placed in placements(jax.device_count() // 2, 2, AxisType.Auto)[-2:]:
-        skips(case, functools.partial(run_placed, case, placed), placed.replicas, placed.name)
+        skips(case, functools.partial(train_placed, case, placed), placed.replicas, placed.name)
 
 
 PLACED_LAWS = {k: law for k, law in laws_in(globals()).items() if k not in MAPPED_LAWS}

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,6 @@ from boostax.testing import _case
 from boostax.testing._case import Carry, Case, follow, laws_in
 from boostax.testing._mapped import AXIS
 
-Grads = list[PyTree]
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -37,49 +34,42 @@ class Setting:
       rng: the generator of all random choices.
       replicas: ``None`` on one device, else the number of replicas under ``jax.vmap`` with a named
         axis.
+      axis: the axis of the replicas.
+      tx: the case around an optimizer that depends on the scale of gradients, unlike Adam.
     """
 
     case: Case
     rng: np.random.Generator
     replicas: int | None
+    axis: str | None
+    tx: optax.GradientTransformationExtraArgs
 
     @classmethod
-    def of(cls, case: Case, seed: int) -> "Setting":
+    def draw(cls, case: Case, seed: int, replicas: int | None = None) -> "Setting":
         """Draw one device or several replicas; always replicas if the case reduces."""
         rng = np.random.default_rng(seed)
-        replicas = int(rng.integers(2, 5)) if case.distributed else None
-        return cls(case, rng, replicas if case.reduces or rng.random() < 0.3 else None)
-
-    @property
-    def axis(self) -> str | None:
-        """The axis of the replicas."""
-        return None if self.replicas is None else AXIS
-
-    def tx(self) -> optax.GradientTransformationExtraArgs:
-        """Make the case around an optimizer that depends on the scale of gradients, unlike Adam."""
+        count = int(rng.integers(2, 5)) if case.distributed else None
+        count = count if case.reduces or rng.random() < 0.3 else None
+        replicas = replicas or count
         rate = optax.linear_schedule(1e-1, 1e-3, 20)
         steep = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(rate, momentum=0.9))
-        return self.case.single(steep) if self.axis is None else self.case.mapped(self.axis, steep)
+        if replicas is None:
+            return cls(case, rng, None, None, case.single(steep))
+        return cls(case, rng, replicas, AXIS, case.mapped(AXIS, steep))
 
-    def grads(self, count: int) -> Grads:
+    def grads(self, count: int) -> list[PyTree]:
         """Draw gradients of ``count`` calls in eighths, whose sums and halves are exact."""
         lead = () if self.replicas is None else (self.replicas,)
-        draw = lambda p: jnp.float32(np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8)  # noqa: E731
+
+        def draw(p: jax.Array) -> jax.Array:
+            return jnp.float32(np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8)
+
         return [jax.tree.map(draw, arrays.even_params()) for _ in range(count)]
 
-    def poisoned(self, grads: PyTree) -> PyTree:
-        """Replace a random element of the first leaf by a number of ``case.bad``."""
-        at = tuple(int(self.rng.integers(size)) for size in jax.tree.leaves(grads)[0].shape)
-        return arrays.poison(grads, self.case.bad[int(self.rng.integers(len(self.case.bad)))], at)
+    def program(self, tx: optax.GradientTransformation) -> tuple[Callable[..., Carry], Carry]:
+        """Compile ``step(params, state, grads)``, and make the first params and state."""
 
-    def start(self, tx: optax.GradientTransformation) -> Carry:
-        """Make the first params and state, in their form outside of a mapped function."""
-        return _case.start(self.case, tx, self.replicas)
-
-    def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
-        """Compile one call of the transformation, ``step(params, state, grads)``."""
-
-        def one(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
+        def step(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
             if self.case.scaled is not None:
                 grads = self.case.scaled(grads, state)
             else:
@@ -88,54 +78,56 @@ class Setting:
                 grads = jax.tree.map(lambda g: g * product, grads)
             return _case.applied(tx)(params, state, assume_scaled(grads, state))
 
+        start = _case.start(self.case, tx, self.replicas)
         if self.replicas is None:
-            return jax.jit(one)
-        lead = lambda x: 0 if is_per_replica(x) else None  # noqa: E731
-        axes = jax.tree.map(lead, self.start(tx), is_leaf=is_per_replica)
-        return jax.jit(jax.vmap(one, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS))
-
-    def run(self, tx: optax.GradientTransformation, grads: Grads) -> Carry:
-        """Train from the beginning."""
-        return follow(self.step(tx), self.start(tx), grads)
+            return jax.jit(step), start
+        axes = jax.tree.map(
+            lambda x: 0 if is_per_replica(x) else None, start, is_leaf=is_per_replica
+        )
+        return jax.jit(jax.vmap(step, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS)), start
 
 
-def _scalers(state: PyTree) -> list[Any]:
+def _scalers(state: PyTree) -> list[PyTree]:
     return trees.find(state, lambda x: bool(holds(type(x)).scale))
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
     """Promise 5: a run with bad calls between good ones ends like a run without the bad calls."""
-    setting = Setting.of(case, seed)
+    setting = Setting.draw(case, seed)
+    rng = setting.rng
     good = setting.grads(3 * case.calls)
-    step = setting.step(setting.tx())
-    expected = follow(step, setting.start(setting.tx()), good)
+    step, start = setting.program(setting.tx)
+    expected = follow(step, start, good)
     # A window around a scaler is dropped as a whole.
     places = range(0, len(good) + 1, case.skip_calls)
-    calls: Grads = []
-    chosen = {int(setting.rng.choice(places)) for _ in range(2)}
+    chosen = {int(rng.choice(places)) for _ in range(2)}
+    calls: list[PyTree] = []
     for index in range(len(good) + 1):
         if index in chosen:
             block = setting.grads(case.skip_calls)
-            bad = int(setting.rng.integers(len(block)))
-            calls += [setting.poisoned(g) if i == bad else g for i, g in enumerate(block)]
+            bad = int(rng.integers(len(block)))
+            at = tuple(int(rng.integers(size)) for size in jax.tree.leaves(block[bad])[0].shape)
+            block[bad] = arrays.poison(block[bad], case.bad[int(rng.integers(len(case.bad)))], at)
+            calls += block
         calls += good[index : index + 1]
-    found = follow(step, setting.start(setting.tx()), calls)
-    arrays.assert_same(found[0], expected[0], "params")
-    arrays.assert_same(case.skip_view(found[1]), case.skip_view(expected[1]), "state")
+    params, state = follow(step, start, calls)
+    arrays.assert_same(params, expected[0], "params")
+    arrays.assert_same(case.skip_view(state), case.skip_view(expected[1]), "state")
 
 
 def scale_changes_nothing(case: Case, seed: int = 0) -> None:
     """Promise 12: every power of two as loss scale gives the same params."""
-    setting = Setting.of(case, seed)
-    tx, grads = setting.tx(), setting.grads(2 * case.calls)
+    setting = Setting.draw(case, seed)
+    grads = setting.grads(2 * case.calls)
     scale = 2.0 ** int(setting.rng.integers(1, 16))
-    expected = setting.run(tx, grads)
+    step, (params, state) = setting.program(setting.tx)
+    expected = follow(step, (params, state), grads)
     if _scalers(expected[1]):
-        params, state = setting.start(tx)
-        found = follow(setting.step(tx), (params, arrays.with_scale(state, scale)), grads)
+        result = follow(step, (params, arrays.with_scale(state, scale)), grads)
     else:
-        found = setting.run(static_loss_scale(tx, scale, axis_name=setting.axis), grads)
-    arrays.assert_close(found[0], expected[0], "params")
+        tx = static_loss_scale(setting.tx, scale, axis_name=setting.axis)
+        result = follow(*setting.program(tx), grads)
+    arrays.assert_close(result[0], expected[0], "params")
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
@@ -143,26 +135,26 @@ def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
 
     The mean is right because losses of micro-batches are means, like the loss of the big batch.
     """
-    setting = Setting.of(case, seed)
+    setting = Setting.draw(case, seed)
     every = int(setting.rng.choice([2, 4]))
     grads = setting.grads(2 * case.calls * every)
     windows = [grads[i : i + every] for i in range(0, len(grads), every)]
     means = [jax.tree.map(lambda *g: sum(g) / every, *window) for window in windows]
-    expected = setting.run(setting.tx(), means)
-    found = setting.run(accumulate(setting.tx(), every, axis_name=setting.axis), grads)
-    arrays.assert_close(found[0], expected[0], "params")
+    expected = follow(*setting.program(setting.tx), means)
+    tx = accumulate(setting.tx, every, axis_name=setting.axis)
+    arrays.assert_close(follow(*setting.program(tx), grads)[0], expected[0], "params")
 
 
 def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
     """Promise 12: a window in a scaler equals a scaler in a window, if nothing overflows."""
-    setting = Setting.of(case, seed)
+    setting = Setting.draw(case, seed)
     every = int(setting.rng.integers(2, 4))
     first = 2.0 ** int(setting.rng.integers(16))
     scale = functools.partial(dynamic_loss_scale, init_scale=first, axis_name=setting.axis)
     window = functools.partial(accumulate, every=every, axis_name=setting.axis)
     grads = setting.grads(2 * case.calls * every)
-    inside = setting.run(scale(window(setting.tx())), grads)
-    around = setting.run(window(scale(setting.tx())), grads)
+    inside = follow(*setting.program(scale(window(setting.tx))), grads)
+    around = follow(*setting.program(window(scale(setting.tx))), grads)
     arrays.assert_close(inside[0], around[0], "params")
 
 
@@ -171,20 +163,20 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
     The state is saved by pickle, and by Flax's serialization if Flax is installed.
     """
-    setting = Setting.of(case, seed)
-    tx, grads = setting.tx(), setting.grads(3 * case.calls)
-    step = setting.step(tx)
-    whole = follow(step, setting.start(tx), grads)
+    setting = Setting.draw(case, seed)
+    grads = setting.grads(3 * case.calls)
+    step, start = setting.program(setting.tx)
+    expected = follow(step, start, grads)
     at = int(setting.rng.integers(1, len(grads)))
-    half = jax.device_get(follow(step, setting.start(tx), grads[:at]))
+    half = jax.device_get(follow(step, start, grads[:at]))
     loaded = [pickle.loads(pickle.dumps(half))]
     if importlib.util.find_spec("flax"):
         from flax import serialization
 
         loaded.append(serialization.from_bytes(half, serialization.to_bytes(half)))
-    for again in loaded:
-        found = follow(step, jax.tree.map(jnp.asarray, again), grads[at:])
-        arrays.assert_same(found, whole, f"cut at call {at}")
+    for carry in loaded:
+        result = follow(step, jax.tree.map(jnp.asarray, carry), grads[at:])
+        arrays.assert_same(result, expected, f"cut at call {at}")
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
@@ -192,18 +184,18 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
     Training in the other chain is tested in tests/test_migrate.py.
     """
-    setting = Setting.of(case, seed)
-    tx = setting.tx()
+    setting = Setting.draw(case, seed)
+    tx = setting.tx
     others = [optax.chain(tx), optax.named_chain(("it", tx)), accumulate(tx, 1)]
-    params, state = setting.start(tx)
-    if not _scalers(state):
+    step, start = setting.program(tx)
+    if not _scalers(start[1]):
         others.append(static_loss_scale(tx, 8.0, axis_name=setting.axis))
     calls = case.calls * int(setting.rng.integers(1, 4))
-    params, state = follow(setting.step(tx), (params, state), setting.grads(calls))
+    params, state = follow(step, start, setting.grads(calls))
     other = others[int(setting.rng.integers(len(others)))]
-    there, report = migrate_state(state, other, params, replicas=setting.replicas)
+    migrated, report = migrate_state(state, other, params, replicas=setting.replicas)
     assert not report.dropped, str(report)
-    back, _ = migrate_state(there, tx, params, replicas=setting.replicas)
+    back, _ = migrate_state(migrated, tx, params, replicas=setting.replicas)
     arrays.assert_same(back, state, "state")
 
 
@@ -213,17 +205,16 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     The replicas are in one process and one placement; ``jax.device_put`` between placements is
     tested in tests/test_kill_placements.py.
     """
-    setting = dataclasses.replace(Setting.of(case, seed), replicas=2)
-    tx = setting.tx()
+    setting = Setting.draw(case, seed, replicas=2)
     calls = int(setting.rng.integers(1, 3 * case.calls))
-    carry = follow(setting.step(tx), setting.start(tx), setting.grads(calls))
+    carry = follow(*setting.program(setting.tx), setting.grads(calls))
     more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
-    there = reshard_state(carry, more.replicas or 0)
-    arrays.assert_same(reshard_state(there, 2), carry, "there and back")
+    resharded = reshard_state(carry, more.replicas or 0)
+    arrays.assert_same(reshard_state(resharded, 2), carry, "there and back")
     # Training continues with more replicas. A state may contain an infinity, such as an unset
     # limit.
-    params, on = follow(more.step(tx), there, more.grads(case.calls))
-    floats = [x for x in jax.tree.leaves(on) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    params, state = follow(more.program(more.tx)[0], resharded, more.grads(case.calls))
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     assert norms.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"
 
 

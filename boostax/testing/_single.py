@@ -28,27 +28,29 @@ def is_a_transformation_with_array_state(case: Case) -> None:
 
 def forwards_unknown_extra_arguments(case: Case) -> None:
     """Promise 1: unknown extra arguments reach the inner transformation."""
-    seen: list[Any] = []
+    seen: list[PyTree] = []
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> PyTree:
         seen.append(extra.get("marker"))
         return updates, state
 
     tx = case.single(optax.GradientTransformationExtraArgs(optax.init_empty_state, update))
     params = arrays.example_params()
-    step = lambda _, state, grads: tx.update(grads, state, params, marker=7)  # noqa: E731
-    jax.eval_shape(lambda: follow(step, (None, tx.init(params)), arrays.draws(params, case.calls)))
+    state = tx.init(params)
+    for grads in arrays.draws(params, case.calls):
+        _, state = jax.eval_shape(lambda g, s: tx.update(g, s, params, marker=7), grads, state)
     assert seen and None not in seen, f"inner got {seen or 'no call'}, not marker=7"
 
 
 def keeps_types_and_traces_once(case: Case) -> None:
     """Promise 3: f16, bf16, f32 and complex states and updates keep their types in one trace."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
-        tx, params = case.single(optax.adam(1e-2)), arrays.example_params(dtype)
-        start, traces = (params, tx.init(params)), list[Any]()
+        tx, params = _example(case, optax.adam(1e-2), dtype)
+        start = (params, tx.init(params))
+        traces: list[PyTree] = []
 
         @jax.jit
-        def step(*carry: PyTree, tx: Any = tx, traces: list[Any] = traces) -> Any:
+        def step(*carry: PyTree, tx: Any = tx, traces: list[PyTree] = traces) -> PyTree:
             traces.append(carry)
             return applied(tx)(*carry)
 
@@ -71,14 +73,14 @@ def works_in_float64(case: Case) -> None:
 def passes_masked_nodes(case: Case) -> None:
     """Promise 3: ``optax.MaskedNode`` leaves are unchanged."""
     tx = case.single()
-    params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
+    params = {"array": jnp.ones(3), "masked": optax.MaskedNode()}
     updates: PyTree = jax.jit(tx.update)(params, tx.init(params), params)[0]
     assert isinstance(updates["masked"], optax.MaskedNode)
 
 
 def init_can_be_donated_at_once(case: Case) -> None:
     """Promise 4: no buffer is shared with the params or between fields."""
-    tx, params = case.single(), arrays.example_params()
+    tx, params = _example(case)
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(pointers) == len(set(pointers)), "two leaves share a buffer"
@@ -95,16 +97,17 @@ def works_in_every_optax_wrapper(case: Case) -> None:
     alone, _ = steps(case.single(), params, grads)
     mask = jax.tree.map(lambda p: p.ndim > 1, params)
     labels = jax.tree.map(lambda p: "boosted" if p.ndim > 1 else "plain", params)
-    made = case.make(optimizer(), None)
-    with_rate = lambda learning_rate: case.make(optax.adam(learning_rate), None)  # noqa: E731
-    wrapped: dict[str, Any] = {
-        "chain": optax.chain(made),
-        "named_chain": optax.named_chain(("boosted", made)),
-        "masked": optax.masked(made, mask),
-        "partition": optax.partition({"boosted": made, "plain": optax.sgd(0.1)}, labels),
-        "inject_hyperparams": optax.inject_hyperparams(with_rate)(learning_rate=1e-2),
-        "MultiSteps": optax.MultiSteps(made, 2).gradient_transformation(),
-        "apply_if_finite": optax.apply_if_finite(made, 3),
+    make = case.make
+    tx = make(optimizer(), None)
+    injected = optax.inject_hyperparams(lambda learning_rate: make(optax.adam(learning_rate), None))
+    wrapped: dict[str, optax.GradientTransformation] = {
+        "chain": optax.chain(tx),
+        "named_chain": optax.named_chain(("boosted", tx)),
+        "masked": optax.masked(tx, mask),
+        "partition": optax.partition({"boosted": tx, "plain": optax.sgd(0.1)}, labels),
+        "inject_hyperparams": injected(learning_rate=1e-2),
+        "MultiSteps": optax.MultiSteps(tx, 2).gradient_transformation(),
+        "apply_if_finite": optax.apply_if_finite(tx, 3),
     }
     for name, tx in wrapped.items():
         result, after = steps(optax.with_extra_args_support(tx), params, grads)
@@ -116,10 +119,12 @@ def works_in_every_optax_wrapper(case: Case) -> None:
 
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
     """Promise 2: ``apply_gradients`` in scan, eagerly and without jit equals ``update``."""
-    tx, params = case.single(), arrays.even_params()
+    tx = case.single()
+    params = arrays.even_params()
     grads = arrays.draws(params, 2 * case.calls)
-    body = lambda carry, grads: (applied(tx)(*carry, grads), None)  # noqa: E731
-    scanned, _ = jax.lax.scan(body, (params, tx.init(params)), arrays.stack(grads))
+    scanned, _ = jax.lax.scan(
+        lambda x, g: (applied(tx)(*x, g), None), (params, tx.init(params)), arrays.stack(grads)
+    )
     arrays.assert_close(scanned, steps(tx, params, grads), "scan")
     with jax.disable_jit():
         disabled = train(tx, params, grads[: case.calls])
@@ -128,42 +133,41 @@ def scan_eager_and_disabled_jit_agree(case: Case) -> None:
 
 def vmap_over_an_ensemble(case: Case) -> None:
     """Promise 2: members of an ensemble under vmap do not influence one another."""
-    tx, params, calls = case.single(), arrays.example_params(), case.calls
+    tx, params = _example(case)
     members = arrays.stack([params, jax.tree.map(lambda p: 2 * p, params)])
-    first, second = arrays.draws(params, calls), arrays.draws(params, calls, 50)
+    first, second = (arrays.draws(params, case.calls, seed) for seed in (0, 50))
     pairs = [arrays.stack(pair) for pair in zip(first, second, strict=True)]
-    start = members, jax.vmap(tx.init)(members)
-    found = follow(jax.jit(jax.vmap(applied(tx))), start, pairs)[0], members
-    found, member = jax.tree.map(lambda x: x[1], found)
-    arrays.assert_close(found, steps(tx, member, second)[0], "member 1")
+    start = (members, jax.vmap(tx.init)(members))
+    trained, _ = follow(jax.jit(jax.vmap(applied(tx))), start, pairs)
+    result, member = (jax.tree.map(lambda x: x[1], tree) for tree in (trained, members))
+    arrays.assert_close(result, steps(tx, member, second)[0], "member 1")
 
 
 def meta_gradients_are_finite(case: Case) -> None:
     """Promise 2: a step can be differentiated."""
-    tx, params = case.single(optax.sgd(0.1)), {"w": jnp.arange(3.0)}
-
-    def after(grads: PyTree) -> jax.Array:
-        return jnp.sum(train(tx, params, [grads] * case.calls)[0]["w"] ** 2)
-
-    gradient = jax.grad(after)({"w": jnp.ones(3)})
-    assert bool(jnp.isfinite(gradient["w"]).all()) and bool((gradient["w"] != 0).any())
+    tx = case.single(optax.sgd(0.1))
+    params = {"w": jnp.arange(3.0)}
+    gradient = jax.grad(lambda g: jnp.sum(train(tx, params, [g] * case.calls)[0]["w"] ** 2))
+    result = gradient({"w": jnp.ones(3)})["w"]
+    assert bool(jnp.isfinite(result).all()) and bool((result != 0).any())
 
 
 def sharded_arrays_under_plain_jit(case: Case) -> None:
     """Promise 2: on Auto and Explicit meshes params and moments keep their sharding."""
+    tx, unsharded = case.single(), arrays.even_params()
+    draws = arrays.draws(unsharded, 2 * case.calls)
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(kind,))
         sharding = NamedSharding(mesh, PartitionSpec("x"))
-        tx, whole = case.single(), arrays.even_params()
-        draws = arrays.draws(whole, 2 * case.calls)
         with jax.set_mesh(mesh):
-            params = jax.device_put(whole, sharding)
-            state, step = tx.init(params), jax.jit(applied(tx))
+            step = jax.jit(applied(tx))
+            params = jax.device_put(unsharded, sharding)
+            state = tx.init(params)
             for grads in draws:
                 params, state = step(params, state, jax.device_put(grads, sharding))
                 for leaf in jax.tree.leaves(params):
                     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), str(kind)
-        arrays.assert_close(params, steps(tx, whole, draws)[0], str(kind))
+        arrays.assert_close(params, steps(tx, unsharded, draws)[0], str(kind))
 
 
 def metrics_are_flat_scalars(case: Case) -> None:
@@ -186,8 +190,11 @@ def survives_what_python_does_to_objects(case: Case) -> None:
     """Promise 1: a mapped, copied, pickled or rebuilt transformation gives the same program."""
     tx, params = case.single(), arrays.even_params()
     grads = arrays.draws(params, case.calls)
-    text = lambda tx: jax.jit(lambda p: train(tx, p, grads)).lower(params).as_text()  # noqa: E731
-    program = text(tx)
+
+    def program(tx: Any) -> str:
+        return jax.jit(lambda p: train(tx, p, grads)).lower(params).as_text()
+
+    expected = program(tx)
     rebuilt = {
         "jax.tree.map": jax.tree.map(lambda f: f, tx),
         "copy.copy": copy.copy(tx),
@@ -196,35 +203,38 @@ def survives_what_python_does_to_objects(case: Case) -> None:
         "its fields": type(tx)(*tx),
         "an Optax pair": optax.GradientTransformationExtraArgs(tx.init, tx.update),
     }
-    for name, again in rebuilt.items():
+    for name, copied in rebuilt.items():
         # The programs must be equal, because a lost gate would still give equal numbers.
-        assert text(again) == program, f"{name}: it computes something else"
+        assert program(copied) == expected, f"{name}: it computes something else"
 
 
 def updates_have_the_dtypes_of_the_params(case: Case) -> None:
     """Promise 3: updates have the dtypes of the params, also in wrappers with a ``where``."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        tx, params = case.single(), arrays.example_params(dtype)
-        for name, each in {"alone": tx, "apply_if_finite": optax.apply_if_finite(tx, 3)}.items():
-            state = each.init(params)
-            updates, _ = jax.eval_shape(each.update, arrays.example_grads(params, 0), state, params)
-            found, wanted = ([x.dtype for x in jax.tree.leaves(y)] for y in (updates, params))
-            assert found == wanted, f"{dtype.__name__}, {name}: updates have other dtypes"
+        tx, params = _example(case, dtype=dtype)
+        grads = arrays.example_grads(params, 0)
+        for name, outer in {"alone": tx, "apply_if_finite": optax.apply_if_finite(tx, 3)}.items():
+            updates, _ = jax.eval_shape(outer.update, grads, outer.init(params), params)
+            dtypes, expected = ([x.dtype for x in jax.tree.leaves(y)] for y in (updates, params))
+            assert dtypes == expected, f"{dtype.__name__}, {name}: updates have other dtypes"
 
 
 def init_takes_shapes(case: Case) -> None:
     """Promise 1: ``init`` of ``jax.ShapeDtypeStruct`` makes a state like that of arrays."""
-    tx, params = _made(case), arrays.example_params(jnp.bfloat16)
-    made, expected = tx.init(jax.eval_shape(lambda: params)), tx.init(params)
-    assert jax.tree.structure(made) == jax.tree.structure(expected), "another structure"
-    assert arrays.types_of(made) == arrays.types_of(expected), "other types"
+    # ``init`` does not need the axis to be bound.
+    tx = case.make(optimizer(), "data" if case.distributed else None)
+    params = arrays.example_params(jnp.bfloat16)
+    state, expected = (tx.init(x) for x in (jax.eval_shape(lambda: params), params))
+    assert jax.tree.structure(state) == jax.tree.structure(expected), "another structure"
+    assert arrays.types_of(state) == arrays.types_of(expected), "other types"
 
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
     """Promise 1: ``optax.tree.map_params`` maps the state's param-like arrays and no others."""
-    tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), arrays.even_params()
+    tx = case.make(optax.sgd(0.1, momentum=0.9), "data" if case.distributed else None)
+    params = arrays.even_params()
     state = tx.init(params)
-    seen: list[Any] = []
+    seen: list[PyTree] = []
     same = optax.tree.map_params(tx, lambda x: seen.append(x) or x, state)
     arrays.assert_same(same, state, "mapped by the identity")
     assert len(seen) >= len(params), f"{len(seen)} leaves"
@@ -234,9 +244,11 @@ def takes_trees_without_arrays(case: Case) -> None:
     """Promise 3: an empty tree, ``None`` and Python numbers are accepted as trees."""
     tx = case.single()
 
-    def updated(params: PyTree) -> Any:
-        step = lambda _, state, grads: tx.update(grads, state, params)  # noqa: E731
-        # Closed over: as arguments of jit they would be arrays.
+    def updated(params: PyTree) -> PyTree:
+        def step(_: PyTree, state: PyTree, grads: PyTree) -> PyTree:
+            return tx.update(grads, state, params)
+
+        # Closed over, because as arguments of jit they would be arrays.
         return jax.jit(lambda: follow(step, (params, tx.init(params)), [params] * case.calls))()
 
     for params in ({}, {"a": None, "b": ()}):
@@ -246,9 +258,9 @@ def takes_trees_without_arrays(case: Case) -> None:
     arrays.assert_same(updated(plain), updated(typed), "Python's numbers and arrays")
 
 
-def _made(case: Case, inner: Any = None) -> optax.GradientTransformation:
-    """Make the case with an axis name; ``init`` does not need the axis to be bound."""
-    return case.make(inner or optimizer(), "data" if case.distributed else None)
+def _example(case: Case, inner: Any = None, dtype: Any = jnp.float32) -> tuple[Any, PyTree]:
+    """Make the transformation for one device, and params with all kinds of nodes."""
+    return case.single(inner), arrays.example_params(dtype)
 
 
 SINGLE_LAWS = laws_in(globals())
