@@ -162,7 +162,7 @@ FREEZES = {"mode": "manual", "grad_freeze": True}
 HALF, TOP_K = {"dist_option": "half"}, {"dist_option": "sparseTopK"}
 FREEZE_P = {"boost": FREEZES, "grad_freeze": {"freeze_p": 2}}
 FREEZE_TYPE = {"boost": FREEZES, "grad_freeze": {"freeze_type": 2}}
-TWO = "must be left out beside"
+TWO = "must be left out together with"
 Theirs = type("DynamicLossScaleManager", (), {})  # MindSpore's own.
 MISTAKES = (
     ({"acumulate": 4}, "auto: keys must be among 'check_up.*'acumulate'. Did you mean 'accumu"),
@@ -609,7 +609,7 @@ def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():
     sets = {"moments": "shared", "groups": 3, "kind": "ramp"}
     clashes = ((f"freeze.{x}", {"order": ["b", "a"], x: value}) for x, value in sets.items())
     for name, more in (("freeze", True), *clashes):
-        with pytest.raises(ValueError, match=f"{name} must be left out beside MindSpore's dict"):
+        with pytest.raises(ValueError, match=f"{name} {TWO} MindSpore's dict"):
             auto(data | {"freeze": more})
     # As errors say, and the page of MindSpore's levels.
     off = {"less_bn": False, "freeze": None, "loss_scale_manager": DYNAMIC}
@@ -633,7 +633,7 @@ def test_one_file_is_a_job():
     assert boost == auto(job, level="O1", strict=False)
     with pytest.raises(ValueError, match="level must be 'O1' or left out, got 'O2'"):
         auto(job, level="O2")
-    with pytest.raises(ValueError, match="accumulate must be left out beside MindSpore's dict"):
+    with pytest.raises(ValueError, match=f"accumulate {TWO} MindSpore's dict"):
         auto(job | {"accumulate": 3})
     singas = auto({"singa": HALF, "boost": {"mode": "disable_all"}, "clip": 1.0})
     assert singas.config == {"reduce": half, "clip": {"max_norm": 1.0}}

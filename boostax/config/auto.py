@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -12,13 +12,15 @@ import optax
 
 import boostax
 from boostax._core import axes, checks, trees
+from boostax._core.types import PyTree
 from boostax.chain.parts import read, role
 from boostax.config import dictionary, keys
 from boostax.config.refusals import require
 from boostax.model.less_bn import LessBNReport, changed
 
-Fn: TypeAlias = Callable[..., Any]
+Fn: TypeAlias = keys.Factory
 Tx: TypeAlias = optax.GradientTransformation
+Chain: TypeAlias = optax.GradientTransformationExtraArgs
 Axes: TypeAlias = axes.AxisName | None
 Level: TypeAlias = dictionary.Level | None
 Report: TypeAlias = LessBNReport | None
@@ -33,7 +35,7 @@ class Boost:
     """A configuration, ready to build; made by ``auto``.
 
     Attributes:
-      config: the given arguments of each key as plain data, which ``boostax.auto`` reads.
+      config: the arguments of each key as plain data, which ``boostax.auto`` reads.
       notes: the settings of a foreign dictionary that have no effect, and differences that may
         change the trained weights. Without notes a MindSpore dictionary trains the same weights as
         in MindSpore.
@@ -43,19 +45,19 @@ class Boost:
         would change nothing.
     """
 
-    config: dict[str, Any]
+    config: keys.Data
     notes: tuple[str, ...] = ()
     own: Own = dataclasses.field(default_factory=dict[str, Any])
     strict: bool = True
 
     def __post_init__(self) -> None:
         """Refuse parts that exclude one another."""
-        config, (kind, _, _) = self.config, self._parts("reduce")[0]
-        asked = config.get("reduce", _MEAN)
-        require(asked == _MEAN or kind == asked["kind"], "replaced", asked["kind"], kind=kind)
+        kind, _, _ = self._parts("reduce")[0]
+        reduce = self.config.get("reduce", _MEAN)
+        require(reduce == _MEAN or kind == reduce["kind"], "replaced", reduce["kind"], kind=kind)
         half = self.policy is not None and self.policy.compute_dtype == "float16"
-        require("loss_scale" in config or not half, "half", None)
-        finish = config.get("dim_reduce", {"every": None})
+        require("loss_scale" in self.config or not half, "half", None)
+        finish = self.config.get("dim_reduce", {"every": None})
         every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
         require(every is None or kind not in ("partial", "local"), "snapshots", every, kind=kind)
 
@@ -65,15 +67,15 @@ class Boost:
         return boostax.policy(**self.config["policy"]) if "policy" in self.config else None
 
     def optimizer(
-        self, inner: Tx, params: Any = None, *, axis_name: Axes = None, less_bn: Report = None
-    ) -> optax.GradientTransformationExtraArgs:
+        self, inner: Tx, params: PyTree = None, *, axis_name: Axes = None, less_bn: Report = None
+    ) -> Chain:
         """Build the whole chain around an optimizer, with its parts in the recommended order.
 
         The order, outermost first: freezing, carried leaves, the check of replicas, loss scaling,
         the window (or the window, then scaling), the average of the params, storage in fewer bytes,
         the recorder of snapshots, the reduction, centralization, clipping, the check of updates,
         ``inner``. A reduction around the optimizer (``"adasum-delta"``, ``"by-shape"``,
-        ``"partial"``, ``"local"``) also stands around centralization and clipping.
+        ``"partial"``, ``"local"``) is also around centralization and clipping.
 
         A ``dim_reduce`` from files replaces the chain inside the loss scaler; ``inner`` then trains
         the part outside of the span, unless ``residual_rate`` selects SGD.
@@ -97,12 +99,12 @@ class Boost:
         """
         finish = self.config.get("dim_reduce", {})
         checks.transformation("Boost.optimizer", "inner", inner)
-        kind, _, asked = self._parts("reduce")[0]
-        require(asked == _MEAN or not self.strict or axis_name is not None, "axis", None, kind=kind)
+        kind, _, spec = self._parts("reduce")[0]
+        require(spec == _MEAN or not self.strict or axis_name is not None, "axis", None, kind=kind)
         if finish.keys() & {*keys.FILES}:
             for name, value in self.config.items():
-                fits = name in keys.DATA["with_files"] or (name, value) == ("reduce", _MEAN)
-                require(fits, "whole", value, name=name)
+                is_valid = name in keys.DATA["with_files"] or (name, value) == ("reduce", _MEAN)
+                require(is_valid, "whole", value, name=name)
             residual = None if "residual_rate" in finish else inner
             return self.finish(keys.FILES, params, residual=residual, axis_name=axis_name)
         order = list(keys.DATA["order"])
@@ -129,13 +131,14 @@ class Boost:
         Raises:
           ValueError: a number of devices that is not a multiple of ``within``.
         """
-        devices, within = devices or jax.devices(), self.config.get("reduce", {}).get("within")
-        per_server = within if isinstance(within, int) else None
-        sizes, names = keys.mesh_of_servers(len(devices), per_server)
+        devices = devices or jax.devices()
+        within = self.config.get("reduce", {}).get("within")
+        count = within if isinstance(within, int) else None
+        sizes, names = keys.mesh_of_servers(len(devices), count)
         types = (jax.sharding.AxisType.Auto,) * len(names)
         return jax.make_mesh(sizes, names, types, devices=devices)
 
-    def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
+    def model(self, module: Any, /, *args: PyTree, **kwargs: PyTree) -> tuple[Any, Report]:
         """Remove BatchNorms from the model and normalise its head, if the configuration says so.
 
         Args:
@@ -183,8 +186,8 @@ class Boost:
         return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 
     def finish(
-        self, source: Any, params: Any, *, residual: Tx | None = None, axis_name: Axes = None
-    ) -> optax.GradientTransformationExtraArgs:
+        self, source: PyTree, params: PyTree, *, residual: Tx | None = None, axis_name: Axes = None
+    ) -> Chain:
         """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
 
         The transformation needs gradients without a window, freezing or clipping. Pass it to
@@ -208,36 +211,37 @@ class Boost:
         (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
         return self._stacked(["loss_scale"], tx, place)
 
-    def _require_less_bn(self, report: Any, params: Any) -> None:
+    def _require_less_bn(self, report: Any, params: PyTree) -> None:
         """Refuse a loss unless ``less_bn`` reports that its model was changed."""
         if "less_bn" not in self.config:
             require(report is None, "less_bn_off", report)
             return
         require(isinstance(report, LessBNReport), "less_bn", report)
         paths = " ".join(f"/{name}/" for name in trees.names(params))
-        there = [x for x in report.removed if f"/{x}/" in paths]
+        same = [x for x in report.removed if f"/{x}/" in paths]
         if paths and report.head and f"/{report.head}/multiplier/" not in paths:
-            there.append(report.head)
-        require(not there, "unchanged", f"params of the model as it was at {', '.join(there)}")
+            same.append(report.head)
+        require(not same, "unchanged", f"params of the model as it was at {', '.join(same)}")
 
-    def _stacked(self, order: Sequence[str], inner: Tx, place: Any) -> Any:
+    def _stacked(self, order: Sequence[str], inner: Tx, place: keys.Data) -> Chain:
         """Put each part, in the recommended order, in front of the chain so far or around it."""
-        parts, replicas = [inner], axes.canonical("Boost.optimizer", place["axis_name"])
+        replicas = axes.canonical("Boost.optimizer", place["axis_name"])
+        parts = [inner]
         for key in order:
-            for _, factory, given in self._parts(key) if replicas or key != "reduce" else ():
-                parts = keys.layer(factory, given, parts, **place)
+            for _, factory, arguments in self._parts(key) if replicas or key != "reduce" else ():
+                parts = keys.layer(factory, arguments, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
 
-    def _parts(self, key: str) -> list[tuple[str, keys.Factory, Any]]:
+    def _parts(self, key: str) -> list[tuple[str, keys.Factory, keys.Data]]:
         """Return kind, factory and arguments of each part of a key, the user's parts last."""
-        own = [(x, f, self.config[x]) for x, (f, where) in self.own.items() if where == key]
-        given = self.config.get(key, _MEAN if key == "reduce" else None)
+        users = [(x, f, self.config[x]) for x, (f, after) in self.own.items() if after == key]
+        arguments = self.config.get(key, _MEAN if key == "reduce" else None)
         # A user's reduction replaces boostax's reduction; other user parts follow boostax's part.
-        if given is None or (own and key == "reduce"):
-            return own
+        if arguments is None or (users and key == "reduce"):
+            return users
         # A key with a single factory has the kind "".
-        kind = "" if "" in keys.PARTS[key] else given["kind"]
-        return [(kind, keys.PARTS[key][kind], given), *own]
+        kind = "" if "" in keys.PARTS[key] else arguments["kind"]
+        return [(kind, keys.PARTS[key][kind], arguments), *users]
 
 
 @checks.arguments
@@ -263,7 +267,7 @@ def auto(
     ===== ====================================================================================
     O0    nothing
     O1    LessBN with a normalised head, gradient centralization, freezing at random
-    O2    the same, and AdaSum, which MindSpore never reaches beside freezing
+    O2    the same, and AdaSum, which MindSpore never reaches together with freezing
     ===== ====================================================================================
 
     The levels are those of ``mindspore.boost``, not of its ``amp_level``. ``{"singa":
@@ -306,75 +310,75 @@ def auto(
       MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one global object per process.
     """
     is_file = isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
-    given: Any = json.loads(pathlib.Path(spec).read_text()) if is_file else spec
-    if isinstance(given, str) and given in dictionary.LEVELS and level is None:
-        given, level = {}, given
-    near = checks.nearest(given, dictionary.LEVELS)
-    require(isinstance(given, Mapping), "spec", given, near=near)
-    data = dict(cast("keys.Data", given))
+    data: Any = json.loads(pathlib.Path(spec).read_text()) if is_file else spec
+    if isinstance(data, str) and data in dictionary.LEVELS and level is None:
+        data = {"level": data}
+    require(isinstance(data, Mapping), "spec", data, near=checks.nearest(data, dictionary.LEVELS))
+    data = dict(cast("keys.Data", data))
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", bool(strict) if strict is None else strict)
     return _read(data, level or "O0", strict, _owned(data, factories))
 
 
-def _read(data: dict[str, Any], level: dictionary.Level, strict: bool | None, own: Own) -> Boost:
+def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: Own) -> Boost:
     """Read the keys of MindSpore and SINGA in a dictionary; boostax's keys override them."""
     foreign = dictionary.is_mindspore(data)
-    asked, strict = strict, not foreign if strict is None else strict
-    # MindSpore ignores unknown keys, so they are refused only beside keys of boostax.
-    both = data.keys() - {*dictionary.KEYS} & {*keys.KEYS, *own, "singa"}
+    is_strict = not foreign if strict is None else strict
+    # MindSpore ignores unknown keys, so they are refused only together with keys of boostax.
+    both = data.keys() - {*dictionary.KEYS} & {*keys.KEYS, *users, "singa"}
     off = {x for x in {*keys.KEYS} & {*data} if data[x] is None or data[x] is False}
-    theirs = [x for x in data if x not in off and (x in dictionary.KEYS or not both)]
-    taken = {x: data.pop(x) for x in theirs if foreign}
-    config, notes = dictionary.from_mindspore(taken, level, strict=strict)
-    said = dict.fromkeys(config if taken else (), "MindSpore's dictionary")
+    names = [x for x in data if x not in off and (x in dictionary.KEYS or not both)]
+    theirs = {x: data.pop(x) for x in names if foreign}
+    config, notes = dictionary.from_mindspore(theirs, level, strict=is_strict)
+    sources = dict.fromkeys(config if theirs else (), "MindSpore's dictionary")
     frozen = "freeze" in config
     if "singa" in data:
-        config["reduce"], said["reduce"] = dictionary.from_singa(data.pop("singa")), "singa"
-    keys.known(data, (*keys.KEYS, *own, *(dictionary.KEYS if foreign else ())), "keys")
+        config["reduce"] = dictionary.from_singa(data.pop("singa"))
+        sources["reduce"] = "singa"
+    keys.known(data, (*keys.KEYS, *users, *(dictionary.KEYS if foreign else ())), "keys")
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
-        whose, before = said.get(key, ""), config.get(key, {})
+        whose = sources.get(key, "")
+        before = config.get(key, {})
         # Keys of boostax switch parts of MindSpore's dictionary off, or add settings that it lacks.
-        more = name == key and isinstance(value, Mapping)
-        fits = not whose or (whose[0] == "M" and (more or name in off))
-        require(fits, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
-        for x in before if whose and more else ():
+        adds = name == key and isinstance(value, Mapping)
+        valid = not whose or (whose[0] == "M" and (adds or name in off))
+        require(valid, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
+        for x in before if whose and adds else ():
             require(x not in value, "sets", value.get(x), name=f"{name}.{x}", whose=whose)
-        said[key] = f"another {key}"
+        sources[key] = f"another {key}"
         if name == "microbatches":
             config[key] = checks.positive_int(_WHO, name, value, "1 does not split the batch.")
         elif name in off:
             config.pop(key, None)
         else:
-            config[key] = keys.part(name, value, before, own.get(name, [None])[0])
+            config[key] = keys.part(name, value, before, users.get(name, [None])[0])
     # Each depth would keep its own scaler and window, and its factory refuses that.
-    gates = {"loss_scale", "accumulate"} & {*config, *(key for _, key in own.values())}
+    gates = {"loss_scale", "accumulate"} & {*config, *(key for _, key in users.values())}
     if frozen and "freeze" in config and gates:
         config["freeze"] = config["freeze"] | {"moments": "shared"}
         notes += (dictionary.DATA["why"]["freeze"],)
-    return Boost(config, notes, own, strict and (asked is True or level == "O0"))
+    return Boost(config, notes, users, is_strict and (strict is True or level == "O0"))
 
 
-def _owned(data: dict[str, Any], factories: Sequence[keys.Factory]) -> Own:
+def _owned(data: keys.Data, factories: Sequence[keys.Factory]) -> Own:
     """Return the user's factories that a dictionary names, each with its key in the order."""
-    found: dict[str, tuple[keys.Factory, str]] = {}
+    users: dict[str, tuple[keys.Factory, str]] = {}
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))
         require(callable(factory) and name not in keys.NAMED, "factory", factory)
         if (value := data.get(name)) is None or value is False:
             data.pop(name, None)
             continue
-        options = keys.part(name, value, user=factory)
-        made, *_ = keys.layer(factory, options, [optax.identity()], axis_name="axis")
-        kind = role(read(made))
+        arguments = keys.part(name, value, user=factory)
+        kind = role(read(keys.layer(factory, arguments, [optax.identity()], axis_name="axis")[0]))
         require(kind in keys.PLACES, "role", kind, name=name)
-        found[name] = (factory, keys.PLACES[kind])
-    return found
+        users[name] = (factory, keys.PLACES[kind])
+    return users
 
 
-def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
+def _once(name: str, value: Any, data: keys.Data) -> Any:
     """Take a setting from the dictionary or from the argument; refuse a contradiction."""
-    there = data.pop(name, None)
-    require(given is None or there in (None, given), "twice", given, name=name, there=there)
-    return there if given is None else given
+    other = data.pop(name, None)
+    require(value is None or other in (None, value), "twice", value, name=name, there=other)
+    return other if value is None else value

@@ -9,7 +9,7 @@ difference that may change the trained weights. Each mode of SINGA becomes a red
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from boostax._core import checks
 from boostax.config import keys
@@ -21,13 +21,13 @@ _WHO = "mindspore"
 DATA = checks.table("boostax.config", "mindspore")
 SWITCHES: tuple[str, ...] = tuple(DATA["switches"])
 LEVELS: dict[Level, list[str]] = DATA["levels"]
-GROUPS: dict[str, dict[str, dict[str, Any]]] = DATA["groups"]
+GROUPS: dict[str, dict[str, keys.Data]] = DATA["groups"]
 KEYS = ("boost", *GROUPS, "loss_scale_manager")
 # The MindSpore setting behind each argument.
 _NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
 
 
-def is_mindspore(data: Mapping[str, Any]) -> bool:
+def is_mindspore(data: keys.Data) -> bool:
     """Return whether a dictionary is MindSpore's, because it has a key that boostax lacks."""
     theirs = {name: GROUPS[name].keys() - {*shared} for name, shared in DATA["shared"].items()}
     inside = (theirs[x] & data[x].keys() for x in theirs if isinstance(data.get(x), Mapping))
@@ -35,8 +35,8 @@ def is_mindspore(data: Mapping[str, Any]) -> bool:
 
 
 def from_mindspore(
-    data: Mapping[str, Any], level: Level = "O0", *, strict: bool = False
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+    data: keys.Data, level: Level = "O0", *, strict: bool = False
+) -> tuple[keys.Data, tuple[str, ...]]:
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
     The modes are MindSpore's: ``"auto"`` takes the techniques of the level, ``"manual"`` changes
@@ -79,13 +79,13 @@ def from_mindspore(
     if level not in LEVELS:
         ledger.ignore("level", level, f"{DATA['why']['level']} {checks.nearest(level, LEVELS)}")
         level = "O0"
-    given = ledger.known("boost_config_dict", data, KEYS)
-    asked = given.get("loss_scale_manager")
-    manager: dict[str, Any] = keys.part("loss_scale", asked, build=True) if asked else {}
+    data = ledger.known("boost_config_dict", data, KEYS)
+    manager = data.get("loss_scale_manager") or {}
+    manager = keys.part("loss_scale", manager, build=True) if manager else manager
     # MindSpore makes a loss-scale cell only if the manager checks for overflows.
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
-    on = _switches(ledger, given.get("boost", {}), level, cell)
-    settings = {x: _settings(ledger, x, given.get(x, {}), on.get(x, True)) for x in GROUPS}
+    on = _switches(ledger, data.get("boost", {}), level, cell)
+    settings = {x: _settings(ledger, x, data.get(x, {}), on.get(x, True)) for x in GROUPS}
     # Only the optimizer divides, by its own loss_scale, if the scale is fixed.
     fixed = bool(manager) and not cell
     sens = manager["scale"] if fixed else 1.0
@@ -105,10 +105,10 @@ def from_mindspore(
     }
     rows = ((name, x) for name, x in DATA["parts"].items() if on[name])
     parts = {x["is"]: settings.get(x.get("of", name), {}) | x.get("with", {}) for name, x in rows}
-    known, true = manager | parts.get("reduce", {}), {name for name, holds in on.items() if holds}
+    values = manager | parts.get("reduce", {})
     for names, text in DATA["differs"].items():
-        if any(true >= {*together.split()} for together in names.split(" or ")):
-            ledger.notes.append(text.format(**known))
+        if any(all(on.get(x) for x in together.split()) for together in names.split(" or ")):
+            ledger.notes.append(text.format(**values))
     with keys.speaking_of(_WHO, _NAMES):
         config = {key: keys.part(key, x, build=True) for key, x in parts.items()}
     return config, tuple(ledger.notes)
@@ -125,12 +125,12 @@ class _Ledger(NamedTuple):
     strict: bool
     notes: list[str]
 
-    def ignore(self, name: str, value: object, why: str, said: bool = True) -> None:
-        """Note that a setting has no effect; refuse a given setting if ``strict``."""
-        require(not (said and self.strict), "strict", value, name=name, why=why)
+    def ignore(self, name: str, value: object, why: str, explicit: bool = True) -> None:
+        """Note that a setting has no effect; refuse an explicit setting if ``strict``."""
+        require(not (explicit and self.strict), "strict", value, name=name, why=why)
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
-    def known(self, group: str, data: Any, allowed: Iterable[str]) -> dict[str, Any]:
+    def known(self, group: str, data: keys.Data, allowed: Iterable[str]) -> keys.Data:
         """Return the keys of a dictionary that MindSpore reads."""
         keys.known(data, data, f"keys of {group}", _WHO)
         for key in (key for key in data if key not in allowed):
@@ -139,12 +139,13 @@ class _Ledger(NamedTuple):
         return {key: value for key, value in data.items() if key in allowed}
 
 
-def _switches(ledger: _Ledger, boost: Any, level: Level, cell: str) -> dict[str, bool]:
+def _switches(ledger: _Ledger, boost: keys.Data, level: Level, cell: str) -> dict[str, bool]:
     """Return the effective switches, by mode, level and kind of the loss-scale cell."""
     asked = ledger.known("boost", boost, ("mode", *SWITCHES))
-    mode, modes = asked.pop("mode", "auto"), tuple(DATA["modes"])
-    checks.choice(_WHO, "boost.mode", mode, modes, checks.nearest(mode, modes))
-    by_level, manual = mode in ("auto", "manual"), mode == "manual"
+    mode = asked.pop("mode", "auto")
+    checks.choice(_WHO, "boost.mode", mode, DATA["modes"], checks.nearest(mode, DATA["modes"]))
+    manual = mode == "manual"
+    by_level = manual or mode == "auto"
     on = {x: x in LEVELS[level] if by_level else mode == "enable_all" for x in SWITCHES}
     whose = f"mode {mode!r} at level {level!r}" if by_level else f"mode {mode!r}"
     for name, value in asked.items():
@@ -155,32 +156,33 @@ def _switches(ledger: _Ledger, boost: Any, level: Level, cell: str) -> dict[str,
     group = on["loss_scale_group"]
     require(not cell or group == (cell == "group"), "manager", cell, TypeError, group=group)
     why = {"loss_scale_group": DATA["why"]["cell"]} if group and not cell else {}
-    taken = ((x, [y for y in others if on[y]]) for x, others in DATA["instead"].items())
-    winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
+    replaced = ((x, [y for y in others if on[y]]) for x, others in DATA["instead"].items())
+    winner, losers = next(((x, others) for x, others in replaced if on[x] and others), ("", []))
     why |= {x: DATA["why"].get(winner, {}).get(x, f"{winner} takes its place.") for x in losers}
     for name, text in why.items():
         ledger.ignore(f"boost.{name}", True, text, name in asked)
     return on | dict.fromkeys(why, False)
 
 
-def _settings(ledger: _Ledger, group: str, data: Any, on: bool) -> dict[str, Any]:
+def _settings(ledger: _Ledger, group: str, data: keys.Data, on: bool) -> keys.Data:
     """Return the settings of a group as arguments of its part."""
-    given, found = ledger.known(group, data, GROUPS[group]), dict[str, Any]()
+    data = ledger.known(group, data, GROUPS[group])
+    settings: keys.Data = {}
     for name, about in GROUPS[group].items() if on else ():
-        key, value = f"{group}.{name}", given.get(name, about.get("default"))
-        fits = re.fullmatch(about.get("pattern", "(?s:.*)"), repr(value))
-        require(fits, "setting", value, name=key, **about)
+        value = data.get(name, about.get("default"))
+        is_valid = re.fullmatch(about.get("pattern", "(?s:.*)"), repr(value))
+        require(is_valid, "setting", value, name=f"{group}.{name}", **about)
         if "is" in about:
-            found[about["is"]] = about["words"][value] if "words" in about else value
+            settings[about["is"]] = about["words"][value] if "words" in about else value
         elif value != about.get("default"):
-            ledger.ignore(key, value, about["why"])
-    if found.get("pca_mat_path") and found["weight_load_dir"]:
-        path = found.pop("weight_load_dir")
+            ledger.ignore(f"{group}.{name}", value, about["why"])
+    if settings.get("pca_mat_path") and settings["weight_load_dir"]:
+        path = settings.pop("weight_load_dir")
         ledger.ignore("dim_reduce.weight_load_dir", path, "pca_mat_path takes its place.")
-    return found
+    return settings
 
 
-def from_singa(options: Any) -> dict[str, Any]:
+def from_singa(options: keys.Data) -> keys.Data:
     """Read ``dist_option`` and the other options of Apache SINGA's ``DistOpt`` as a reduction.
 
     Args:
@@ -197,29 +199,30 @@ def from_singa(options: Any) -> dict[str, Any]:
     Raises:
       ValueError, TypeError: an option that the mode does not use, or a value out of range.
     """
-    who, modes = "singa", checks.table("boostax.config", "singa")
-    keys.known(options, options, "options", who)
-    given: dict[str, Any] = dict(options)
-    mode = given.pop("dist_option", "plain")
-    checks.choice(who, "dist_option", mode, tuple(modes), checks.nearest(mode, modes))
-    used, top_k = modes[mode]["is"], mode == "sparseTopK"
-    for name, value in given.items():
+    modes = checks.table("boostax.config", "singa")
+    keys.known(options, options, "options", "singa")
+    options = dict(options)
+    mode = options.pop("dist_option", "plain")
+    checks.choice("singa", "dist_option", mode, tuple(modes), checks.nearest(mode, modes))
+    used = modes[mode]["is"]
+    for name, value in options.items():
         hint = "XLA makes the buffers." if name == "buffSize" else checks.nearest(name, used)
         words = {"mode": mode, "used": ", ".join(map(repr, used)), "hint": hint}
         require(name in used, "option", value, name=name, **words)
-    require(given.get("topK", top_k) == top_k, "top_k", not top_k, top_k=top_k, mode=mode)
-    clips, clip = given.get("clipping", False), given.get("clip_Value")
-    keys.flag(who, "clipping", clips)
-    require(clips or clip is None, "clip", clip)
+    top_k = mode == "sparseTopK"
+    require(options.get("topK", top_k) == top_k, "top_k", not top_k, top_k=top_k, mode=mode)
+    clips = options.get("clipping", False)
+    keys.flag("singa", "clipping", clips)
+    require(clips or options.get("clip_Value") is None, "clip", options.get("clip_Value"))
     # A number of partitions replaces the size of a buffer.
-    standard = {} if "partitions" in given else modes[mode].get("given", {})
-    given = standard | ({"clip_Value": 100.0} if clips else {}) | given
-    if "threshold" in given:
-        elements = checks.natural(who, "threshold", given["threshold"], WORDS["elements"][-1])
+    defaults = {} if "partitions" in options else modes[mode].get("given", {})
+    options = defaults | ({"clip_Value": 100.0} if clips else {}) | options
+    if "threshold" in options:
+        elements = checks.natural("singa", "threshold", options["threshold"], WORDS["elements"][-1])
         require(elements < 2**29, "elements", elements)
         # The size is in bytes of f32; with buckets of one byte every leaf is its own bucket.
-        given["threshold"] = max(4 * elements, 1)
-    named = {used.get(name, name): value for name, value in given.items()}
-    asked = {"kind": modes[mode]["kind"]} | {x: y for x, y in named.items() if x}
-    with keys.speaking_of(who, {argument: name for name, argument in used.items()}):
-        return keys.part("reduce", asked, build=True)
+        options["threshold"] = max(4 * elements, 1)
+    arguments = {used.get(name, name): value for name, value in options.items()}
+    reduction = {"kind": modes[mode]["kind"]} | {x: y for x, y in arguments.items() if x}
+    with keys.speaking_of("singa", {argument: name for name, argument in used.items()}):
+        return keys.part("reduce", reduction, build=True)

@@ -23,6 +23,8 @@ import optax
 import boostax
 from boostax import subspace
 from boostax._core import axes, checks
+from boostax._core.describe import Stepped
+from boostax._core.types import PyTree
 from boostax.chain.parts import CLIPS, opened, read, rows
 from boostax.config.refusals import require
 from boostax.subspace import files
@@ -49,51 +51,55 @@ FILES = ("weight_load_dir", "pca_mat_path")
 _LATER = object()
 
 
-def _axes(options: types.SimpleNamespace) -> dict[str, Any]:
+def _axes(options: types.SimpleNamespace) -> Data:
     """Exclude the normalized head of LessBN from centralization, as MindSpore does."""
-    head, rules = getattr(options.less_bn, "head", None), options.axes
+    head = getattr(options.less_bn, "head", None)
+    rules = options.axes
     if head is None or callable(rules):
         return {}
     return {"axes": {glob.escape(head): None} | ({} if isinstance(rules, str) else dict(rules))}
 
 
-def _groups(options: types.SimpleNamespace) -> Any:
-    """Cut the params into a number of groups, by layers or in the buckets of MindSpore.
+def _groups(options: types.SimpleNamespace) -> PyTree:
+    """Divide the params into a number of groups, by layers or in the buckets of MindSpore.
 
     Groups that are given by patterns or names are returned unchanged.
     """
-    cut, groups, tree = options.cut, options.groups, options.tree
-    checks.choice("", "cut", cut, ("layers", "mindspore"), "MindSpore cuts buckets of params.")
+    groups = options.groups
+    tree = options.tree
+    hint = "MindSpore cuts buckets of params."
+    checks.choice("", "cut", options.cut, ("layers", "mindspore"), hint)
     if groups and isinstance(groups, (tuple, Mapping)):
         return groups
     checks.positive_int("", "groups", groups, DATA["hints"]["groups"])
     require(tree is not None, "groups", tree, groups=groups)
     if tree is _LATER:
         return {"any": 0}
-    if cut == "layers":
+    if options.cut == "layers":
         return boostax.freeze.prefix_groups(tree, groups, order=options.order, level=options.level)
     require(options.level is None, "level", options.level)
     removed = options.less_bn.removed if options.less_bn else ()
     return boostax.freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
 
 
-def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
+def _schedule(options: types.SimpleNamespace) -> Data:
     """Make a schedule from its name or a function; return a sequence of depths unchanged."""
     _, *names = inspect.signature(boostax.freeze.freeze_schedule).parameters
-    kind, steps = options.kind, {name: getattr(options, name) for name in names}
+    kind = options.kind
+    arguments = {name: getattr(options, name) for name in names}
     groups = _groups(options)
     if isinstance(kind, tuple):
-        for name, value in steps.items():
+        for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
     # The other two kinds freeze for good and need an end; MindSpore's default is 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
-        steps["total_steps"] = 65536
-    schedule = boostax.freeze.freeze_schedule(kind, **steps)
+        arguments["total_steps"] = 65536
+    schedule = boostax.freeze.freeze_schedule(kind, **arguments)
     return {"groups": groups, "schedule": schedule, "repeat": kind in ("interval", "continuous")}
 
 
-def _finish(options: types.SimpleNamespace) -> dict[str, Any]:
+def _finish(options: types.SimpleNamespace) -> Data:
     """Look up a rule by name, and use SGD outside of the span if no optimizer is given."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
@@ -110,24 +116,25 @@ def _finish(options: types.SimpleNamespace) -> dict[str, Any]:
     return {"basis": _basis(options), "residual": outside, "rule": rule}
 
 
-def _basis(options: types.SimpleNamespace) -> Any:
+def _basis(options: types.SimpleNamespace) -> PyTree:
     """Read a basis from a source; without a source, return the recorder of snapshots, if any."""
-    source, count, tree = options.source, options.n_components, options.tree
-    folder, matrix = options.weight_load_dir, options.pca_mat_path
+    count = options.n_components
+    tree = options.tree
     checks.positive_int("", "n_components", count, "It counts directions.")
-    require(folder is None or matrix is None, "two_files", folder)
-    given = folder is not None or matrix is not None
-    if source is None:
-        if given or options.every is None:
+    paths = [x for x in (options.weight_load_dir, options.pca_mat_path) if x is not None]
+    require(len(paths) < 2, "two_files", options.weight_load_dir)
+    if options.source is None:
+        if paths or options.every is None:
             return None
         return subspace.record_trajectory(count + 1, every=options.every, start=options.start)
-    if source is not FILES:
-        found = isinstance(source, subspace.Basis)
-        return source if found else subspace.trajectory_basis(source, count, params=tree)
-    require(given, "no_files", None)
+    if isinstance(options.source, subspace.Basis):
+        return options.source
+    if options.source is not FILES:
+        return subspace.trajectory_basis(options.source, count, params=tree)
+    require(paths, "no_files", None)
     require(tree is not None, "files", tree)
-    if matrix is not None:
-        return saved_basis(matrix, tree, count)
+    if options.pca_mat_path is not None:
+        return saved_basis(options.pca_mat_path, tree, count)
     return subspace.pca_basis(files.snapshots(options.weight_load_dir, tree), count)
 
 
@@ -151,27 +158,28 @@ def takes(factory: Factory) -> Data:
     return instead | plain | instead
 
 
-def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: Any) -> list[Tx]:
+def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -> list[Tx]:
     """Put the transformation of a factory in front of a chain, or around it.
 
     Args:
       factory: any factory.
-      given: its arguments as data.
+      arguments: its arguments as data.
       parts: the chain so far.
       **place: the replica axes (``axis_name``), the params or their shapes (``tree``) and the
         changes that LessBN made to the model (``less_bn``); for ``Boost.finish`` also the
         ``source`` of the basis and an optimizer outside of the span (``residual``).
     """
-    who, options = factory.__name__, place | {x: sequences(y, tuple) for x, y in given.items()}
+    who = factory.__name__
+    options = place | {name: sequences(x, tuple) for name, x in arguments.items()}
     if options.get("dense") == "vectors":
         # A sparse message of norms and biases costs more than it saves.
-        options["dense"] = lambda _, leaf: leaf.ndim < 2
+        options |= {"dense": lambda _, leaf: leaf.ndim < 2}
     if isinstance(within := options.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
         options["axis_name"] = tuple(name for name in names if name != within)
         require(0 < len(options["axis_name"]) < len(names), "within", within, who=who, names=names)
     if factory is boostax.reduce.adasum_delta and isinstance(within, int):
-        return _by_servers(given, parts, place)
+        return _by_servers(factory, arguments, parts, place)
     if who in _MADE:
         options = dict.fromkeys(DATA["place"]) | takes(factory) | options
         with speaking_of(who, DATA["renamed"]):
@@ -183,7 +191,7 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: list[Tx], **place: 
     if "inner" in names:
         return [factory(chained(parts), **options)]
     tx = factory(**options)
-    return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
+    return [_after_decay(tx, chained(parts))] if arguments.get("after_decay") else [tx, *parts]
 
 
 def mesh_of_servers(count: int, devices: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -194,28 +202,29 @@ def mesh_of_servers(count: int, devices: int | None) -> tuple[tuple[int, ...], t
     return (count // devices, devices), ("server", "data")
 
 
-def _by_servers(given: Mapping[str, Any], parts: list[Tx], place: Any) -> list[Tx]:
+def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data) -> list[Tx]:
     """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
 
     When it is traced, the chain refuses replica axes other than those of ``mesh_of_servers``.
     """
-    delta = boostax.reduce.adasum_delta
-    names, devices = axes.canonical("adasum_delta", place["axis_name"]), given["within"]
+    names = axes.canonical("adasum_delta", place["axis_name"])
+    devices = arguments["within"]
     checks.positive_int("adasum_delta", "within", devices, "It is the devices of a server.")
     if len(names) == 1:
-        tx, *rest = boostax.all_reduce(names), *parts
+        parts = [boostax.all_reduce(names), *parts]
     else:
-        tx, *rest = layer(delta, {**given, "within": names[-1]}, parts, **place)
+        parts = layer(factory, {**arguments, "within": names[-1]}, parts, **place)
+    tx = parts[0]
 
     @functools.wraps(tx.update)
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(*args: PyTree, **extra: PyTree) -> Stepped:
         sizes = [axes.size((name,)) for name in names]
-        fits = sizes[-1] == devices or (len(sizes) == 1 and sizes[0] < devices)
-        mesh = "" if fits else f"jax.make_mesh{mesh_of_servers(math.prod(sizes), devices)}"
-        require(fits, "servers", sizes, devices=devices, mesh=mesh)
-        return tx.update(updates, state, params, **extra)
+        is_valid = sizes[-1] == devices or (len(sizes) == 1 and sizes[0] < devices)
+        mesh = "" if is_valid else f"jax.make_mesh{mesh_of_servers(math.prod(sizes), devices)}"
+        require(is_valid, "servers", sizes, devices=devices, mesh=mesh)
+        return tx.update(*args, **extra)
 
-    return [optax.GradientTransformationExtraArgs(tx.init, update), *rest]
+    return [optax.GradientTransformationExtraArgs(tx.init, update), *parts[1:]]
 
 
 def chained(parts: list[Tx]) -> Tx:
@@ -247,32 +256,34 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
       The arguments; for a key with several kinds, ``"kind"`` first.
     """
     key, kind = NAMED.get(name, (name, ""))
-    kinds, before = PARTS[key] if user is None else {"": user}, before or {}
-    choose = kind not in kinds
-    first = "kind" if choose else next(iter(takes(kinds[kind])), None)
-    given: Any = {} if value is True else value
-    given = {first: value} if first and not isinstance(given, Mapping) else given
-    require(isinstance(given, Mapping), "dictionary", value, TypeError, what=name)
-    given = {x: sequences(y, list) for x, y in given.items()}
-    if choose:
-        kind = given.pop("kind", before.get("kind", next(iter(kinds))))
-        meant = kind if isinstance(kind, str) else type(kind).__name__
-        hint = DATA["hints"].get(meant, checks.nearest(kind, kinds))
+    kinds = PARTS[key] if user is None else {"": user}
+    before = before or {}
+    has_kinds = kind not in kinds
+    first = "kind" if has_kinds else next(iter(takes(kinds[kind])), None)
+    data = {} if value is True else value
+    data = {first: value} if first and not isinstance(data, Mapping) else data
+    require(isinstance(data, Mapping), "dictionary", value, TypeError, what=name)
+    arguments = {x: sequences(y, list) for x, y in data.items()}
+    if has_kinds:
+        kind = arguments.pop("kind", before.get("kind", next(iter(kinds))))
+        word = kind if isinstance(kind, str) else type(kind).__name__
+        hint = DATA["hints"].get(word, checks.nearest(kind, kinds))
         checks.choice("auto", f"{name}.kind", kind, tuple(kinds), hint)
-    factory, chosen = kinds[kind], {"kind": kind} if kind else {}
+    factory = kinds[kind]
+    chosen = {"kind": kind} if kind else {}
     who = factory.__name__
-    known(given, takes(factory), f"arguments of {who}")
-    given = (before if chosen.items() <= before.items() else {}) | given
+    known(arguments, takes(factory), f"arguments of {who}")
+    arguments = (before if chosen.items() <= before.items() else {}) | arguments
     for x, default in takes(factory).items():
-        there = x in given or default is not inspect.Parameter.empty
-        require(there, "given", None, who=who, what=x)
-        if isinstance(default, bool) and x in given:
-            flag(who, x, given[x])
+        is_set = x in arguments or default is not inspect.Parameter.empty
+        require(is_set, "given", None, who=who, what=x)
+        if isinstance(default, bool) and x in arguments:
+            flag(who, x, arguments[x])
     if build and key != "less_bn":  # LessBN needs a model.
-        within = given.get("within")
-        names = ("axis", within) if isinstance(within, str) else ("axis", "another")
-        layer(factory, given, [optax.identity()], axis_name=names, tree=_LATER)
-    return chosen | given
+        within = arguments.get("within")
+        names = ("axis", within if isinstance(within, str) else "another")
+        layer(factory, arguments, [optax.identity()], axis_name=names, tree=_LATER)
+    return chosen | arguments
 
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
@@ -295,11 +306,11 @@ def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        argument, _, rest = (str(error).partition(": ")[2] or str(error)).partition(" ")
-        raise type(error)(f"{who}: {renamed.get(argument, argument)} {rest}") from error
+        argument, _, text = (str(error).partition(": ")[2] or str(error)).partition(" ")
+        raise type(error)(f"{who}: {renamed.get(argument, argument)} {text}") from error
 
 
-def sequences(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
+def sequences(value: PyTree, kind: Callable[[Iterable[PyTree]], PyTree]) -> PyTree:
     """Convert all lists and tuples of plain data to one of the two."""
     if isinstance(value, Mapping):
         return {key: sequences(x, kind) for key, x in value.items()}

@@ -143,30 +143,30 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
     with axes.binding((axes.UNNAMED,)):
-        first, notes = new_tx.init(params), list[str]()
+        first = new_tx.init(params)
+    classed = _classed(old_state, first)
+    same = jax.tree.structure(classed) == jax.tree.structure(old_state)
+    notes: Notes = [] if same else [_DATA["notes"]["classes"]]
+    _require_closed(classed)
     # Moments are migrated in f32, in any storage dtype.
-    saved, old_state = old_state, _classed(old_state, first)
-    if jax.tree.structure(saved) != jax.tree.structure(old_state):
-        notes.append(_DATA["notes"]["classes"])
-    _require_closed(old_state)
-    fresh, old_state = widened(first), widened(old_state)
+    fresh, old_state = widened(first), widened(classed)
     news = _read(fresh, params)
-    wanted = dict.fromkeys(type(y.state) for y in news)
-    olds = _read(_translated(old_state, {*wanted}), params)
+    classes = dict.fromkeys(type(y.state) for y in news)
+    olds = _read(_translated(old_state, {*classes}), params)
     # The state of on_mesh already has the dimension of replicas.
     news, stacked = _stacked(news, None)
     olds, size = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news)
     _require_same_order(old_state, first)
-    matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in wanted)
-    found = {path: x for some in matched for path, x in some.items()}
-    _require_same_scales(olds, news, found)
-    found = {y.path: _cast(y, found[y.path], notes) for y in news if y.path in found}
-    sources = found | ({} if count is None else _starts(news, found, count, notes))
+    matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in classes)
+    matches = {path: x for some in matched for path, x in some.items()}
+    _require_same_scales(olds, news, matches)
+    matches = {y.path: _cast(y, matches[y.path], notes) for y in news if y.path in matches}
+    sources = matches | ({} if count is None else _starts(news, matches, count, notes))
     values = {y.path: _placed(y, sources.get(y.path), size) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
-    return state, _report(olds, news, found, notes)
+    return state, _report(olds, news, matches, notes)
 
 
 def _classed(tree: PyTree, like: PyTree) -> PyTree:
@@ -241,45 +241,50 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
     """Return the arrays of all states, the outermost first. Containers of params are not states."""
     containers = set(map(type, trees.find(params, lambda _: True)))
     owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    found: dict[Path, list[Leaf]] = {(): []}
+    by_state: dict[Path, list[Leaf]] = {(): []}
 
     def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
         _require_known(x)
         if jax.tree_util.all_leaves([x]):
-            value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
+            value = jnp.asarray(x)
+            field = trees.path_name(rel if state is None else rel[:1])
             owner = next((rel[i:] for i in range(len(rel) + 1) if rel[i:] in owners), None)
             # The path of a single param is empty and ends every path, so the shape decides.
             named = owner is not None and (owner or owners[()] in (value.shape, value.shape[1:]))
-            owner, known = owner if named else None, holds(type(state))
+            owner = owner if named else None
+            known = holds(type(state))
             # The sums of a window have a dimension for the terms of a loss.
             window = getattr(state, "window", None)
             weight = getattr(getattr(window, "local", window), "weight", None)
             terms = (len(weight),) if isinstance(weight, dict) else ()
             like = None if owner is None else (*terms, *owners[owner])
             about = (field, known, field in (known.bound or ()), owner, like, replicas)
-            found[at].append(Leaf(path, rel, value, at, state, *about))
+            by_state[at].append(Leaf(path, rel, value, at, state, *about))
             return
         # A NamedTuple within a state, such as a ``Window``, is no state.
-        name, own = type(x).__name__, type(x).__module__.startswith("boostax.")
-        node = not name.endswith("State") if own else name in ("MaskedNode", "WrappedScheduleState")
+        name = type(x).__name__
+        node = name in ("MaskedNode", "WrappedScheduleState")
+        if type(x).__module__.startswith("boostax."):
+            node = not name.endswith("State")
         if hasattr(x, "_fields") and not node and type(x) not in containers:
-            rel, at, state, found[path] = (), path, x, []
+            rel, at, state = (), path, x
+            by_state[path] = []
         inside = isinstance(x, PerReplica)
         replicas = 0 if inside else replicas
         for (key,), child in jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]:
             visit(child, (*path, key), rel if inside else (*rel, key), at, state, replicas)
 
     visit(tree, (), (), (), None, None)
-    return [leaf for leaves in found.values() for leaf in leaves]
+    return [leaf for leaves in by_state.values() for leaf in leaves]
 
 
 def _require_known(x: object) -> None:
     """Refuse the state of a transformation that boostax no longer has."""
-    cls, name = type(x), f"{type(x).__module__}.{type(x).__name__}"
-    known = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    name = f"{type(x).__module__}.{type(x).__name__}"
+    known = getattr(sys.modules.get(type(x).__module__), type(x).__name__, None) is type(x)
     kahan = isinstance(x, StoreState) and jnp.bfloat16 in [y.dtype for y in jax.tree.leaves(x.low)]
-    fits = not name.startswith("boostax.") or (known and not kahan)
-    require(fits, "gone", name + " of params='kahan'" * kahan)
+    valid = not name.startswith("boostax.") or (known and not kahan)
+    require(valid, "gone", name + " of params='kahan'" * kahan)
 
 
 def _named(leaf: Leaf) -> str:
@@ -298,24 +303,25 @@ def _require_closed(tree: PyTree) -> None:
         field = holds(type(node)).opened
         steps = np.max(getattr(node, field, 0), initial=0)
         got = f"one of {steps} micro-steps in {type(node).__name__}"
-        flushed = _DATA["flush"] if isinstance(node, AccumulateState) else _DATA["go on"]
-        require(not steps, "open", got, hint=flushed.format(field))
+        hint = _DATA["flush"] if isinstance(node, AccumulateState) else _DATA["go on"]
+        require(not steps, "open", got, hint=hint.format(field))
 
 
-def _translated(tree: PyTree, wanted: set[type]) -> PyTree:
-    """Replace states of other libraries by the equivalent states in ``wanted``."""
+def _translated(tree: PyTree, classes: set[type]) -> PyTree:
+    """Replace states of other libraries by the equivalent states in ``classes``."""
 
     def foreign(x: object) -> bool:
-        return type(x) not in wanted and _BECOMES.get(type(x).__name__) in wanted
+        return type(x) not in classes and _BECOMES.get(type(x).__name__) in classes
 
     def translate(x: Any) -> Any:
         if not foreign(x):
             return x
-        cls, names = _BECOMES[type(x).__name__], _DATA["becomes"][type(x).__name__]["fields"]
-        given = {ours: getattr(x, theirs) for ours, theirs in names.items()}
+        cls = _BECOMES[type(x).__name__]
+        names = _DATA["becomes"][type(x).__name__]["fields"]
+        values = {ours: getattr(x, theirs) for ours, theirs in names.items()}
         for name in _DATA["numbers"].keys() & names:
-            given[name] = jnp.asarray(given[name], _DATA["numbers"][name]).reshape(())
-        return _translated(cls(**dict.fromkeys(cls._fields) | given), wanted)
+            values[name] = jnp.asarray(values[name], _DATA["numbers"][name]).reshape(())
+        return _translated(cls(**dict.fromkeys(cls._fields) | values), classes)
 
     return jax.tree.map(translate, tree, is_leaf=foreign)
 
@@ -323,17 +329,18 @@ def _translated(tree: PyTree, wanted: set[type]) -> PyTree:
 def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
     """Refuse a state that was made for params of other shapes."""
     before = {(type(x.state), x.rel): x for x in olds}
-    kept = {(x.owner, x.shape) for x in olds}
+    shapes = {(x.owner, x.shape) for x in olds}
     for leaf in news:
         old = before.get((type(leaf.state), leaf.rel), leaf)
         # Optimizers keep an array of one element instead of a state that they do not need.
-        same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in kept
-        got, fits = trees.path_name(leaf.owner or ()) or "a leaf", same or leaf.shape != leaf.like
-        require(fits, "shapes", f"{got} of {leaf.shape}", shape=old.shape, path=_spot(old.path))
+        same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in shapes
+        got = f"{trees.path_name(leaf.owner or ()) or 'a leaf'} of {leaf.shape}"
+        is_valid = same or leaf.shape != leaf.like
+        require(is_valid, "shapes", got, shape=old.shape, path=_spot(old.path))
 
 
 def _require_same_order(old: PyTree, new: PyTree) -> None:
-    """Refuse moments that are dealt by the order of params whose names have changed."""
+    """Refuse moments that are distributed by the order of params whose names have changed."""
     orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (old, new)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
@@ -343,7 +350,7 @@ def _require_same_order(old: PyTree, new: PyTree) -> None:
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
     """Record the size of the arrays' dimension of replicas; return the arrays and the size or 0."""
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
-    counts = {0 if got == like else got[0] for got, like in shapes if like in (got, got[1:])}
+    counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
     require(len(counts) <= 1, "replicas", " and ".join(sorted(str(x or "no") for x in counts)))
     count = max(counts, default=0)
@@ -356,7 +363,7 @@ def _of_class(leaves: list[Leaf], cls: type) -> dict[Path, Leaves]:
     return {at: {x.rel: x for x in leaves if x.at == at} for at in paths}
 
 
-def _fits(old: Leaf, new: Leaf) -> bool:
+def _can_replace(old: Leaf, new: Leaf) -> bool:
     """Return whether an old array can replace a new array, if need be in another precision."""
     x, y = old.value, new.value
     floats = trees.is_inexact(x.dtype) and trees.is_inexact(y.dtype)
@@ -371,44 +378,47 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     An old state may become several new states. Several old states may become one if each has the
     moments of different params, or if they are translated and each has different fields.
     """
-    found, primary, pairs = Leaves(), dict[Path, Path](), list(itertools.product(olds, news))
+    matches: Leaves = {}
+    primary: dict[Path, Path] = {}
+    pairs = list(itertools.product(olds, news))
     fitting: dict[tuple[Path, Path], Leaves] = {}
     for old, new in pairs:
         both = ((x, news[new][rel]) for rel, x in olds[old].items() if rel in news[new])
-        fitting[old, new] = {y.path: x for x, y in both if _fits(x, y)}
+        fitting[old, new] = {y.path: x for x, y in both if _can_replace(x, y)}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
         """Count arrays that fit, equal dtypes, arrays left over, and equal ``partition`` labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
-        good, dtypes = len(fitting[pair]), {y.path: y.value.dtype for y in news[pair[1]].values()}
+        good = len(fitting[pair])
+        dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}
         equal = sum(x.value.dtype == dtypes[path] for path, x in fitting[pair].items())
         return good, equal, good - len(olds[pair[0]]), len(labels[0] & labels[1])
 
     for old, new in sorted(pairs, key=score, reverse=True):
         if fitting[old, new] and new not in primary and old not in primary.values():
             primary[new] = old
-            found |= fitting[old, new]
+            matches |= fitting[old, new]
     first = next(iter(next(iter(news.values())).values()))
     for old, new in pairs if first.holds.bound is None else ():
-        used = {x.path for x in found.values() if x.owner is not None}
-        free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
+        used = {x.path for x in matches.values() if x.owner is not None}
+        free = {y: x for y, x in fitting[old, new].items() if not (y in matches or x.path in used)}
         if any(x.owner is not None for x in free.values()):
             if primary.setdefault(new, old) != old:
                 notes.append(_DATA["notes"]["also"].format(_named(first), _spot(new), _spot(old)))
-        found |= free if new in primary else {}
+        matches |= free if new in primary else {}
     chosen = [(primary[new], new) for new in news if new in primary]
     if len(pairs) > 1 and chosen != [*itertools.zip_longest(olds, news)]:
         words = ", ".join(f"{_spot(old)} -> {_spot(new)}" for old, new in chosen) or "none fits"
         notes.append(_DATA["notes"]["several"].format(_named(first), len(olds), len(news), words))
     for at, new in news.items():
-        for path in _incomplete(olds[primary[at]] if at in primary else new, new, found):
-            found.pop(path, None)
-    return found
+        for path in _incomplete(olds[primary[at]] if at in primary else new, new, matches):
+            matches.pop(path, None)
+    return matches
 
 
-def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
+def _incomplete(old: Leaves, new: Leaves, matches: Leaves) -> list[Path]:
     """Return the arrays of a state that would be wrong without other, missing arrays."""
-    lacks = {rel for rel, y in new.items() if y.path not in found}
+    lacks = {rel for rel, y in new.items() if y.path not in matches}
     if next(iter(new.values())).holds.bound is not None:
         bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         return [new[rel].path for rel in bound if bound != before or lacks & bound]
@@ -421,7 +431,7 @@ def _incomplete(old: Leaves, new: Leaves, found: Leaves) -> list[Path]:
     return [new[rel].path for rel in (new if moments and owned.keys() <= wrong | lacks else wrong)]
 
 
-def _require_same_scales(olds: list[Leaf], news: list[Leaf], found: Leaves) -> None:
+def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) -> None:
     """Refuse moments and residuals of gradients that come times another loss scale.
 
     A scaler divides the gradients for the states inside it; other states get them times its scale.
@@ -430,11 +440,11 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], found: Leaves) -> N
     after = [y for y in news if _is_scale(y)]
 
     def outside(at: Path, scalers: list[Leaf]) -> list[Any]:
-        leaves = [found.get(x.path, x) for x in scalers if at[: len(x.at)] != x.at]
+        leaves = [matches.get(x.path, x) for x in scalers if at[: len(x.at)] != x.at]
         return [np.unique(x.value).tolist() for x in leaves]
 
-    for y in (y for y in news if y.path in found and _of_gradients(y)):
-        at = found[y.path].at
+    for y in (y for y in news if y.path in matches and _of_gradients(y)):
+        at = matches[y.path].at
         scales = outside(at, before), outside(y.at, after)
         words = f"{_named(y)} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
         require(scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
@@ -462,15 +472,15 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
     where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
     notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
     value = old.value.astype(dtype)
-    path = trees.path_name(new.path)
-    require(norms.stays_finite(old.value, value), "range", f"{dtype} at {path}")
+    finite = norms.stays_finite(old.value, value)
+    require(finite, "range", f"{dtype} at {trees.path_name(new.path)}")
     return old._replace(value=value)
 
 
-def _starts(news: list[Leaf], found: Leaves, count: int, notes: Notes) -> Leaves:
+def _starts(news: list[Leaf], matches: Leaves, count: int, notes: Notes) -> Leaves:
     """Return the counts that new schedules read, by their paths, each at ``count``."""
-    anew = [y for y in news if y.path not in found and y.holds.steps]
-    counts = [y for y in anew if trees.path_name(y.rel[-1:]) == y.holds.steps]
+    fresh = [y for y in news if y.path not in matches and y.holds.steps]
+    counts = [y for y in fresh if trees.path_name(y.rel[-1:]) == y.holds.steps]
     words = _DATA["notes"]["start" if counts else "no start"]
     notes += [words.format(trees.path_name(y.path), count) for y in counts] or [words.format(count)]
     return {y.path: y._replace(value=jnp.full_like(y.value, count)) for y in counts}
@@ -478,7 +488,8 @@ def _starts(news: list[Leaf], found: Leaves, count: int, notes: Notes) -> Leaves
 
 def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
     """Return a new buffer for an array of the new state."""
-    x, leads = (old or leaf).value, old and old.replicas
+    x = (old or leaf).value
+    leads = old and old.replicas
     if leaf.replicas is None:
         return _copy(x[0] if leads else x, leaf.value)
     if leads is not None or (leaf.replicas and old is None):
@@ -508,10 +519,10 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
-def _report(olds: list[Leaf], news: list[Leaf], found: Leaves, notes: Notes) -> MigrationReport:
+def _report(olds: list[Leaf], news: list[Leaf], matches: Leaves, notes: Notes) -> MigrationReport:
     """Report whether each state was kept, newly made or dropped."""
-    used = {old.path for old in found.values()}
-    rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]
+    used = {old.path for old in matches.values()}
+    rows = [("kept" if y.path in matches else "anew", matches.get(y.path, y).at, y) for y in news]
     rows += [("dropped", x.at, x) for x in olds if x.path not in used]
     groups: dict[tuple[str, Path, Path], list[Leaf]] = {}
     for what, at, x in rows:
@@ -521,7 +532,7 @@ def _report(olds: list[Leaf], news: list[Leaf], found: Leaves, notes: Notes) -> 
         path = _spot(new) if old == new else f"{_spot(old)} -> {_spot(new)}"
         fields = ", ".join(_fields(some, olds if what == "dropped" else news))
         lines[what].append(f"{_named(some[0])} {fields}: {path}")
-    notes += [note for y in news if y.path in found for note in _saved_wins(y, found[y.path].value)]
+    notes += [x for y in news if y.path in matches for x in _saved_wins(y, matches[y.path].value)]
     return MigrationReport(*map(tuple, [*lines.values(), dict.fromkeys(notes)]))
 
 
@@ -529,15 +540,15 @@ def _fields(some: list[Leaf], leaves: list[Leaf]) -> Iterable[str]:
     """Yield the names of fields, or of single arrays if some arrays of a field are missing."""
     for field in dict.fromkeys(x.field for x in some):
         names = [trees.path_name(x.rel) for x in some if x.field == field]
-        whole = len(names) == sum((x.at, x.field) == (some[0].at, field) for x in leaves)
-        yield from [field] if whole else [*names[:4], *["..."] * (len(names) > 4)]
+        complete = len(names) == sum((x.at, x.field) == (some[0].at, field) for x in leaves)
+        yield from [field] if complete else [*names[:4], *["..."] * (len(names) > 4)]
 
 
 def _saved_wins(leaf: Leaf, saved: jax.Array) -> Iterator[str]:
     """Yield a note on each saved number that differs from the new chain's argument."""
-    given = leaf.field != "" and leaf.field in (leaf.holds.scale, leaf.holds.basis)
+    is_argument = leaf.field != "" and leaf.field in (leaf.holds.scale, leaf.holds.basis)
     if leaf.field == "hyperparams":
-        given = leaf.rel[1].key not in getattr(leaf.state, "hyperparams_states", {})
-    if given and saved.shape == leaf.value.shape and not np.array_equal(saved, leaf.value):
+        is_argument = leaf.rel[1].key not in getattr(leaf.state, "hyperparams_states", {})
+    if is_argument and saved.shape == leaf.value.shape and not np.array_equal(saved, leaf.value):
         words = "the saved one" if saved.ndim else f"{saved!s}, not {leaf.value!s}"
         yield f"{trees.path_name(leaf.path)} is {words}: the saved value stays."

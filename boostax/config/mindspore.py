@@ -23,11 +23,12 @@ import numpy as np
 import optax
 
 from boostax._core import checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.types import PyTree
 from boostax.precision.policy import NORMS
 
 Data: TypeAlias = dict[str, Any]
+Tx: TypeAlias = optax.GradientTransformation
 # A number, a schedule, or the rate of each step.
 Rate: TypeAlias = Any
 _SPARED = "|".join((*NORMS, "beta", "gamma"))
@@ -55,8 +56,8 @@ def DynamicLossScaleManager(
       ' scale_factor is 3000: t'
     """
     factors = {"growth_factor": scale_factor, "backoff_factor": 1 / scale_factor}
-    found = {"init_scale": init_loss_scale, "growth_interval": scale_window, "max_scale": 3e38}
-    return {"kind": "dynamic"} | found | factors
+    limits = {"init_scale": init_loss_scale, "growth_interval": scale_window, "max_scale": 3e38}
+    return {"kind": "dynamic"} | limits | factors
 
 
 def FixedLossScaleManager(loss_scale: float = 128.0, drop_overflow_update: bool = True) -> Data:
@@ -73,7 +74,7 @@ def FixedLossScaleManager(loss_scale: float = 128.0, drop_overflow_update: bool 
     return {"kind": "static", "scale": loss_scale, "skip_nonfinite": drop_overflow_update}
 
 
-def GroupLossScaleManager(init_loss_scale: Any, loss_scale_groups: Sequence[Any]) -> Data:
+def GroupLossScaleManager(init_loss_scale: PyTree, loss_scale_groups: Sequence[PyTree]) -> Data:
     """Return a ``loss_scale_manager`` for a dictionary, with a scale for each group of params.
 
     Args:
@@ -92,7 +93,7 @@ def GroupLossScaleManager(init_loss_scale: Any, loss_scale_groups: Sequence[Any]
 def momentum(
     learning_rate: Rate, momentum: float, weight_decay: float = 0.0, loss_scale: float = 1.0,
     use_nesterov: bool = False, *, grouped: bool = False,
-) -> optax.GradientTransformation:  # fmt: skip
+) -> Tx:  # fmt: skip
     r"""Return ``nn.Momentum``.
 
     .. math::
@@ -114,7 +115,7 @@ def momentum(
       A transformation. Cost: one copy of the params.
 
     Raises:
-      ValueError, TypeError: ``loss_scale`` is not positive, or params stand in front.
+      ValueError, TypeError: ``loss_scale`` is not positive, or the first argument is the params.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -133,7 +134,7 @@ def sgd(
     learning_rate: Rate = 0.1, momentum: float = 0.0, dampening: float = 0.0,
     weight_decay: float = 0.0, nesterov: bool = False, loss_scale: float = 1.0, *,
     grouped: bool = False,
-) -> optax.GradientTransformation:  # fmt: skip
+) -> Tx:  # fmt: skip
     r"""Return ``nn.SGD``, whose dampening :math:`d` starts at the second step.
 
     .. math::
@@ -155,10 +156,10 @@ def sgd(
       ValueError, TypeError: ``loss_scale`` is not positive; ``nesterov`` without momentum or with
         dampening.
     """
-    fits, hint = not nesterov or (momentum > 0 and dampening == 0), "It needs momentum alone."
-    checks.require(fits, "sgd", "nesterov", got=nesterov, allowed="False here", hint=hint)
-    after_first = lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening)  # noqa: E731
-    parts = [optax.scale_by_schedule(after_first)] if momentum and dampening else []
+    got = None if not nesterov or (momentum > 0 and dampening == 0) else nesterov
+    checks.absent("sgd", "nesterov", got, "False here", "It needs momentum alone.")
+    parts = [optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))]
+    parts = parts if momentum and dampening else []
     parts += [optax.trace(momentum, nesterov)] if momentum else []
     parts += [_rate("sgd", learning_rate)]
     return _coupled("sgd", weight_decay, loss_scale, grouped, parts)
@@ -168,8 +169,8 @@ def adam(
     learning_rate: Rate = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
     use_locking: bool = False, use_nesterov: bool = False, weight_decay: float = 0.0,
     loss_scale: float = 1.0, *, grouped: bool = False,
-) -> optax.GradientTransformation:  # fmt: skip
-    r"""Return ``nn.Adam``, whose ``eps`` stands beside the root of the uncorrected moment.
+) -> Tx:  # fmt: skip
+    r"""Return ``nn.Adam``, whose ``eps`` is added to the root of the uncorrected moment.
 
     .. math::
       w \leftarrow w - \eta \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + \epsilon}
@@ -198,7 +199,7 @@ def adam(
 def adam_weight_decay(
     learning_rate: Rate = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6,
     weight_decay: float = 0.0, *, grouped: bool = False,
-) -> optax.GradientTransformation:  # fmt: skip
+) -> Tx:  # fmt: skip
     r"""Return ``nn.AdamWeightDecay``, without bias correction and with decoupled weight decay.
 
     .. math::
@@ -218,7 +219,8 @@ def adam_weight_decay(
     Raises:
       ValueError, TypeError: ``loss_scale`` is not positive.
     """
-    moments, decay = _moments(beta1, beta2, eps, corrected=False), _decay(weight_decay, grouped)
+    moments = _moments(beta1, beta2, eps, corrected=False)
+    decay = _decay(weight_decay, grouped)
     return optax.chain(moments, decay, _rate("adam_weight_decay", learning_rate))
 
 
@@ -226,8 +228,8 @@ def lars(
     weight_decay: float = 0.0, epsilon: float = 1e-5, coefficient: float = 0.001,
     use_clip: bool = False, learning_rate: float = 1.0, loss_scale: float = 1.0, *,
     lars_filter: Callable[[str], bool] = lambda name: re.search("LayerNorm|bias", name) is None,
-) -> optax.GradientTransformation:  # fmt: skip
-    r"""Return the rescaling of gradients by ``nn.LARS``, which stands in front of its optimizer.
+) -> Tx:  # fmt: skip
+    r"""Return the rescaling of gradients by ``nn.LARS``, which precedes its optimizer.
 
     .. math::
       g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
@@ -258,7 +260,7 @@ def lars(
       2017. MindSpore 2.10, ``mindspore/nn/optim/lars.py``.
     """
 
-    def of_leaf(path: Any, g: jax.Array, w: jax.Array) -> jax.Array:
+    def of_leaf(path: jax.tree_util.KeyPath, g: jax.Array, w: jax.Array) -> jax.Array:
         name = trees.path_name(path)
         if not lars_filter(name):
             return g
@@ -273,11 +275,11 @@ def lars(
 
 def _moments(
     b1: float, b2: float, eps: float, corrected: bool = True, nesterov: bool = False
-) -> optax.GradientTransformation:
+) -> Tx:
     """Scale by the moments of MindSpore's Adam."""
 
     @describe("adam", "moments")
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None) -> Any:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None) -> Stepped:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
@@ -289,28 +291,32 @@ def _moments(
     return optax.GradientTransformation(optax.scale_by_adam(b1, b2).init, update_fn)
 
 
-def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: Any) -> Any:
+def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: list[Tx]) -> Tx:
     """Put weight decay, then the division by the loss scale, in front of a chain."""
     hint = "1.0 divides nothing."
     checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, hint)
     return optax.chain(_decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale), *parts)
 
 
-def _decay(rate: float, grouped: bool) -> optax.GradientTransformation:
+def _decay(rate: float, grouped: bool) -> Tx:
     """Add weight decay; the params of norms decay only if ``grouped``."""
 
-    decays = lambda path, _: grouped or not re.search(_SPARED, trees.path_name(path))  # noqa: E731
-    mask = lambda params: jax.tree_util.tree_map_with_path(decays, params)  # noqa: E731
+    def mask(params: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: grouped or not re.search(_SPARED, trees.path_name(path)), params
+        )
+
     return optax.add_decayed_weights(rate, mask) if rate else optax.identity()
 
 
-def _rate(who: str, rate: Rate) -> optax.GradientTransformation:
+def _rate(who: str, rate: Rate) -> Tx:
     """Multiply by the negative learning rate; a list has the rate of each step."""
     listed = type(rate) in (list, tuple) and not any(map(np.ndim, jax.tree.leaves(rate)))
-    fits = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
-    allowed, hint = "a number, a schedule or a list of rates", "Params are left out here."
+    is_rate = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
     got = "a tree of arrays"
-    checks.require_type(fits, who, "learning_rate", got=got, allowed=allowed, hint=hint)
+    allowed = "a number, a schedule or a list of rates"
+    hint = "Params are left out here."
+    checks.require_type(is_rate, who, "learning_rate", got=got, allowed=allowed, hint=hint)
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
     # An index beyond the end takes the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer that updates stacked layers in the backward loop."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from boostax._core import axes, checks, gate
 from boostax._core.describe import Stepped, describe
 from boostax._core.types import PyTree
 from boostax.chain.parts import REDUCTIONS, read, rows
-from boostax.layers.stacks import Stacked
+from boostax.layers.stacks import Arrays, Stacked
 from boostax.train.compiled import asked
 from boostax.train.oracle import Gradients
 
@@ -27,14 +27,14 @@ class LayersState(NamedTuple):
     """State of an optimizer with ``Layers(release=True)``.
 
     Attributes:
-      stacks: for each stack the states of its layers, each array ``[layers, ...]``.
+      stacks: the states of the layers of each stack.
       rest: the optimizer state of all other params.
-      applied: bool, whether the last step was applied.
-      layers_skipped: i32, number of skipped layer updates, because the layer's gradient or the loss
-        was not finite.
+      applied: whether the last step was applied.
+      layers_skipped: the number of layer updates that were skipped, because the layer's gradient or
+        the loss was not finite.
     """
 
-    stacks: dict[str, PyTree]
+    stacks: dict[str, PyTree]  # each array [layers, ...]
     rest: PyTree
     applied: jax.Array  # [] bool
     layers_skipped: jax.Array  # [] int32
@@ -52,14 +52,14 @@ class Released(NamedTuple):
     Attributes:
       params: the new params of each stack.
       states: the new states of each stack's layers.
-      finite: whether the step is taken: the loss was finite, and counted at least one item.
-      skipped: i32, number of skipped layers.
+      finite: whether the step is applied: the loss was finite, and counted at least one item.
+      skipped: the number of skipped layers.
     """
 
-    params: dict[str, list[Any]]
-    states: dict[str, PyTree]
-    finite: jax.Array
-    skipped: jax.Array
+    params: dict[str, Arrays]  # each [layers, ...]
+    states: dict[str, PyTree]  # each array [layers, ...]
+    finite: jax.Array  # [] bool
+    skipped: jax.Array  # [] int32
 
 
 def released(
@@ -71,14 +71,14 @@ def released(
 
     def init_fn(params: PyTree) -> LayersState:
         layers.require_stacked(params)
-        _require_apart(inner, params)
+        _require_independent_leaves(inner, params)
         rest = gate.init_inner(inner, layers.split(params)[0])
         stacks = layers.first_states(tx, params, axes.bound().names)
         return LayersState(stacks, rest, jnp.asarray(True), jnp.zeros((), jnp.int32))
 
     @describe("layers", "storage", inner={"rest": tx}, what="Update layers in the backward loop")
     def step_fn(
-        grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> Stepped:
         hint = "Make them by boostax.value_and_grad(loss, mesh=mesh, layers=tx)."
         got = None if isinstance(grads.raw, Gradients) else "others"
@@ -86,11 +86,11 @@ def released(
         new: Released = grads.raw.applied
         head = layers.split(params)[0]
         grads = grads._replace(raw=grads.raw.local)
-        made = gate.run(inner, grads, state.rest, head, apply=True, extra=extra)
+        stepped = gate.run(inner, grads, state.rest, head, apply=True, extra=extra)
         # A branch around the params would contain the backward pass, for which a GPU copies the
         # params.
-        keep = lambda x, old: jnp.where(new.finite, x, old)  # noqa: E731
-        value, rest = jax.tree.map(keep, made, (head, state.rest))
+        old = head, state.rest
+        value, rest = jax.tree.map(lambda x, y: jnp.where(new.finite, x, y), stepped, old)
         value = layers.joined(value, new.params)
         value = value if apply else jax.tree.map(jnp.subtract, value, params)
         return value, LayersState(new.states, rest, new.finite, state.layers_skipped + new.skipped)
@@ -100,9 +100,9 @@ def released(
 
 def _require_by_layer(tx: optax.GradientTransformation) -> None:
     """Refuse parts that need all gradients, several calls, or the loss."""
-    needed = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
+    arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
+    got = f"one that asks for {arguments}" if arguments else None
     hint = "Layers are updated before the loss is returned: leave release= out."
-    got = f"one that asks for {needed}" if needed else None
     checks.absent(_WHO, "tx", got, "an optimizer without them with release=True", hint)
     got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
     hint = "A layer's gradient is gone when the next one exists."
@@ -113,17 +113,18 @@ def require_mean(tx: optax.GradientTransformation) -> None:
     """Refuse reductions other than a plain mean, because the loop averages gradients."""
     for row in rows(read(tx)):
         options = [x for x in ("clip", "wire", "decay") if row.part.settings.get(x) is not None]
-        fits = row.role not in REDUCTIONS or (row.part.name == "all_reduce" and not options)
-        got, hint = (row.part.name, *options), "The loop averages gradients: boostax.all_reduce()."
+        got = (row.part.name, *options)
+        is_mean = row.role not in REDUCTIONS or got == ("all_reduce",)
         allowed = "one with the plain mean where layers are reduced in the loop"
-        checks.require(fits, _WHO, "tx", got=got, allowed=allowed, hint=hint)
+        hint = "The loop averages gradients: boostax.all_reduce()."
+        checks.require(is_mean, _WHO, "tx", got=got, allowed=allowed, hint=hint)
 
 
-def _require_apart(tx: gate.Extended, params: PyTree) -> None:
+def _require_independent_leaves(tx: gate.Extended, params: PyTree) -> None:
     """Refuse an optimizer whose update of a leaf depends on other leaves' gradients."""
     with axes.binding(axes.bound().names, averaged=True, partial=True):
-        found = jax.tree.leaves(gate.sources(tx, params)[0])
-    fits = all(facts <= {i} for i, facts in enumerate(found))
+        sources = jax.tree.leaves(gate.sources(tx, params)[0])
+    got = None if all(x <= {i} for i, x in enumerate(sources)) else "a norm of several"
+    allowed = "one that reads the gradient of one param at a time"
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
-    got, allowed = "a norm of several", "one that reads the gradient of one param at a time"
-    checks.require(fits, _WHO, "tx with release=True", got=got, allowed=allowed, hint=hint)
+    checks.absent(_WHO, "tx with release=True", got, allowed, hint)

@@ -5,10 +5,10 @@ The loss contains the loop over layers, and its backward loop computes one layer
 time. So work per layer happens there: gather the layer's weights, reduce its gradient, add the
 gradient to a sum, or run the optimizer.
 
-The scan is a ``jax.custom_vjp``. Its *sink* is a tree with a slice for each layer: sums of
-gradients, or params and optimizer state. The backward loop carries the sink and updates one slice
-at a time in place, and the cotangent of the sink *is its new value*. So the gradients of all layers
-never exist together.
+The scan is a ``jax.custom_vjp``. Its *accumulator* is a tree with a slice for each layer: sums of
+gradients, or params and optimizer state. The backward loop carries the accumulator and updates one
+slice at a time in place, and the cotangent of the accumulator *is its new value*. So the gradients
+of all layers never exist together.
 """
 
 import contextvars
@@ -20,18 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.dtypes import float0
 
-from boostax._core import axes, checks, interpret, norms, placement, trees
+from boostax._core import checks, interpret, norms, placement, trees
 from boostax._core.types import PyTree
 
+Arrays = list[jax.Array]
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 # The same body with a layer's weights and other scanned values as two arguments.
-Layer = Callable[[PyTree, list[jax.Array], list[Any]], tuple[PyTree, PyTree]]
+Layer = Callable[[PyTree, Arrays, Arrays], tuple[PyTree, PyTree]]
 _WHO = "scan_layers"
 # A cotangent must be a float, so integers, bools and keys are passed as the bits of floats of equal
 # size.
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
-_RUN: contextvars.ContextVar["Run | None"] = contextvars.ContextVar("run", default=None)
+# The stacks of the loss that is traced; empty outside of a step with ``layers=``.
+STACKS: contextvars.ContextVar[Sequence["Stack"]] = contextvars.ContextVar("stacks", default=())
 
 
 def scan_layers(
@@ -66,25 +69,25 @@ def scan_layers(
       >>> round(float(x), 2)
       0.57
     """
-    run = _RUN.get()
-    stack = run and run.found(xs)
-    if stack is None:
-        return lax.scan(jax.checkpoint(body) if remat else body, init, xs)
-    return stack.scan(body, init, xs)
+    leaves = {id(x) for x in jax.tree.leaves(xs)}
+    for stack in STACKS.get():
+        if leaves & {id(x) for x in stack.shown}:
+            return stack.scan(body, init, xs)
+    return lax.scan(jax.checkpoint(body) if remat else body, init, xs)
 
 
-class Sink(NamedTuple):
-    """The sink of layers whose optimizer runs in the backward loop.
+class UpdatedLayers(NamedTuple):
+    """The accumulator of layers whose optimizer runs in the backward loop.
 
     Attributes:
       params: the params of the layers.
-      bits: the optimizer state of the layers, converted by ``sent``.
-      skipped: f32, how often each layer was skipped in this call.
+      bits: the optimizer state of the layers, converted by ``as_floats``.
+      skipped: how often each layer was skipped in this call.
     """
 
-    params: list[jax.Array]
-    bits: PyTree
-    skipped: jax.Array
+    params: Arrays  # each [layers, ...]
+    bits: PyTree  # each [layers, ...], floats
+    skipped: jax.Array  # [layers] float32
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,9 +98,10 @@ class Stack:
       name: the path of the stack in the params.
       weights: the stack's params, as stored on the device.
       read: ``read(weights)`` returns a layer's weights as ``body`` gets them.
-      sink: see the module; a ``Sink`` contains the params. ``()`` for a forward pass only.
-      update: ``update(sink, gradient, finite)`` returns a layer's new sink; ``finite`` is whether
-        the cotangent of the layers' results is finite.
+      update: ``update(accumulator, gradient, finite)`` returns a layer's new accumulator;
+        ``finite`` is whether the cotangent of the layers' results is finite.
+      accumulator: see the module; an ``UpdatedLayers`` contains the params. ``None`` for a forward
+        pass only.
       wrap: a transformation of the body, such as a policy's, or ``None``.
       shown: the leaves that the loss gets in place of the stack's params, which it may only pass to
         the scan.
@@ -105,56 +109,40 @@ class Stack:
     """
 
     name: str
-    weights: list[jax.Array]
-    read: Callable[[list[jax.Array]], list[jax.Array]]
-    sink: PyTree = ()
-    update: Callable[[PyTree, list[jax.Array], jax.Array], PyTree] | None = None
+    weights: Arrays
+    read: Callable[[Arrays], Arrays]
+    update: Callable[[PyTree, Arrays, jax.Array], PyTree]
+    accumulator: PyTree = None
     wrap: Callable[[Body], Body] | None = None
-    shown: Sequence[Any] = ()
+    shown: Sequence[jax.Array] = ()
     scanned: bool = False
 
     def scan(self, body: Body, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         """Run ``scan_layers`` for this stack."""
         leaves, treedef = jax.tree.flatten(xs)
-        mine = {id(x): i for i, x in enumerate(self.shown)}
-        order = [mine.get(id(x)) for x in leaves]
-        given = sorted(i for i in order if i is not None)
-        hint, allowed = "Scan all params of the stack in one call.", "all params of the stack"
-        fits = given == [*range(len(self.shown))]
-        checks.require(fits, _WHO, "xs", got=f"some of {self.name!r}", allowed=allowed, hint=hint)
+        numbers = {id(x): i for i, x in enumerate(self.shown)}
+        order = [numbers.get(id(x)) for x in leaves]
+        scanned = sorted(i for i in order if i is not None)
+        got = None if scanned == [*range(len(self.shown))] else f"some of {self.name!r}"
+        hint = "Scan all params of the stack in one call."
+        checks.absent(_WHO, "xs", got, "all params of the stack", hint)
+        got = "scanned again" if self.scanned else None
         hint = "A second scan would update its params twice: leave it out of layers=."
-        got = "scanned again" if self.scanned else ""
-        checks.absent(_WHO, f"the stack {self.name!r}", got or None, "scanned once in a loss", hint)
-        self.scanned, body = True, body if self.wrap is None else self.wrap(body)
+        checks.absent(_WHO, f"the stack {self.name!r}", got, "scanned once in a loss", hint)
+        self.scanned = True
+        body = body if self.wrap is None else self.wrap(body)
         init = jax.tree.map(lambda x: _unmapped(jnp.asarray(x)), init)
 
-        def layer(carry: PyTree, weights: list[jax.Array], others: list[Any]) -> Any:
-            rest = iter(others)
-            x = [next(rest) if i is None else weights[i] for i in order]
+        def layer(carry: PyTree, weights: Arrays, others: Arrays) -> tuple[PyTree, PyTree]:
+            values = iter(others)
+            x = [next(values) if i is None else weights[i] for i in order]
             return body(carry, treedef.unflatten(x))
 
         others = [_unmapped(x) for x, i in zip(leaves, order, strict=True) if i is None]
-        if self.update is None:
-            each = lambda c, x: layer(c, self.read(x[0]), x[1])  # noqa: E731
-            return lax.scan(each, init, (self.weights, others))
-        return _swept(self, layer, init, others)
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """The stacks of one trace of a loss."""
-
-    stacks: list[Stack]
-
-    def found(self, xs: PyTree) -> Stack | None:
-        """Return the stack that has a leaf in ``xs``."""
-        leaves = {id(x) for x in jax.tree.leaves(xs)}
-        return next((x for x in self.stacks if any(id(leaf) in leaves for leaf in x.shown)), None)
-
-    def traced(self, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """Call a loss in which ``scan_layers`` runs these stacks."""
-        with axes.during(_RUN, self):
-            return fn(*args, **how)
+        if self.accumulator is not None:
+            return _scan_with_updates(self, layer, init, others)
+        xs = self.weights, others
+        return lax.scan(lambda carry, x: layer(carry, self.read(x[0]), x[1]), init, xs)
 
 
 def require_scanned(program: Any, shown: Sequence[bool]) -> None:
@@ -164,96 +152,81 @@ def require_scanned(program: Any, shown: Sequence[bool]) -> None:
       program: the loss as a function of the params.
       shown: for each input of the program, whether it represents a param of a stack.
     """
-    run = _RUN.get()
-    if run is None:
+    stacks = STACKS.get()
+    if not stacks:
         return
-    missing = [x.name for x in run.stacks if not x.scanned]
+    missing = [stack.name for stack in stacks if not stack.scanned]
     hint = "Scan its params themselves: casts, masks and the like belong into the body."
     allowed = "scanned by boostax.train.scan_layers in loss_fn"
     checks.require(not missing, _WHO, "layers", got=missing, allowed=allowed, hint=hint)
-    either = lambda eqn, facts: [any(facts)] * len(eqn.outvars)  # noqa: E731
-    used = interpret.flow(program, [*shown], either, any, False)
+    used = interpret.flow(program, shown, lambda eqn, x: [any(x)] * len(eqn.outvars), any, False)
     hint = "No gradient would arrive there: move it into the body, or leave layers= out."
     got = "used outside" if any(used) else None
     checks.absent(_WHO, "params of layers", got, "used in scan_layers alone", hint)
 
 
-def showing(params: PyTree) -> PyTree:
-    """Return params unchanged, and note their leaves if a step runs the layers of the loss."""
-    run = _RUN.get()
-    for stack in run.stacks if run else ():
-        inside = f"{stack.name}/"
-        stack.shown = [x for name, x in trees.named(params) if f"{name}/".startswith(inside)]
-        stack.scanned = False
-    return params
-
-
-def _refuse(differs: Any) -> None:
+def _unmapped(x: jax.Array) -> jax.Array:
+    """Refuse an array that ``jax.vmap`` maps, because the cotangents would be summed."""
     hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
-    raise ValueError(checks.message(_WHO, "init", "outside jax.vmap", "a mapped array", hint))
-
-
-def _unmapped(x: Any) -> Any:
-    """Refuse an array that ``jax.vmap`` maps, because the sink's cotangents would be summed."""
-    placement.seen(lax.stop_gradient(x), _refuse)
+    error = _WHO, "init", "a mapped array", "outside jax.vmap", hint
+    placement.seen(lax.stop_gradient(x), lambda _: checks.absent(*error))
     return x
 
 
-def _swept(stack: Stack, layer: Layer, init: PyTree, others: list[Any]) -> tuple[PyTree, PyTree]:
-    """Scan with a backward loop that updates the sink."""
-    # Params in a sink are read from the sink, whose cotangent is the new value.
-    change: Any = stack.update
-    in_sink = isinstance(stack.sink, Sink)
-    mine = lambda weights, sink: sink.params if in_sink else weights  # noqa: E731
-    read = lambda *xs: (stack.read(_at(xs[0], 0)), _at(xs[1], 0))  # noqa: E731
+def _scan_with_updates(
+    stack: Stack, layer: Layer, init: PyTree, others: Arrays
+) -> tuple[PyTree, PyTree]:
+    """Scan with a backward loop that updates the accumulator."""
+    # Params in an accumulator are read from it, because its cotangent is the new value.
+    has_params = isinstance(stack.accumulator, UpdatedLayers)
     # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
     # arguments of ``hoisted``.
-    replay, _ = trees.trace_once(layer, init, *jax.eval_shape(read, stack.weights, others))
+    weights, xs = jax.eval_shape(lambda x: _at(x, 0), (stack.weights, others))
+    replay, _ = trees.trace_once(layer, init, jax.eval_shape(stack.read, weights), xs)
     consts = [*replay.program.consts]
 
-    def hoisted(consts: list[Any], *args: PyTree) -> Any:
+    def hoisted(consts: Arrays, *args: PyTree) -> PyTree:
         return replay._replace(program=replay.program.replace(consts=consts))(*args)
 
-    def forward(consts: list[Any], init: PyTree, others: Any, weights: Any, sink: Any) -> Any:
-        def each(carry: PyTree, x: Any) -> Any:
+    def forward(*args: PyTree) -> PyTree:
+        consts, init, others, weights, accumulator = args
+
+        def step(carry: PyTree, x: PyTree) -> PyTree:
             new, y = hoisted(consts, carry, stack.read(x[0]), x[1])
             return new, (y, carry)
 
-        out, (ys, carries) = lax.scan(each, init, (mine(weights, sink), others))
-        return (out, ys), (consts, carries, others, weights, sink)
+        stored = accumulator.params if has_params else weights
+        out, (ys, carries) = lax.scan(step, init, (stored, others))
+        return (out, ys), (consts, carries, others, weights, accumulator)
 
-    @jax.custom_vjp
-    def scanned(*args: Any) -> Any:
-        return forward(*args)[0]
-
-    def backward(kept: Any, cotangents: Any) -> Any:
-        consts, carries, others, weights, sink = kept
-        arrived, of_ys = cotangents
+    def backward(residuals: PyTree, cotangents: PyTree) -> PyTree:
+        consts, carries, others, weights, accumulator = residuals
+        of_result, of_ys = cotangents
         finite = norms.all_true([jnp.isfinite(x).all() for x in _floats(cotangents)])
         like = jax.eval_shape(lambda: _at(carries, 0))
 
-        def each(state: Any, i: jax.Array) -> Any:
-            of_carry, of_consts, sink = state
-            w = stack.read(_at(mine(weights, sink), i))
+        def step(state: PyTree, i: jax.Array) -> PyTree:
+            of_carry, of_consts, accumulator = state
+            w = stack.read(_at(accumulator.params if has_params else weights, i))
             _, pull = jax.vjp(hoisted, consts, _at(carries, i), w, _at(others, i))
-            here = jax.tree.map(
-                lambda y: _at(y, i) if trees.is_inexact(y.dtype) else _none(y[0]), of_ys
-            )
-            more, of_carry, grads, of_others = pull((_filled(like, of_carry), here))
+            more, of_carry, grads, of_others = pull((_cotangent(like, of_carry), _at(of_ys, i)))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
-            old = _at(sink, i)
-            new = _computed(i, old, change(old, grads, finite))
-            put = lambda stacked, x: lax.dynamic_update_index_in_dim(stacked, x, i, 0)  # noqa: E731
-            return (_floats(of_carry), total, jax.tree.map(put, sink, new)), _floats(of_others)
+            old = _at(accumulator, i)
+            new = _computed(i, old, stack.update(old, grads, finite))
+            accumulator = jax.tree.map(
+                lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, i, 0), accumulator, new
+            )
+            return (_floats(of_carry), total, accumulator), _floats(of_others)
 
-        start = _floats(arrived), [jnp.zeros_like(x) for x in _floats(consts)], sink
+        start = _floats(of_result), [jnp.zeros_like(x) for x in _floats(consts)], accumulator
         numbers = jnp.arange(len(stack.weights[0]), dtype=jnp.int32)
-        (arrived, more, sink), of_others = lax.scan(each, start, numbers, reverse=True)
-        found = (consts, more), (like, arrived), (others, of_others)
-        return *(_filled(*x) for x in found), None, sink
+        (of_init, of_consts, accumulator), of_others = lax.scan(step, start, numbers, reverse=True)
+        pairs = (consts, of_consts), (like, of_init), (others, of_others)
+        return *(_cotangent(*pair) for pair in pairs), None, accumulator
 
+    scanned = jax.custom_vjp(lambda *args: forward(*args)[0])
     scanned.defvjp(forward, backward)
-    return scanned(consts, init, others, [] if in_sink else stack.weights, stack.sink)
+    return scanned(consts, init, others, [] if has_params else stack.weights, stack.accumulator)
 
 
 def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
@@ -263,54 +236,47 @@ def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     removes barriers, so the new slices pass through a branch that is always taken.
     """
 
-    def taken(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+    def branch(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
         return lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, old, new)
 
-    return lax.platform_dependent(i, old, new, cpu=taken, default=lambda i, old, new: new)
+    return lax.platform_dependent(i, old, new, cpu=branch, default=lambda i, old, new: new)
 
 
-def _at(tree: PyTree, i: Any) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+def _at(tree: PyTree, i: int | jax.Array) -> PyTree:
+    """Return layer ``i`` of stacked values, also of the cotangents of integers."""
+    return jax.tree.map(
+        lambda x: x[0, ...] if x.dtype == float0 else lax.dynamic_index_in_dim(x, i, 0, False), tree
+    )
 
 
-def _floats(tree: PyTree) -> list[Any]:
+def _floats(tree: PyTree) -> Arrays:
     return [x for x in jax.tree.leaves(tree) if trees.is_inexact(x.dtype)]
 
 
-def _filled(like: PyTree, floats: Sequence[Any]) -> PyTree:
+def _cotangent(like: PyTree, floats: Arrays) -> PyTree:
     """Return a cotangent of ``like`` from the cotangents of its floating leaves."""
-    found = iter(floats)
-    return jax.tree.map(lambda x: next(found) if trees.is_inexact(x.dtype) else _none(x), like)
+    leaves = iter(floats)
+    return jax.tree.map(
+        lambda x: next(leaves) if trees.is_inexact(x.dtype) else np.zeros(x.shape, float0), like
+    )
 
 
-def _none(x: Any) -> Any:
-    return np.zeros(x.shape, jax.dtypes.float0)
+def as_floats(x: jax.Array) -> jax.Array:
+    """Convert integers, bools and keys to the bits of floats."""
+    if trees.is_inexact(x.dtype):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
 
 
-def sent(tree: PyTree) -> PyTree:
-    """Convert integers, bools and keys of a tree to the bits of floats."""
-
-    def bits(x: Any) -> Any:
-        if trees.is_inexact(x.dtype):
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-        return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
-
-    return jax.tree.map(bits, tree)
-
-
-def received(tree: PyTree, like: PyTree) -> PyTree:
-    """Invert ``sent``; ``like`` has the dtypes of the result."""
-
-    def read(x: Any, y: Any) -> Any:
-        if trees.is_inexact(y.dtype):
-            return x
-        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
-            data = lax.bitcast_convert_type(x, jnp.uint32)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(y))
-        bits = jnp.uint8 if y.dtype == jnp.bool_ else y.dtype
-        return lax.bitcast_convert_type(x, bits).astype(y.dtype)
-
-    return jax.tree.map(read, tree, like)
+def from_floats(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Invert ``as_floats``; ``like`` has the dtype of the result."""
+    if trees.is_inexact(like.dtype):
+        return x
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        data = lax.bitcast_convert_type(x, jnp.uint32)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    bits = jnp.uint8 if like.dtype == jnp.bool_ else like.dtype
+    return lax.bitcast_convert_type(x, bits).astype(like.dtype)

@@ -25,7 +25,7 @@ Weights = Literal["once", "by layer"]
 # The scope by which ``audit`` recognises collectives that are repeated in each layer.
 BY_LAYER = "by_layer"
 # The dimensions of a layer's array that are sharded over replica axes, and the axes.
-Cut = Sequence[tuple[int, tuple[str, ...]]]
+ShardedDims = Sequence[tuple[int, tuple[str, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Stacked:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of the stacks."""
+        """Return the paths of the stacks."""
         return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
     @property
     def once(self) -> bool:
-        """Whether weights are gathered once."""
+        """Return whether weights are gathered once."""
         return self.weights == "once" and not self.release
 
     def stack_of(self, name: str) -> str | None:
@@ -58,54 +58,48 @@ class Stacked:
         """Return the params without the stacks, and the leaves of each stack."""
         stacks: dict[str, list[Any]] = {name: [] for name in self.paths}
 
-        def head(path: Path, x: Any) -> Any:
+        def head(path: Path, leaf: PyTree) -> PyTree:
             name = self.stack_of(trees.path_name(path))
             if name is None:
-                return x
-            stacks[name].append(x)
+                return leaf
+            stacks[name].append(leaf)
             return optax.MaskedNode()
 
         return jax.tree_util.tree_map_with_path(head, params), stacks
 
     def joined(self, head: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
         """Put back the leaves of stacks that ``split`` took out; other leaves are unchanged."""
-        left = {name: iter(leaves) for name, leaves in stacks.items()}
+        leaves = {name: iter(stack) for name, stack in stacks.items()}
 
-        def whole(path: Path, x: Any) -> Any:
+        def join(path: Path, leaf: PyTree) -> PyTree:
             name = self.stack_of(trees.path_name(path))
-            return x if name is None else next(left.get(name, iter(())), x)
+            return next(leaves[name], leaf) if name in leaves else leaf
 
-        return jax.tree_util.tree_map_with_path(whole, head, is_leaf=trees.is_masked)
+        return jax.tree_util.tree_map_with_path(join, head, is_leaf=trees.is_masked)
 
-    def alone(self, params: PyTree, name: str, leaves: Sequence[Any]) -> PyTree:
-        """Return a tree like the params with only one stack's leaves, at their paths."""
-        return self.joined(masked(self.split(params)[0]), {name: leaves})
+    def alone(self, params: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
+        """Return a tree like the params with only the leaves of these stacks, at their paths."""
+        head = jax.tree.map(lambda _: optax.MaskedNode(), self.split(params)[0])
+        return self.joined(head, stacks)
 
     def require_stacked(self, params: PyTree) -> None:
         """Refuse params without a stack at one of the paths."""
         for name, leaves in self.split(params)[1].items():
             counts = {x.shape[:1] for x in leaves}
+            got = None if len(counts) == 1 and () not in counts else name
             allowed = "one of stacked params, all [layers, ...] of one number of layers"
             hint = f"The params are {', '.join(trees.names(params)[:6])}, ..."
-            fits = len(counts) == 1 and () not in counts
-            checks.require(fits, "Layers", "path", got=name, allowed=allowed, hint=hint)
+            checks.absent("Layers", "path", got, allowed, hint)
 
     def first_states(
         self, tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...]
     ) -> dict[str, PyTree]:
         """Return for each stack its layers' first states, ``[layers, ...]``."""
-
-        def first(name: str, leaves: Arrays) -> PyTree:
-            return gate.init_inner(tx, self.alone(params, name, leaves))
-
-        stacks = self.split(params)[1]
         with axes.binding(names, averaged=True, partial=True):
-            return {k: jax.vmap(functools.partial(first, k))(x) for k, x in stacks.items()}
-
-
-def masked(tree: PyTree) -> PyTree:
-    """Return a tree with every leaf masked."""
-    return jax.tree.map(lambda _: optax.MaskedNode(), tree)
+            return {
+                k: jax.vmap(lambda x, k=k: gate.init_inner(tx, self.alone(params, {k: x})))(leaves)
+                for k, leaves in self.split(params)[1].items()
+            }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,54 +124,68 @@ class Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replica axes."""
+        """Return the replica axes."""
         return () if self.place is None else self.place.names
 
     @functools.cached_property
-    def stacks(self) -> dict[str, list[Any]]:
-        """The types of the params of each stack."""
-        return self.layers.split(self.types)[1]
-
-    @functools.cached_property
-    def cuts(self) -> dict[str, list[Cut]]:
-        """The sharding over the replicas of a layer's params, for each stack."""
-        found: dict[str, list[Cut]] = {name: [] for name in self.layers.paths}
+    def sharded_dims(self) -> dict[str, list[ShardedDims]]:
+        """Return for each stack how a layer's params are sharded over the replicas."""
+        stacks: dict[str, list[ShardedDims]] = {name: [] for name in self.layers.paths}
         for path, _ in jax.tree_util.tree_leaves_with_path(self.types):
             name = self.layers.stack_of(trees.path_name(path))
             if name is not None:
                 spec = self.place.spec(path) if self.place else None
-                cut = cut_of(spec or PartitionSpec(), self.names)
+                dims = sharded_dims(spec or PartitionSpec(), self.names)
+                got = f"{spec} at {trees.path_name(path)}" if any(i < 0 for i, _ in dims) else None
                 allowed = f"whole along the layers over {', '.join(self.names)}"
-                got, hint = f"{spec} at {trees.path_name(path)}", "Shard another dimension."
-                fits = all(dim >= 0 for dim, _ in cut)
-                checks.require(fits, "Layers", "params", got=got, allowed=allowed, hint=hint)
-                found[name].append(cut)
-        return found
+                checks.absent("Layers", "params", got, allowed, "Shard another dimension.")
+                stacks[name].append(dims)
+        return stacks
 
     @functools.cached_property
-    def state_cuts(self) -> dict[str, list[Cut]]:
-        """The sharding over the replicas of a layer's state, for each stack, if it is gathered."""
-        empty = lambda: jax.tree.map(zeros, self.types)  # noqa: E731
-        states = jax.eval_shape(lambda: self.layers.first_states(self.tx, empty(), self.names))
-        specs = self.specs(states)
-        return {k: [cut_of(x, self.names) for x in jax.tree.leaves(s)] for k, s in specs.items()}
+    def sharded_state(self) -> dict[str, PyTree]:
+        """Return for each stack a tree of how a layer's state is sharded over the replicas."""
+        first_states = functools.partial(self.layers.first_states, self.tx, names=self.names)
+        # The types have no shardings, because an Explicit mesh would check them.
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.types)
+        specs = self.specs(jax.eval_shape(first_states, params))
+        return jax.tree.map(lambda spec: sharded_dims(spec, self.names), specs)
 
     @functools.cached_property
     def gathers_state(self) -> dict[str, bool]:
-        """Whether the optimizer needs a gathered layer of sharded params, for each stack."""
-        layer = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
-        alone = lambda k, x: self.layers.alone(self.types, k, [*map(layer, x)])  # noqa: E731
+        """Return for each stack whether its optimizer needs a gathered layer of sharded params."""
+        stacks = self.layers.split(self.types)[1]
+        layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
         return {
-            k: any(self.cuts[k]) and not _by_entry(self.tx, alone(k, x), self.names)
-            for k, x in self.stacks.items()
+            name: any(self.sharded_dims[name]) and not self.is_elementwise(name, layer)
+            for name, layer in layers.items()
         }
 
+    def is_elementwise(self, name: str, layer: Arrays) -> bool:
+        """Return whether the optimizer is elementwise in the params of a stack's layer."""
+        params = self.layers.alone(self.types, {name: layer})
+        with axes.binding(self.names, averaged=True, partial=True):
+            args = params, jax.eval_shape(lambda x: gate.init_inner(self.tx, x), params), params
+            program = jax.make_jaxpr(lambda g, s, w: applied(self.tx, g, s, w, {}))(*args)
+        highest = functools.partial(max, default=0)
+
+        # A fact is 0 for a value that all elements share, 1 for an array of elements, else 2.
+        def facts_of(eqn: Any, facts: list[int]) -> list[int]:
+            shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
+            is_elementwise = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1
+            is_elementwise |= eqn.primitive.name == "broadcast_in_dim" and facts == [0]
+            return [highest(facts) if is_elementwise or not any(facts) else 2] * len(eqn.outvars)
+
+        ranks = [min(1, len(x.shape)) for x in program.in_avals]
+        return highest(interpret.flow(program, ranks, facts_of, highest, 0)) < 2
+
     @functools.cached_property
-    def dtypes(self) -> dict[str, list[Any]]:
-        """The dtypes in which the loss gets the params of each stack."""
-        cast = lambda x: x if self.policy is None else self.policy.cast_params(x)  # noqa: E731
-        stacks = self.layers.split(jax.eval_shape(cast, self.types))[1]
-        return {k: [x.dtype for x in xs] for k, xs in stacks.items()}
+    def dtypes(self) -> dict[str, list[jnp.dtype]]:
+        """Return the dtypes in which the loss gets the params of each stack."""
+        types = self.types
+        if self.policy is not None:
+            types = jax.eval_shape(self.policy.cast_params, types)
+        return {k: [x.dtype for x in leaves] for k, leaves in self.layers.split(types)[1].items()}
 
     def specs(self, tree: PyTree) -> PyTree:
         """Return the specs of a state or of params, over the replica axes only."""
@@ -188,33 +196,34 @@ class Plan:
         others = [x for x in self.place.mesh.axis_names if x not in self.names]
         return jax.tree.map(lambda spec: replicas.without(spec, others), specs)
 
-    def sent(self, name: str, leaves: Arrays, stacked: bool = False) -> Arrays:
+    def gathered(self, name: str, leaves: Arrays, stacked: bool = False) -> Arrays:
         """Gather the weights of one layer, or of all layers, in the dtype on the wire."""
-
-        def one(x: jax.Array, cut: Cut, dtype: Any) -> jax.Array:
-            return joined(x.astype(self.wire or dtype), cut, stacked) if cut else x
-
+        weights = zip(leaves, self.sharded_dims[name], self.dtypes[name], strict=True)
         with jax.named_scope("at_once" if stacked else BY_LAYER):
-            return list(map(one, leaves, self.cuts[name], self.dtypes[name]))
+            return [
+                _unsharded(x.astype(self.wire or dtype), dims, stacked) if dims else x
+                for x, dims, dtype in weights
+            ]
 
-    def cast(self, name: str, leaves: Arrays) -> Arrays:
-        """Cast weights to the dtypes in which the loss gets them."""
+    def read(self, name: str, leaves: Arrays) -> Arrays:
+        """Return a layer's weights, gathered and in the dtypes in which the loss gets them."""
+        leaves = leaves if self.layers.once else self.gathered(name, leaves)
         return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
 
     def reduced(self, name: str, grads: Arrays) -> Arrays:
         """Average a layer's gradients over the replicas, in f32, into the params' shards."""
 
-        def one(g: jax.Array, cut: Cut) -> jax.Array:
-            g, left = g.astype(trees.wide_dtype(g)), list(self.names)
-            for dim, over in cut:
-                parts = g.reshape(*g.shape[:dim], axes.size(over), -1, *g.shape[dim + 1 :])
-                g = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
-                left = [x for x in left if x not in over]
-            g = lax.psum(g, tuple(left)) if left else g
-            return g / axes.size(self.names) if self.names else g
+        def average(grad: jax.Array, dims: ShardedDims) -> jax.Array:
+            others = tuple(x for x in self.names if not any(x in over for _, over in dims))
+            grad = grad.astype(trees.wide_dtype(grad))
+            for dim, over in dims:
+                parts = grad.reshape(*grad.shape[:dim], axes.size(over), -1, *grad.shape[dim + 1 :])
+                grad = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), over)
+            grad = lax.psum(grad, others) if others else grad
+            return grad / axes.size(self.names) if self.names else grad
 
         with jax.named_scope(BY_LAYER):
-            return list(map(one, grads, self.cuts[name]))
+            return jax.tree.map(average, grads, self.sharded_dims[name])
 
     def updated(
         self, name: str, grads: Arrays, state: PyTree, params: Arrays
@@ -223,65 +232,43 @@ class Plan:
 
         An optimizer that is not elementwise gets the gathered layer on each replica.
         """
-        leaves, treedef = jax.tree.flatten(state)
+        dims = self.sharded_dims[name]
         if self.gathers_state[name]:
-            grads, params = (list(map(joined, x, self.cuts[name])) for x in (grads, params))
-            state = treedef.unflatten(map(joined, leaves, self.state_cuts[name]))
-        tree = functools.partial(self.layers.alone, self.types, name)
+            grads, params = (jax.tree.map(_unsharded, x, dims) for x in (grads, params))
+            state = jax.tree.map(_unsharded, state, self.sharded_state[name])
+        grads, params = (self.layers.alone(self.types, {name: x}) for x in (grads, params))
         with axes.binding(self.names, averaged=True, partial=True):
-            new, state = applied(self.tx, tree(grads), state, tree(params), {})
-        if not self.gathers_state[name]:
-            return jax.tree.leaves(new), state
-        params = list(map(_own, jax.tree.leaves(new), self.cuts[name]))
-        return params, treedef.unflatten(map(_own, jax.tree.leaves(state), self.state_cuts[name]))
+            params, state = applied(self.tx, grads, state, params, {})
+        leaves = jax.tree.leaves(params)
+        if self.gathers_state[name]:
+            leaves = jax.tree.map(_local_shard, leaves, dims)
+            state = jax.tree.map(_local_shard, state, self.sharded_state[name])
+        return leaves, state
 
 
-def zeros(x: Any) -> jax.Array:
-    """Return zeros of a shape and dtype."""
-    return jnp.zeros(x.shape, x.dtype)
-
-
-def cut_of(spec: PartitionSpec, names: tuple[str, ...]) -> Cut:
+def sharded_dims(spec: PartitionSpec, names: tuple[str, ...]) -> ShardedDims:
     """Return how a layer is sharded over the replicas, from the spec of a stack of layers."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     over = [tuple(x for x in entry if x in names) for entry in entries]
     return [(dim - 1, names) for dim, names in enumerate(over) if names]
 
 
-def joined(x: jax.Array, cut: Cut, stacked: bool = False) -> jax.Array:
+def _unsharded(x: jax.Array, dims: ShardedDims, stacked: bool = False) -> jax.Array:
     """Gather the shards of an array, or of a stack of arrays.
 
     The shards are gathered on a leading dimension, because for a gather along the sharded dimension
     XLA would change the layout of the whole stack.
     """
-    for dim, over in cut:
+    for dim, over in dims:
         at = dim + stacked
         parts = jnp.moveaxis(lax.all_gather(x, over), 0, at)
         x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
     return x
 
 
-def _own(x: jax.Array, cut: Cut) -> jax.Array:
+def _local_shard(x: jax.Array, dims: ShardedDims) -> jax.Array:
     """Return this replica's shard of a gathered array."""
-    for dim, over in cut:
+    for dim, over in dims:
         size = x.shape[dim] // axes.size(over)
         x = lax.dynamic_slice_in_dim(x, axes.index(over) * size, size, dim)
     return x
-
-
-def _by_entry(tx: optax.GradientTransformation, layer: PyTree, names: tuple[str, ...]) -> bool:
-    """Return whether an optimizer is elementwise in a layer's params."""
-    with axes.binding(names, averaged=True, partial=True):
-        state = jax.eval_shape(lambda: gate.init_inner(tx, jax.tree.map(zeros, layer)))
-        program = jax.make_jaxpr(lambda g, s, w: applied(tx, g, s, w, {}))(layer, state, layer)
-
-    # 0 for a value that all elements share, 1 for an array of elements, 2 for anything else.
-    def each(eqn: Any, facts: list[int]) -> list[int]:
-        shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
-        fits = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1
-        fits |= eqn.primitive.name == "broadcast_in_dim" and facts == [0]
-        return [max(facts, default=0) if fits or not any(facts) else 2] * len(eqn.outvars)
-
-    join = lambda facts: max(facts, default=0)  # noqa: E731
-    ranks = [min(1, len(x.shape)) for x in program.in_avals]
-    return join(interpret.flow(program, ranks, each, join, 0)) < 2

@@ -45,7 +45,7 @@ class Basis(NamedTuple):
 
     components: PyTree  # (k, *leaf.shape), float32 or wider, or ``dtype``
     mean: PyTree  # shapes of the params, float32 or wider
-    explained: jax.Array  # (k,) float32
+    explained: jax.Array  # [k] float32
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the basis to a ``.npz`` file, by the names of the params.

@@ -73,10 +73,10 @@ class Memory(NamedTuple):
     """
 
     inverse: jax.Array  # (k, k) float32 or wider
-    gradient: jax.Array  # (k,) float32 or wider
-    step: jax.Array  # (k,) float32 or wider
-    started: jax.Array  # () bool
-    paired: jax.Array  # () bool
+    gradient: jax.Array  # [k] float32 or wider
+    step: jax.Array  # [k] float32 or wider
+    started: jax.Array  # [] bool
+    paired: jax.Array  # [] bool
 
 
 class Search(NamedTuple):
@@ -89,10 +89,10 @@ class Search(NamedTuple):
       last: the last tried length.
     """
 
-    length: jax.Array  # () dtype of the loss
-    accepted: jax.Array  # () bool
-    tries: jax.Array  # () int32
-    last: jax.Array  # () dtype of the loss
+    length: jax.Array  # [] dtype of the loss
+    accepted: jax.Array  # [] bool
+    tries: jax.Array  # [] int32
+    last: jax.Array  # [] dtype of the loss
 
 
 def empty(k: int, dtype: Dtype) -> Memory:
@@ -188,16 +188,16 @@ class DimReduceState(NamedTuple):
     """
 
     basis: PyTree  # (k, *leaf.shape), dtypes of the basis or ``dtype``
-    explained: PyTree  # () float32 or None
+    explained: PyTree  # [] float32 or None
     memory: Memory
-    to_mean: jax.Array  # (k,) float32 or wider
-    steps: jax.Array  # () int32
-    accepted: jax.Array  # () int32
-    tries: jax.Array  # () int32
-    skipped: jax.Array  # () int32
-    applied: jax.Array  # () bool
-    energy: jax.Array  # () float32
-    length: jax.Array  # () float32
+    to_mean: jax.Array  # [k] float32 or wider
+    steps: jax.Array  # [] int32
+    accepted: jax.Array  # [] int32
+    tries: jax.Array  # [] int32
+    skipped: jax.Array  # [] int32
+    applied: jax.Array  # [] bool
+    energy: jax.Array  # [] float32
+    length: jax.Array  # [] float32
     residual_state: optax.OptState
     holds = Holds(("basis", "explained", "memory", "to_mean"), basis="basis")
 

@@ -30,8 +30,8 @@ class TrajectoryState(NamedTuple):
       snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
     """
 
-    steps: jax.Array  # () int32
-    recorded: jax.Array  # () int32
+    steps: jax.Array  # [] int32
+    recorded: jax.Array  # [] int32
     snapshots: PyTree  # (size, *leaf.shape), storage dtype
     holds = Holds(("recorded", "snapshots"), steps="steps", params=True)
 
