@@ -462,7 +462,8 @@ def test_what_does_not_fit_is_refused():
     init = lambda inner, *rest, **kw: boostax.scheduled_freeze(inner, *rest, **kw).init(params)  # noqa: E731
     make = functools.partial(boostax.make_train_step, loss_fn)
     oracle, batch = boostax.value_and_grad(loss_fn), next(batches(1))
-    window, local = boostax.accumulate(adamw(), 2), boostax.reduce.local_updates(adamw(), 2)
+    window = boostax.accumulate(adamw(), 2)
+    local = boostax.reduce.local_updates(adamw(), 2, axis_name="data")
     recorded = optax.chain(boostax.subspace.record_trajectory(3), adamw())
     for call, match in (
         (lambda: update(depth=3), r"depth must be .*\[0, 1\].* got 3"),
