@@ -104,8 +104,8 @@ def clean(mesh: Any, calls: int) -> list[dict[str, Any]]:
             state = jax.block_until_ready(step(state, batch_of(call))[0])
         own = state.opt_state
         assert int(own.compared) == DEVICES
-        print(f"{name}: {int(own.held_calls)} of {int(own.calls)} calls held", flush=True)
-        rows.append({"run": name, "calls": int(own.calls), "held": int(own.held_calls)})
+        print(f"{name}: {int(own.skipped)} of {int(own.calls)} calls held", flush=True)
+        rows.append({"run": name, "calls": int(own.calls), "held": int(own.skipped)})
     return rows
 
 

@@ -129,7 +129,7 @@ def trained(variant: Variant, rate: float, seeds: int, steps: int) -> dict[str, 
         return {
             "validation": judge(validation),
             "loss": judge(test),
-            "skipped": state.skipped_steps,
+            "skipped": state.skipped,
             "scales": jnp.log2(state.scales if grouped else jnp.full(1, state.scale)),
         }
 

@@ -37,7 +37,7 @@ def run(workload: Workload, scale: Any, seed: int, steps: int) -> dict[str, floa
     for index in range(steps):
         state, metrics = step(state, workload.batch(index))
     found = workload.evaluate(state.params)
-    return {**found, "skipped": float(metrics.get("skipped_steps", 0.0))}
+    return {**found, "skipped": float(metrics.get("skipped", 0.0))}
 
 
 def compare(make: Callable[[str, int], Workload], steps: int, seeds: int) -> Runs:

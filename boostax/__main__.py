@@ -17,16 +17,16 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0 on success; 1 if a limit is exceeded or the request is refused, with the
       reason on stderr; 2 if the arguments do not parse or the command was removed.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] in (["-h"], ["--help"]):
-        given = ["audit", "--help"]
-    if given[:1] != ["audit"]:
-        new = replacement(f"boostax {given[0]}") if given else None
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["audit", "--help"]
+    if arguments[:1] != ["audit"]:
+        new = replacement(f"boostax {arguments[0]}") if arguments else None
         print(f"boostax: {new or 'the command is boostax audit module:function.'}", file=sys.stderr)
         return 2
     from boostax.auditing.command import run
 
-    return run(given[1:])
+    return run(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -130,8 +130,10 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            said = f"Checkpointer: the last save to {self._path} failed ({_first_line(error)})"
-            raise RuntimeError(f"{said}. Steps saved before it are untouched.") from error
+            failure = f"the last save to {self._path} failed ({_first_line(error)})"
+            raise RuntimeError(
+                f"Checkpointer: {failure}. Steps saved before it are untouched."
+            ) from error
 
     def steps(self) -> list[int]:
         """Wait for the last save, then return the complete steps on disk, ascending."""
@@ -189,15 +191,14 @@ class Checkpointer:
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
         if unlike := _unlike(record, mismatch.parts(target), _named(saved)):
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
-        wanted = _without_empty(saved)
-        how = ocp.checkpoint_utils.construct_restore_args(wanted)
+        item = _without_empty(saved)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
         # The restore is partial, because versions differ in fields that are None.
-        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+        args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
-        found = _described(_named(state))
-        altered = [name for name in found if found[name] != record["leaves"][name]]
-        if altered:
+        restored = _described(_named(state))
+        if altered := [x for x in restored if restored[x] != record["leaves"][x]]:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
         # On CPU restored arrays share the host's memory, which XLA does not donate.
@@ -215,7 +216,8 @@ class Checkpointer:
         steps = self.steps()
         last: Any = max(steps, default=None) if step is None else step
         if last not in steps:
-            allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
+            allowed = f"one of {steps} in {self._path}"
+            hint = "Save one first, or open another."
             raise FileNotFoundError(checks.message(_WHO, "step", allowed, step, hint))
         return last
 
@@ -240,8 +242,8 @@ class Checkpointer:
             hint = "No older step is left: start again, or bring it back from a copy."
         if unlike:
             hint = f"Pass a target of the classes that were saved. If it is one: {hint}"
-        said = f"step {step} in {self._path} {'cannot be read' if unlike else 'is damaged'}"
-        return RuntimeError(f"Checkpointer: {said}: {what}. Nothing was deleted. {hint}")
+        failure = f"step {step} in {self._path} {'cannot be read' if unlike else 'is damaged'}"
+        return RuntimeError(f"Checkpointer: {failure}: {what}. Nothing was deleted. {hint}")
 
 
 class _Manager(ocp.CheckpointManager):
@@ -280,11 +282,13 @@ def _arrays() -> Any:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    leaves, allowed = dict(trees.named(state)), "a tree whose paths differ when joined by dots"
+    leaves = dict(trees.named(state))
     # orbax writes a leaf under its path joined by dots.
-    fits = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
+    files = {name.replace("/", ".") for name in leaves}
+    is_valid = len(files) == len(jax.tree.leaves(state))
+    allowed = "a tree whose paths differ when joined by dots"
     hint = "Rename the keys with dots or slashes in them."
-    checks.require(fits, _WHO, "state", got=sorted(leaves)[:4], allowed=allowed, hint=hint)
+    checks.require(is_valid, _WHO, "state", got=sorted(leaves)[:4], allowed=allowed, hint=hint)
     return leaves
 
 
@@ -295,16 +299,17 @@ def _require_arrays(argument: str, tree: PyTree, is_array: Callable[[Any], bool]
     such as a number (Flax's ``TrainState.step``).
     """
     nnx_object: Any = getattr(sys.modules.get("flax.nnx"), "Pytree", ())
-    is_object = lambda x: isinstance(x, nnx_object)  # noqa: E731
-    found = filter(is_object, jax.tree.leaves(tree, is_leaf=is_object))
-    got = next((f"an NNX object, {type(x).__name__}" for x in found), "")
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx_object))
+    objects = (x for x in nodes if isinstance(x, nnx_object))
+    got = next((f"an NNX object, {type(x).__name__}" for x in objects), "")
     hint = "Save nnx.as_pure((nnx.state(model), optimizer.opt_state))."
     checks.require_type(not got, _WHO, argument, got=got, allowed="a tree of arrays", hint=hint)
     leaves = _named(tree)
     hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
     hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
-        got, allowed = f"{type(leaf).__name__} at {name}", "a tree of JAX arrays"
+        got = f"{type(leaf).__name__} at {name}"
+        allowed = "a tree of JAX arrays"
         checks.require_type(is_array(leaf), _WHO, argument, got=got, allowed=allowed, hint=hint)
     return leaves
 
@@ -317,15 +322,16 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
     saved = record.get("parts", [part for field, part in _FIELDS.items() if field in named])
     by = ", ".join(map(" ".join, record.get("versions", {"boostax": "0.2 or before"}).items()))
     if saved != parts and (saved or "parts" in record):
-        rows = {x: checks.replacement(f"boostax.{x}") or "" for x in saved if x not in parts}
-        gone = " ".join(f"{name}: {text}" for name, text in rows.items() if " gone" in text)
+        texts = {x: checks.replacement(f"boostax.{x}") or "" for x in saved if x not in parts}
+        gone = " ".join(f"{name}: {text}" for name, text in texts.items() if " gone" in text)
         hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
         both = [", ".join(x) or "no part" for x in (saved, parts)]
         return f"saved by {by} with {both[0]}, got {both[1]}. {hint}"
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
-    hint = "Take the chain and the model that saved it; if only the number of replicas differs, "
-    hint += "reshard=True."
+    hint = "Take its chain and its model; if only the number of replicas differs, reshard=True."
+    data = checks.table("boostax.config", "migrate")
+    hint = data["saved"] if named & data["renamed"].keys() else hint
     plain = [{name.replace("/local/", "/") for name in tree} for tree in (was, now)]
     if plain[0] == plain[1] and was.keys() != now.keys():
         hint = "One of them is on a mesh. Restore it as it was saved, or by reshard=True on a mesh "
@@ -338,10 +344,10 @@ def _without_empty(state: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
-def _or_empty(wanted: Any, restored: Any) -> Any:
-    if wanted is None or restored is not None:
+def _or_empty(target: Any, restored: jax.Array | None) -> jax.Array | None:
+    if target is None or restored is not None:
         return restored
-    return transfer.place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
+    return transfer.place(jnp.zeros(target.shape, target.dtype), target.sharding)
 
 
 def _first_line(error: BaseException) -> str:
@@ -380,18 +386,20 @@ def _require_equal(who: str, state: PyTree) -> None:
     """
     meshes: dict[Any, dict[str, jax.Array]] = {}
     for name, x in trees.named(state):
-        at = getattr(x, "sharding", None)
-        if isinstance(at, NamedSharding) and len(at.device_set) > 1:
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
             # Arrays in host memory are left out.
-            if at.memory_kind in (None, next(iter(at.device_set)).default_memory().kind):
-                meshes.setdefault(at.mesh, {})[name] = x
-    hint = "Its bits differ from those of the other devices. Go back to a checkpoint; or, where "
+            default = next(iter(sharding.device_set)).default_memory().kind
+            if sharding.memory_kind in (None, default):
+                meshes.setdefault(sharding.mesh, {})[name] = x
+    hint = "Their bits differ from those on the other devices. Go back to a checkpoint; or, where "
     hint += "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
     for mesh, arrays in meshes.items():
         specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
-        found = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True)).culprits
-        rows = zip(arrays, np.asarray(found), strict=True)
-        got = ", ".join([f"{name!r} on {mesh.devices.flat[i]}" for name, i in rows if i >= 0][:6])
+        compared = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True))
+        culprits = zip(arrays, np.asarray(compared.culprits), strict=True)
+        devices = [f"{name!r} on {mesh.devices.flat[i]}" for name, i in culprits if i >= 0]
+        got = ", ".join(devices[:6])
         allowed = "the same on all devices that hold a copy"
         checks.require(not got, who, "state", got=got, allowed=allowed, hint=hint)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, groups, interpret, trees
+from boostax._core import axes, checks, groups, handshake, interpret, trees
 from boostax._core.types import PyTree
 from boostax.chain import findings, parts
 from boostax.chain.findings import Finding as Finding
@@ -131,7 +131,7 @@ def explain(
             raise TypeError(f"{_WHO}: {removed}")
         hint = "boostax.make_train_step makes one."
         checks.absent(_WHO, name, value, "left out without a train step", hint)
-    with axes.binding(axes.UNNAMED):
+    with axes.binding((axes.UNNAMED,)):
         jax.eval_shape(tx.init, params)
     return _explained(tx)
 
@@ -151,7 +151,7 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, given: Any) ->
         oracle = dataclasses.replace(oracle, computed=wide.compute(oracle.computed.__wrapped__))
 
     def unscaled(factor: float, state: TrainState, batch: PyTree, given: Any) -> list[jax.Array]:
-        own = [x.known_by() for x in trees.telling(state.opt_state, "known_by")]
+        own = handshake.scales_in(state.opt_state)
         put = lambda x: x * factor if any(x is y for y in own) else x  # noqa: E731
         more = {**given, "key": state.key, "model_state": state.model_state}
         _, grads = oracle(state.params, jax.tree.map(put, state.opt_state), batch, **more)

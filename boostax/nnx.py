@@ -57,8 +57,8 @@ class Optimizer(nnx.Optimizer[_M]):
       tx: the chain, or with ``axis_name`` the result of ``boostax.on_mesh``.
       opt_state: the state of ``tx``, in NNX variables; arrays assigned to it go to ``set_state``.
 
-    Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a
-    skipped step reads the params for the loss and writes no params.
+    Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a skipped
+    step reads the params for the loss and writes no params.
 
     Raises:
       ValueError: params that are not on a mesh although ``axis_name`` is given; a ``wrt`` that
@@ -94,23 +94,27 @@ class Optimizer(nnx.Optimizer[_M]):
     ):
         checks.transformation(_WHO, "tx", tx)
         self.freezing = describe.variants_of(tx)
-        self.axis_name, self.shard_optimizer = axis_name, shard_optimizer
+        self.axis_name = axis_name
+        self.shard_optimizer = shard_optimizer
         self.mesh: Any = None
         self.more = more
         params = nnx.as_pure(nnx.state(model, wrt, **more))
-        allowed, found = "a filter of some variables of the model", bool(jax.tree.leaves(params))
+        is_valid = bool(jax.tree.leaves(params))
+        allowed = "a filter of some variables of the model"
         hint = f"It has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
-        checks.require(found, _WHO, "wrt", got=wrt, allowed=allowed, hint=hint)
-        placed = getattr(getattr(tx.update, "step", None), "__module__", "") == on_mesh.__module__
-        allowed, hint = "without on_mesh, which it applies", "Pass the chain, and axis_name='data'."
+        checks.require(is_valid, _WHO, "wrt", got=wrt, allowed=allowed, hint=hint)
+        is_valid = getattr(getattr(tx.update, "step", None), "__module__", "") != on_mesh.__module__
+        allowed = "without on_mesh, which it applies"
+        hint = "Pass the chain, and axis_name='data'."
         got = "the result of on_mesh"
-        checks.require(not placed, _WHO, "tx", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, _WHO, "tx", got=got, allowed=allowed, hint=hint)
         if axis_name is not None:
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
-        allowed, fits = "False without an axis_name", axis_name is not None or not shard_optimizer
+        is_valid = axis_name is not None or not shard_optimizer
+        allowed = "False without an axis_name"
         hint = "It shards over the axes that axis_name names."
-        checks.require(fits, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
+        checks.require(is_valid, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
             # Arrays are distributed over the replicas in a state without variables.
@@ -120,8 +124,10 @@ class Optimizer(nnx.Optimizer[_M]):
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
             # State with a leading dimension of replicas keeps a param's metadata, which lacks that
             # dimension.
-            is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-            for variable in jax.tree.leaves(self.opt_state, is_leaf=is_variable):
+            variables = jax.tree.leaves(
+                self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+            )
+            for variable in variables:
                 if variable.has_metadata("out_sharding"):
                     variable.set_metadata(out_sharding=tuple(variable.get_value().sharding.spec))
         allowed = "one with the same params on all replicas"
@@ -132,8 +138,8 @@ class Optimizer(nnx.Optimizer[_M]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; an ``opt_state`` of arrays is passed to ``set_state``."""
-        again = name == "opt_state" and name in vars(self) and bool(jax.tree.leaves(value))
-        if again and trees.arrays(value) is value:
+        is_new = name == "opt_state" and name in vars(self) and bool(jax.tree.leaves(value))
+        if is_new and trees.arrays(value) is value:
             self.set_state(value)
         else:
             super().__setattr__(name, value)
@@ -144,9 +150,9 @@ class Optimizer(nnx.Optimizer[_M]):
         """Return a gradient function for the chain; it replaces ``nnx.value_and_grad``.
 
         Args:
-          loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. Variables that
-            the loss changes in the model (BatchNorm statistics, dropout counters) are averaged over
-            the replicas and keep the change, unless a new value is not finite. As in
+          loss_fn: ``loss_fn(model, *batch, **arguments)``; a scalar, or ``(loss, aux)``. Variables
+            that the loss changes in the model (BatchNorm statistics, dropout counters) are averaged
+            over the replicas and keep the change, unless a new value is not finite. As in
             ``nnx.value_and_grad``, they change even if a scaler skips the gradient.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
             ``boostax.Aux`` is combined, and any other aux passes through: of several replicas as a
@@ -155,8 +161,8 @@ class Optimizer(nnx.Optimizer[_M]):
             ``boostax.value_and_grad``.
 
         Returns:
-          ``fn(model, *batch, active=None, **given)`` that returns ``(loss, grads)``. The rows of
-          ``batch`` are split over replicas and micro-batches; ``given`` is not split. ``active``
+          ``fn(model, *batch, active=None, **arguments)`` that returns ``(loss, grads)``. The rows
+          of ``batch`` are split over replicas and micro-batches; ``arguments`` are not. ``active``
           marks the params to differentiate; by default the params that the ``scheduled_freeze`` in
           ``tx`` trains next. Cost: as ``boostax.value_and_grad``; over replicas also one collective
           per call for each variable that the loss changes.
@@ -168,43 +174,50 @@ class Optimizer(nnx.Optimizer[_M]):
         names = axes.canonical(_WHO, self.axis_name)
         how |= {"mesh": self.mesh, "axis_name": self.axis_name}
 
-        def fn(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
+        def fn(
+            model: _M, *batch: Any, active: PyTree = None, **arguments: Any
+        ) -> tuple[Any, PyTree]:
             graph, params, keys, frozen, rest = self._split(model)
             # A loss with a key per replica may draw its own data.
-            fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
+            is_valid = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
             hint = "Let loss_fn take it: arrays that it closes over are not split over replicas."
-            checks.require_type(fits, _WHO, "batch", got=batch, allowed=allowed, hint=hint)
+            checks.require_type(is_valid, _WHO, "batch", got=batch, allowed=allowed, hint=hint)
             opt_state = nnx.as_pure(self.opt_state)
-            given_aux: PyTree = Aux()
-            moved: PyTree = None
+            loss_aux: PyTree = Aux()
+            changed: PyTree = None
 
-            def loss(params: Any, batch: Any, model_state: Any, held: Any, **scales: Any) -> Any:
-                nonlocal given_aux, moved
-                keys, frozen = held
-                # Each replica draws different random numbers.
-                fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
-                apart = jax.tree.map(fold, keys) if names else keys
-                merged: Any = nnx.merge(graph, params, apart, frozen, model_state)
-                result = loss_fn(merged, *batch, **given, **scales)
-                _, _, _, still, left = self._split(merged)
-                _require_kept(still, frozen, left, model_state)
-                moved = jax.tree.map(lambda new, old: new is not old, left, model_state)
-                value, given_aux = auxiliary.loss_and_aux(result, has_aux)
-                told = auxiliary.as_aux(given_aux)._replace(model_state=left)
-                return value, auxiliary.Beside(told, auxiliary.own_of(given_aux))
+            def loss(
+                params: PyTree, batch: Any, model_state: PyTree, constants: Any, **scales: Any
+            ) -> Any:
+                nonlocal loss_aux, changed
+                keys, frozen = constants
+                if names:  # Each replica draws different random numbers.
+                    replica = axes.index(names)
+                    keys = jax.tree.map(lambda key: jax.random.fold_in(key, replica), keys)
+                merged: Any = nnx.merge(graph, params, keys, frozen, model_state)
+                result = loss_fn(merged, *batch, **arguments, **scales)
+                _, _, _, untrained, new = self._split(merged)
+                _require_kept(untrained, frozen, new, model_state)
+                changed = jax.tree.map(lambda new, old: new is not old, new, model_state)
+                value, loss_aux = auxiliary.loss_and_aux(result, has_aux)
+                combined = auxiliary.as_aux(loss_aux)._replace(model_state=new)
+                return value, auxiliary.Beside(combined, auxiliary.own_of(loss_aux))
 
             active = self._active(params, opt_state) if active is None else active
             gradients_of = value_and_grad(loss, has_aux=True, **how)
-            held = placement.gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
-            given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
-            (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
+            constants = keys, frozen
+            if names:
+                constants = placement.gathered(self.mesh, names, constants)
+            extra: dict[str, Any] = {"model_state": rest, "constants": constants}
+            (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
             # A mean over three replicas would round unchanged variables, too.
-            new = jax.tree.map(lambda x, y, old: y if x else old, moved, aux.told.model_state, rest)
+            mean = aux.told.model_state
+            new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, rest)
             # An overflow in the forward pass affects the statistics even if gradients are skipped.
             keep = all_finite(new)
             nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, rest))
-            aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, given_aux)
+            aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, loss_aux)
             return ((value, aux) if has_aux else value), grads
 
         return fn
@@ -251,12 +264,15 @@ class Optimizer(nnx.Optimizer[_M]):
           TypeError, ValueError: the state of another chain, of other params, or of another number
             of replicas.
         """
-        own = nnx.as_pure(self.opt_state)
-        state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), own)
-        # An uncommitted array keeps its placement.
-        stays = lambda y: isinstance(y, Tracer) or not y.committed  # noqa: E731
-        place = lambda x, y: x if stays(y) else jax.device_put(x, y.sharding)  # noqa: E731
-        nnx.update(self.opt_state, nnx.state(jax.tree.map(place, state, own), **self.more))
+        old = nnx.as_pure(self.opt_state)
+        state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), old)
+
+        def place(new: jax.Array, old: jax.Array) -> jax.Array:
+            # An uncommitted array keeps its placement.
+            is_placed = not isinstance(old, Tracer) and old.committed
+            return jax.device_put(new, old.sharding) if is_placed else new
+
+        nnx.update(self.opt_state, nnx.state(jax.tree.map(place, state, old), **self.more))
 
     def migrate(
         self, model: _M, tx: optax.GradientTransformation, *, count: int | None = None
@@ -297,13 +313,14 @@ class Optimizer(nnx.Optimizer[_M]):
         return freezing.choice(params, opt_state) if others else freezing.active(params, first)
 
 
-def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
+def _require_kept(new_frozen: PyTree, frozen: PyTree, new_state: PyTree, state: PyTree) -> None:
     """Refuse a loss that adds or removes variables, or that sets params that are not trained."""
-    mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
+    got = jax.tree.structure((new_frozen, new_state))
+    before = jax.tree.structure((frozen, state))
     hint = "Remove the added variables in the loss: nnx.pop(model, nnx.Intermediate)."
-    allowed = f"one that leaves the model the variables that it has, {theirs}"
-    checks.require(mine == theirs, _WHO, "loss_fn", got=mine, allowed=allowed, hint=hint)
-    for (name, new), old in zip(trees.named(still), jax.tree.leaves(frozen), strict=True):
+    allowed = f"one that leaves the model the variables that it has, {before}"
+    checks.require(got == before, _WHO, "loss_fn", got=got, allowed=allowed, hint=hint)
+    for (name, new), old in zip(trees.named(new_frozen), jax.tree.leaves(frozen), strict=True):
         hint = "Use a separate type for variables that the loss sets: class Average(nnx.Variable)."
         allowed = "a function that sets no nnx.Param"
         checks.require(new is old, _WHO, "loss_fn", got=name, allowed=allowed, hint=hint)

@@ -2,13 +2,12 @@
 """The state classes of the transformations, and the markers of state that differs per replica."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks, handshake, replicas
+from boostax._core import axes, checks, replicas
 from boostax._core.describe import Holds as Holds
 from boostax._core.late import late as _late
 from boostax._core.replicas import PerReplica as PerReplica
@@ -51,9 +50,7 @@ def enter_replica(opt_state: PyTree) -> PyTree:
       (3,)
     """
     replicas.require_replicas("enter_replica", opt_state, 1)
-    entered = _map_local(lambda x: x[0], opt_state)
-    handshake.hand_on_state(opt_state, entered)
-    return entered
+    return _map_local(lambda x: x[0], opt_state)
 
 
 def leave_replica(opt_state: PyTree) -> PyTree:
@@ -113,17 +110,24 @@ def state_specs(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves([PartitionSpec()] * len(leaves) if param_specs is None else param_specs)
     allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
-    fits, hint = len(specs) == len(leaves), "Use PartitionSpec() for a replicated leaf, not None."
-    checks.require(fits, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint)
+    hint = "Use PartitionSpec() for a replicated leaf, not None."
+    is_valid = len(specs) == len(leaves)
+    checks.require(
+        is_valid, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint
+    )
     allowed = "the size of the replica axis with shard_optimizer"
-    given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
-    checks.require(given, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
+    hint = "Pass replicas=mesh.shape['data']."
+    is_valid = replicas is not None or not shard_optimizer
+    checks.require(is_valid, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return _specs_like(owners, state, names, replicas if shard_optimizer else None)
 
 
-def _map_local(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
+def _map_local(fn: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
-    inside = lambda node: jax.tree.map(fn, node) if replicas.is_per_replica(node) else node  # noqa: E731
-    return jax.tree.map(inside, state, is_leaf=replicas.is_per_replica)
+    return jax.tree.map(
+        lambda node: jax.tree.map(fn, node) if replicas.is_per_replica(node) else node,
+        state,
+        is_leaf=replicas.is_per_replica,
+    )

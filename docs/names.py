@@ -1,8 +1,9 @@
-"""Write ``names.md``, ``llms.txt`` and ``api/``, which have every public name, and ``loops/``.
+"""Write ``names.md``, ``llms.txt`` and ``api/`` with every public name, ``loops/``, and a map.
 
 ``names.md`` says what it does in a line and links to the reference in ``api/`` and to its page;
 ``llms.txt`` has its signature and what it refuses, for programs. A page in ``loops/`` is a program
-of ``examples``, with its docstring as prose, and how to change it, as ``loops.md`` has it.
+of ``examples``, with its docstring as prose, and how to change it, as ``loops.md`` has it. The map
+in ``ARCHITECTURE.md`` has the subject of each file of the library, from its docstring.
 
 ``python docs/names.py --write`` writes them; ``tests/test_docs.py`` compares them with the code.
 """
@@ -232,6 +233,22 @@ def _changes(name: str, code: str) -> str:
     return "\n".join(kept) + "\n"
 
 
+def architecture() -> str:
+    """Return ``ARCHITECTURE.md`` with the subject of each file: a docstring's first line."""
+    page = DOCS.parent / "ARCHITECTURE.md"
+    library = DOCS.parent / "boostax"
+    lines: list[str] = []
+    for path in sorted(library.rglob("*.py"), key=lambda x: (x.parent != library, x.parts)):
+        is_package = path.name == "__init__.py"
+        name = f"{path.parent.name}/" if is_package else path.name
+        indent = "" if is_package else "  "
+        subject = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+        subject = " ".join(subject.replace("``", "").removesuffix(".").split())
+        lines.append(f"{indent}{name:{22 - len(indent)}}{subject}")
+    before, start, rest = page.read_text().partition("<!-- map -->\n```\n")
+    return before + start + "\n".join(lines) + "\n```" + rest.partition("```")[2]
+
+
 def written() -> dict[pathlib.Path, str]:
     """Return what each file has to be."""
     files = {f"api/{package}.md": reference(package, found) for package, found in packages()}
@@ -241,6 +258,7 @@ def written() -> dict[pathlib.Path, str]:
     return {DOCS / name: text for name, text in files.items()} | {
         DOCS / "llms.txt": llms(),
         DOCS / "names.md": names(),
+        DOCS.parent / "ARCHITECTURE.md": architecture(),
     }
 
 

@@ -228,7 +228,7 @@ def main():
             print(
                 f"call {call:>5}  loss {metrics['loss']:.3f}  held out {loss:.3f}  "
                 f"scale {metrics['loss_scale']:g}  skipped "
-                f"{metrics['skipped_steps']:g}  {call / (time.monotonic() - begun):.0f} calls/s",
+                f"{metrics['skipped']:g}  {call / (time.monotonic() - begun):.0f} calls/s",
                 flush=True,
             )
     draw(rows, judged, options.output / "loss.png")

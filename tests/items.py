@@ -1,4 +1,4 @@
-"""What the documents of MindSpore and SINGA name, item by item, and the page that is made of it.
+"""What the documents of MindSpore and SINGA name, item by item.
 
 ``docs/coming_from/every_item.toml`` has tables ``[[section]]`` with ``items``, one a line. Of an
 item ``name`` and ``default`` are the original's; ``here`` is what it is now, as names with their
@@ -7,12 +7,11 @@ arguments (``boostax.accumulate(every)``), from jax and optax, too; ``is`` is on
 text in a file of the library (in the call that the test makes where the item is of jax or optax
 alone), and what makes the test fail in its place.
 
-``python tests/items.py --write`` makes the page; ``--break WORD ...`` breaks a copy for each item
-that has one of the words in its name or its test, and prints what each test does.
+``python tests/items.py WORD ...`` prints the items that have one of the words in their names;
+``--break WORD ...`` breaks a copy for each item that has one of the words in its name or its test,
+and prints what each test does.
 """
 
-import ast
-import collections
 import os
 import pathlib
 import re
@@ -28,7 +27,6 @@ import boostax
 ROOT = pathlib.Path(__file__).parents[1]
 LIBRARY = pathlib.Path(boostax.__file__).parents[1]
 TABLE = ROOT / "docs" / "coming_from" / "every_item.toml"
-PAGE = TABLE.with_suffix(".md")
 WORDS = {
     "same": "the same effect, shown by the test",
     "better": "does what that does, and more or without a fault of it",
@@ -39,7 +37,7 @@ NAME = re.compile(r"(?P<path>[\w.]+)(?:\((?P<arguments>[\w, ]+)\))?")
 
 
 class Item(NamedTuple):
-    """A row of the page.
+    """A line of the table.
 
     Attributes:
       name: the original's.
@@ -81,44 +79,10 @@ def every_item():
     return [item for _, _, items in sections() for item in items]
 
 
-def page():
-    """The page that the table stands for."""
-    counts = collections.Counter(item.word for item in every_item())
-    lines = [
-        "# Every item",
-        "",
-        "Each name, parameter and default in the documents of MindSpore 2.10 and of Apache SINGA,",
-        "what it is here, and the test that shows it. The pages for",
-        "[`mindspore.boost`](mindspore_boost.md), [`mindspore.amp`](mindspore_amp.md) and",
-        "[SINGA](singa.md) say it in sentences, with examples.",
-        "",
-        "| word | meaning | items |",
-        "|---|---|---|",
-        *(f"| {word} | {meaning} | {counts[word]} |" for word, meaning in WORDS.items()),
-    ]
-    for title, intro, items in sections():
-        lines += ["", f"## {title}", *(["", intro] if intro else [])]
-        lines += ["", "| item | default | here | | | shown by |", "|---|---|---|---|---|---|"]
-        lines += [_row(item) for item in items]
-    return "\n".join(lines) + "\n"
-
-
-def _row(item):
-    here = ", ".join(f"`{match[0]}`" for match in NAME.finditer(item.here))
-    file, _, test = item.test.partition("::")
-    shown = f"[`{test}`](../../tests/{file})" if test else ""
-    name = ", ".join(map(_marked, re.split(r", (?![^(]*\))", item.name)))
-    cells = (name, _marked(item.default), here, item.word, item.why, shown)
-    return "| " + " | ".join(cells) + " |"
-
-
-def _marked(text):
-    """What is Python as code, and words as they are."""
-    try:
-        ast.parse(text.lstrip("."), mode="eval")
-    except SyntaxError:
-        return text
-    return f"`{text}`"
+def described(item):
+    """A line that says what an item is here, and the test that shows it."""
+    parts = (item.default and f"= {item.default}", f"is {item.word}:", item.here, item.why)
+    return " ".join([item.name, *filter(None, parts), item.test and f"({item.test})"]).rstrip()
 
 
 def located(name):
@@ -161,7 +125,8 @@ if __name__ == "__main__":
                     status, told = broken(item, pathlib.Path(folder))
                     last = [line for line in told.splitlines() if line.startswith("E ")][-1:]
                     print("fails" if status == 1 else f"SURVIVES ({status})", item.name, *last)
-    elif "--write" in sys.argv:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the table says: --write")
+    else:
+        print(
+            *(described(x) for x in every_item() if any(y in x.name for y in sys.argv[1:])),
+            sep="\n",
+        )

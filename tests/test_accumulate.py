@@ -114,7 +114,7 @@ def test_a_weight_lifts_what_a_narrow_sum_could_not_hold(dtype):
     weights = np.float32([2**14, 2**14, 2**15])
     history, state = run(tx, [1.0] * 3, weight=weights)
     assert history[-1] == (0.0 if dtype == "float16" else -1.0)
-    assert state.dropped_windows == (dtype == "float16")
+    assert state.skipped == (dtype == "float16")
     assert run(tx, [1.0] * 3, weight=weights / 2**14)[0][-1] == -1.0
 
 
@@ -126,7 +126,7 @@ def test_a_schedule_counts_applied_optimizer_steps():
     history, state = run(tx, [1.0, jnp.nan, 1.0, 1.0, 1.0, 1.0])
     assert history == [-1, -1, -1, -1, -3, -3] and int(state.optimizer_steps) == 2
     # What a skipped one gave up is over with the next micro-batch.
-    seen = [bool(run(tx, [1.0, 1.0, jnp.nan, 1.0][:n])[1].taken()) for n in (2, 3, 4)]
+    seen = [bool(run(tx, [1.0, 1.0, jnp.nan, 1.0][:n])[1].gradient_used()) for n in (2, 3, 4)]
     assert seen == [True, False, True]
 
 
@@ -187,10 +187,10 @@ def test_flush_of_nothing_leaves_a_skipped_step_skipped(every):
     """It was told to have run where no window was open, or by the flag of an earlier call."""
     inner = optax.adamw(0.1) if every is None else boostax.accumulate(optax.adamw(0.1), every)
     history, state = run(scaled(inner), [1.0, 2.0, np.nan], 1.0)
-    assert not state.last_finite
+    assert not state.applied
     params, flushed = boostax.flush(scaled(inner), state, jnp.float32(history[-1]))
-    assert not flushed.last_finite and params == history[-1]
-    assert not boostax.metrics(flushed)["last_finite"]
+    assert not flushed.applied and params == history[-1]
+    assert not boostax.metrics(flushed)["applied"]
 
 
 # Micro-batches in one step.

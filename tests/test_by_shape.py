@@ -98,7 +98,7 @@ def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
     params = tree(COUNTS)
     got, state = on_global_arrays(boostax.by_shape(muon()), placed(params, mesh_of(data=replicas)))
     assert_equal(got, reference(muon, params, replicas))
-    dealt = [jax.tree.leaves(part)[0].shape for part, _ in state.dealt() if jax.tree.leaves(part)]
+    dealt = [x[0].shape for part, _ in state.distributed_items() if (x := jax.tree.leaves(part))]
     counts = [8, 7, 3]
     assert sorted({x[:2] for x in dealt}) == sorted({(replicas, -(-n // replicas)) for n in counts})
 

@@ -208,7 +208,7 @@ def test_a_skipped_step_leaves_carried_leaves(nesting, bad):
     kept = params
     for i, x in enumerate(DATA[3 : 3 + every]):
         params, state = call(params, state, 100 * x, i == 0)
-    assert int(boostax.metrics(state)["skipped_steps"]) == 1
+    assert int(boostax.metrics(state)["skipped"]) == 1
     chex.assert_trees_all_equal(params, kept)
     # The window that drops one takes one more; the one that is dropped begins anew.
     rest = list(DATA[6:9])[: every if nesting != "window in scaler" else 1]

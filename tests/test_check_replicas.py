@@ -54,7 +54,7 @@ def test_a_difference_is_named_by_leaf_and_stays_named(checked):
     for held in (1, 2):
         state, metrics = step(state._replace(params=params), batch_of(1))
         params = state.params
-        assert metrics["held_by_replicas"] == held and metrics["differing_replica"] == 5
+        assert metrics["skipped"] == held and metrics["differing_replica"] == 5
     with pytest.raises(RuntimeError, match="at call 3:\n  replica 5: params/v\nGo back"):
         raise_if_diverged(state)
     with pytest.raises(RuntimeError, match="replica 5: params/v"):
@@ -128,9 +128,9 @@ def test_in_a_mapped_function_of_ones_own(mesh, checks):
     step = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=checks, **specs))
     put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P()))  # noqa: E731
     params, state = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
-    assert state.ran and state.compared == 8
+    assert state.applied and state.compared == 8
     _, held = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
-    assert not held.ran and held.culprits[0] == 7
+    assert not held.applied and held.culprits[0] == 7
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_loop_of_ones_own_passes_the_program_of_its_loss(mesh, texts):
         return boostax.apply_gradients(tx, grads, state, params, loss_program=loss_program)
 
     _, state = step(params, tx.init(params), batch_of(0))
-    assert state.ran and any("f32[32,8]" in text and "tanh" in text for text in texts)
+    assert state.applied and any("f32[32,8]" in text and "tanh" in text for text in texts)
     raise_if_diverged(state)
 
 
@@ -252,9 +252,9 @@ def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
     how = {"in_specs": (P("fsdp"), P()), "out_specs": P(), "axis_names": {*names}}
     x = jax.device_put(jnp.ones(8), shard)
     step = jax.jit(jax.shard_map(each, mesh=mesh, **how))
-    assert step(x, tx.init(x)).ran
+    assert step(x, tx.init(x)).applied
     held = step(flipped(x, 6, 0, 3), tx.init(x))
-    assert not held.ran and held.culprits[0] == 6
+    assert not held.applied and held.culprits[0] == 6
 
 
 def test_what_pmap_stacks_is_raised():

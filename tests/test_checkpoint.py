@@ -1,6 +1,7 @@
 """A checkpoint comes back bit for bit or not at all, and never takes another one with it."""
 
 import asyncio
+import collections
 import functools
 import json
 import logging
@@ -293,6 +294,22 @@ def test_a_part_that_is_gone_is_named_and_all_else_of_0_2_comes_back(tmp_path, m
     assert f"saved by boostax {by}{versions}" in str(caught.value)
     assert " with GroupSignalState" in str(caught.value)
     assert str(caught.value).endswith(f"GroupSignalState: {sentence}")
+
+
+def test_a_checkpoint_of_0_3_is_read_as_the_error_says(tmp_path):
+    fields = (
+        "scale clean_steps tolerance last_finite skipped_steps skipped_in_a_row growths backoffs"
+    )
+    old = collections.namedtuple("LossScaleState", f"{fields} floor_hits inner_state")
+    tx, params = boostax.dynamic_loss_scale(optax.adam(0.1)), {"w": jnp.ones(3)}
+    state = tx.init(params)._replace(skipped=jnp.int32(3), applied=jnp.asarray(True))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"opt_state": old(*state), "params": params})
+        with pytest.raises(ValueError, match=r"0\.4 renamed .* boostax\.migrate_state\(saved\["):
+            checkpointer.restore({"opt_state": state, "params": params})
+    with pytest.warns(UserWarning, match="Sharding info"):
+        saved = ocp.PyTreeCheckpointer().restore(tmp_path / "1" / "state")
+    assert_same(boostax.migrate_state(saved["opt_state"], tx, saved["params"])[0], state)
 
 
 # --- arguments

@@ -1,12 +1,16 @@
 """What leaves a gate is as finite as what went in, or was never taken."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawing import draws
+from hypothesis import given
+from hypothesis import strategies as st
 from lanes import spread
 from training import follow, walk
 
@@ -28,7 +32,7 @@ def same_but_for_the_drop(found, without, dropped=1):
     """Params and inner state as without the window, which is counted."""
     (params, state), (expected, before) = found, without
     assert_same((params, state.inner_state.inner_state), (expected, before.inner_state.inner_state))
-    assert int(boostax.metrics(state)["dropped_windows"]) == dropped
+    assert int(boostax.metrics(state)["accumulate_skipped"]) == dropped
     assert int(state.inner_state.optimizer_steps) == int(before.inner_state.optimizer_steps)
 
 
@@ -59,7 +63,7 @@ def test_a_scaler_inside_sees_the_overflow_of_the_sum_and_lowers_the_scale():
     params, state = run(tx, [(6e4 * ONE, {}), (6e4 * ONE, {})], ONE)
     assert params.tolist() == [1.0] * 3
     found = boostax.metrics(state)
-    assert found["loss_scale"] == 2.0 and found["skipped_steps"] == found["dropped_windows"] == 1
+    assert found["loss_scale"] == 2.0 and found["skipped"] == found["loss_scale_skipped"] == 1
 
 
 @pytest.mark.parametrize("weight", [np.inf, np.nan, -1.0, 2.0**64, 1e-30])
@@ -124,14 +128,14 @@ def test_a_step_that_would_not_stay_finite_never_happened(nesting, fault):
     once = run(tx, [(good, {})], params)
     assert_same((found[0], innermost(found[1])), (once[0], innermost(once[1])))
     metrics = boostax.metrics(found[1])
-    assert metrics["held_updates"] == 1 and not metrics["last_update_finite"]
+    assert metrics["skipped"] == 1 and not metrics["applied"]
     between = run(tx, [(bad, {}), (good, {}), (bad, {}), (good, {})], params)
     assert_same((between[0], innermost(between[1])), (without[0], innermost(without[1])))
     metrics = boostax.metrics(between[1])
-    assert metrics["held_updates"] == 2 and metrics["last_update_finite"]
+    assert metrics["skipped"] == 2 and metrics["applied"]
     assert boostax.precision.all_finite((between[0], innermost(between[1])))
     # Nothing is wrong with the gradient, so the scale is not to blame.
-    assert metrics.get("skipped_steps", 0) == 0
+    assert metrics.get("loss_scale_skipped", 0) == 0
 
 
 def test_what_was_infinite_before_holds_nothing_back():
@@ -141,11 +145,11 @@ def test_what_was_infinite_before_holds_nothing_back():
     tx = safe(checked(optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau())))
     params_after, state = run(tx, [(grads, {"value": jnp.float32(2.0)})], params)
     assert params_after["mask"].tolist() == [-np.inf, 0.5] and float(params_after["w"]) == 0.5
-    assert boostax.metrics(state)["held_updates"] == 0
+    assert boostax.metrics(state)["skipped"] == 0
     tx = safe(checked(decayed))
     params_after, state = run(tx, [(grads, {}), (grads, {})], params)
     assert_same(params_after, params)
-    assert boostax.metrics(state)["held_updates"] == 2
+    assert boostax.metrics(state)["skipped"] == 2
     assert boostax.precision.all_finite(innermost(state))
 
 
@@ -157,12 +161,12 @@ def test_a_held_update_of_a_window_is_a_dropped_window():
     params, state = run(tx, [*opposite, *alike], jnp.zeros(2))
     assert params.tolist() == [-1.0, 0.0]
     metrics = boostax.metrics(state)
-    assert metrics["dropped_windows"] == metrics["held_updates"] == metrics["optimizer_steps"] == 1
+    assert metrics["skipped"] == metrics["check_updates_skipped"] == metrics["optimizer_steps"] == 1
     params, state = run(tx, opposite[:1], jnp.zeros(2), flush=True)
     assert params.tolist() == [-1.0, 0.0]
     outside = checked(boostax.accumulate(normalized(), 4))
     params, state = run(outside, opposite, jnp.zeros(2), flush=True)
-    assert params.tolist() == [0.0, 0.0] and state.held_updates == 1
+    assert params.tolist() == [0.0, 0.0] and state.skipped == 1
     # As never flushed: the window is open still.
     assert state.inner_state.micro_step == 2
 
@@ -184,7 +188,7 @@ def test_replicas_drop_a_window_together_or_hold_it_back(mesh, form):
     state, _ = follow(step, step.init(jnp.float32(1.0)), (good, good, bad))
     before = kept()
     state, metrics = step(state, bad)
-    dropped = "held_updates" if form == "checked" else "dropped_windows"
+    dropped = "check_updates_skipped" if form == "checked" else "accumulate_skipped"
     assert not metrics["applied"] and metrics[dropped] == 1
     assert_same(kept(), before)
     _, (*_, metrics) = follow(step, state, (good, good)[form == "checked" :])
@@ -195,3 +199,42 @@ def test_state_per_replica_wants_the_axis():
     tx = checked(optax.chain(boostax.top_k_reduce("data", density=0.5), optax.sgd(1.0)))
     with pytest.raises(ValueError, match=r"check_updates: axis_name must be .* got None"):
         tx.init(jnp.ones(4))
+
+
+# What is counted.
+
+
+def test_each_gate_has_one_counter_and_one_flag():
+    """Defect guarded against: seven names counted skipped calls, and five reported the last one."""
+    states = [x for x in vars(boostax.states).values() if hasattr(x, "_fields")]
+    gates = [x for x in states if hasattr(x, "passed")]
+    assert gates == [x for x in states if {"applied", "skipped"} & {*x._fields}] and len(gates) == 7
+    assert all({"applied", "skipped"} <= {*x._fields} for x in gates)
+
+
+GATES = {
+    "loss_scale": safe,
+    "accumulate": functools.partial(boostax.accumulate, every=2),
+    "check_updates": checked,
+    "gate": lambda tx: boostax.gate(tx, lambda grads, own, _: (jnp.abs(grads.value()) < 4, own)),
+}
+nests = st.lists(st.sampled_from([*GATES]), unique=True, min_size=1, max_size=3)
+
+
+@draws(10)
+@given(nests, st.lists(st.sampled_from([1.0, -1.0, 0.0, 8.0, np.nan, 1e30]), max_size=9))
+def test_a_call_is_applied_or_skipped_or_added_to_a_window(nest, grads):
+    """The optimizer makes an infinity of a gradient of zero; a window counts what is inside it."""
+    tx, zero = optax.stateless(lambda grads, params: 1 / grads), jnp.float32(0)
+    for name in nest:
+        tx = GATES[name](tx)
+    outside = nest[nest.index("accumulate") :] if "accumulate" in nest else nest
+    steps = [(zero, tx.init(zero)), *walk(tx, zero, jnp.float32(grads))]
+    for (old, before), (new, state) in itertools.pairwise(steps):
+        before, now = boostax.metrics(before), boostax.metrics(state)
+        added = now.get("micro_step", 0) > before.get("micro_step", 0)
+        assert added + now["applied"] + now["skipped"] - before["skipped"] == 1
+        assert now["applied"] or new == old or jnp.isnan(old)
+        parts = [f"{name}_skipped" for name in nest[::-1] if len(nest) > 1]
+        assert parts == [x for x in now if x.endswith("_skipped")]
+        assert not parts or now["skipped"] == sum(now[f"{name}_skipped"] for name in outside)

@@ -43,7 +43,7 @@ def undisturbed(folder, **options):
         printed = job.end()
         assert "Warning" not in printed
         # An overflow halves the scale, and that call never happened; the last window stays open.
-        assert "'skipped_steps': '0'" not in printed.splitlines()[-1]
+        assert "'skipped': '0'" not in printed.splitlines()[-1]
         return job.record()
 
 

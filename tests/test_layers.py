@@ -32,7 +32,8 @@ def imported(path):
             yield from (alias.name for alias in node.names if alias.name.startswith("boostax"))
 
 
-def edges():
+def test_imports_run_one_way():
+    """But for the line by which ``train`` offers the names of ``layers``."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).with_suffix("").parts
@@ -40,14 +41,9 @@ def edges():
             for module in imported(path):
                 ends = name[0], module.split(".")[1] if "." in module else ""
                 found.setdefault(ends, []).append(f"{'/'.join(name)}: {module}")
-    return found
-
-
-def test_imports_run_one_way():
-    """But for the line by which ``train`` offers the names of ``layers``."""
     wrong = [
         lines
-        for (room, other), lines in edges().items()
+        for (room, other), lines in found.items()
         if other and room != other and not RANK.get(other, 99) < RANK[room]
     ]
     assert wrong == [["train/__init__: boostax.layers.*"]]

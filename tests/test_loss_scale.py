@@ -90,7 +90,7 @@ def reference(overflow, options):
     for bad in overflow:
         if bad:
             count["clean_steps"] = 0
-            count["skipped_steps"] += 1
+            count["skipped"] += 1
             count["skipped_in_a_row"] += 1
             count["tolerance"] = max(count["tolerance"] - 1, 0)
             if count["tolerance"] == 0 and scale <= low:
@@ -107,7 +107,7 @@ def reference(overflow, options):
                 if grown <= values["max_scale"]:
                     count["growths"] += 1
                     scale = grown
-        yield {"scale": float(scale), "last_finite": not bad, **count}
+        yield {"scale": float(scale), "applied": not bad, **count}
 
 
 # Hyperparameters as arguments: one program for all examples.
@@ -145,7 +145,7 @@ def test_static_scale_stays_and_skips_only_when_asked(skip):
         assert float(params) == expected
         assert float(boostax.precision.loss_scale(state)) == 128.0
     told = boostax.metrics(state)
-    assert (int(told["skipped_steps"]), bool(told["last_finite"])) == (skip, not skip)
+    assert (int(told["skipped"]), bool(told["applied"])) == (skip, not skip)
     assert ("cond" in str(jax.make_jaxpr(drawn(tx).update)(params, state, params))) == skip
 
 
@@ -158,7 +158,7 @@ def identity_inside(grads, scale):
 def unscaled(grads, scale):
     """What the inner transformation sees."""
     updates, state = identity_inside(grads, scale)
-    assert bool(state.last_finite)
+    assert bool(state.applied)
     return np.asarray(updates)
 
 

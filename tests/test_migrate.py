@@ -17,7 +17,9 @@ from lanes import lanes
 from recorded import plain
 
 import boostax
+from boostax import states
 from boostax.config.migrate import migrate_state
+from boostax.layers.release import LayersState
 from boostax.testing import drawn
 
 ADAM = functools.partial(optax.adamw, 1e-2)
@@ -249,7 +251,7 @@ def test_apply_if_finite_becomes_a_scaler_alone_or_with_a_scale_from_elsewhere()
     params, old = trained(old_tx)
     for _ in range(2):
         _, old = old_tx.update(jax.tree.map(lambda p: p * jnp.nan, params), old, params)
-    skipped = {"skipped_steps": jnp.int32(2), "skipped_in_a_row": jnp.int32(2)}
+    skipped = {"skipped": jnp.int32(2), "skipped_in_a_row": jnp.int32(2)}
     expected = scaled(ADAM()).init(params)._replace(inner_state=old.inner_state, **skipped)
     state, report = migrate_state(old, scaled(ADAM()), params)
     assert_same(state, expected)
@@ -265,7 +267,7 @@ def test_the_report_says_what_was_kept_made_and_dropped():
         "kept:\n"
         "  ScaleByAdamState count, mu/a, nu/a: 0/inner_state -> inner_state/1\n"
         "made anew:\n"
-        "  AccumulateState micro_step, optimizer_steps, dropped_windows, applied, window: "
+        "  AccumulateState micro_step, optimizer_steps, skipped, applied, window: "
         "the root\n"
         "  ScaleByAdamState mu/b/w, nu/b/w: inner_state/1\n"
         "dropped:\n"
@@ -364,6 +366,24 @@ def test_a_state_without_its_classes_is_read_by_the_names_of_fields(change):
         assert_same(state, expected)
         assert report.kept == said.kept and report.dropped == said.dropped
         assert "old_state has no classes" in report.notes[0]
+
+
+OLD = {
+    "applied": "ran finite last_finite last_update_finite",
+    "skipped": "held_calls held_updates skipped_steps dropped_windows",
+    "layers_skipped": "skipped_layers",
+}
+
+
+@pytest.mark.parametrize(("new", "old"), [(new, x) for new in OLD for x in OLD[new].split()])
+def test_a_field_is_read_by_its_name_of_0_3(new, old):
+    for cls in [x for x in (*vars(states).values(), LayersState) if hasattr(x, "_fields")]:
+        assert old not in cls._fields
+        if new in cls._fields:
+            expected = cls(*map(jnp.int32, range(len(cls._fields))))
+            saved = {old if x == new else x: value for x, value in plain(expected).items()}
+            tx = keeping(jax.tree.map(jnp.zeros_like, expected))
+            assert_same(migrate_state(saved, tx, make_params())[0], expected)
 
 
 def test_misuse_is_refused():

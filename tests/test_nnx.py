@@ -172,7 +172,7 @@ def test_a_skipped_step_never_was():
     train_step(model, optimizer, rows(0).at[0, 0].set(jnp.inf))
     after = kept(), nnx.as_pure(optimizer.opt_state).inner_state
     jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert int(boostax.metrics(optimizer.opt_state)["skipped_steps"]) == 1
+    assert int(boostax.metrics(optimizer.opt_state)["skipped"]) == 1
     assert int(optimizer.step[...]) == 2
 
 

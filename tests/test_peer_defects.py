@@ -121,7 +121,7 @@ def test_finite_gradients_whose_squares_overflow_are_skipped():
     adam = optax.adam(0.1)
     for tx in (boostax.dynamic_loss_scale(adam), boostax.static_loss_scale(adam, 1.0)):
         history, state = run(tx, [1e30, 0.0])
-        assert int(state.skipped_steps) == 1
+        assert int(state.skipped) == 1
         assert float(state.inner_state[0].nu) == 0.0 and history == [0.0, 0.0]
 
 

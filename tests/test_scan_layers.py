@@ -318,7 +318,7 @@ def test_a_released_optimizer_is_the_optimizer_of_each_layer(released):
     # Behind the reduction.
     here, inner = (here, inner) if place == "one device" else (here[-1], inner[-1])
     assert_close((here, inner), (stack, rest), 2e-6)
-    assert told["applied"] and not told["skipped_layers"]
+    assert told["applied"] and not told["layers_skipped"]
 
 
 def codes_of(tree):
@@ -366,7 +366,7 @@ def test_a_loss_that_is_not_finite_changes_no_bit(place):
     state, before = step(step.init(first_params()), given[0])
     kept = jax.device_get((state.params, state.opt_state[:2]))
     state, told = step(state, given[1])
-    assert before["applied"] and not told["applied"] and told["skipped_layers"] == COUNT
+    assert before["applied"] and not told["applied"] and told["layers_skipped"] == COUNT
     assert_same(jax.device_get((state.params, state.opt_state[:2])), kept)
 
 
@@ -404,7 +404,7 @@ def test_a_layer_whose_gradient_overflows_is_skipped_alone(place, tmp_path):
     expected = jax.device_get(step(other, good)[0])
     before = jax.device_get(state)
     state, told = step(state, bad)
-    assert told["applied"] and told["skipped_layers"] == 1
+    assert told["applied"] and told["layers_skipped"] == 1
     state = jax.device_get(state)
     pick = lambda state, which: jax.tree.map(  # noqa: E731
         lambda x: x[which], (state.params["layers"], state.opt_state.stacks)

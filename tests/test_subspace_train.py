@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(scaled):
     for wrong in (jnp.nan, jnp.inf):
         state, metrics = step(state, (*data[3], jnp.float32(wrong)))
         assert not bool(metrics["applied"])
-    apart = {"skipped": 0, "finite": 0}
+    apart = {"skipped": 0, "applied": 0}
     chex.assert_trees_all_equal(
         (state.params, inner(state)._replace(**apart)),
         (before.params, inner(before)._replace(**apart)),

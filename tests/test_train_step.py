@@ -170,7 +170,7 @@ def test_a_skipped_step_leaves_the_whole_train_state_but_the_scaler(mesh, parall
     ruined = token_batch(32, 1)
     ruined["y"][5, 0] = bad  # one row, so one replica; the statistics stay finite
     state, metrics = step(state, ruined)
-    assert not bool(metrics["applied"]) and int(metrics["skipped_steps"]) == 1
+    assert not bool(metrics["applied"]) and int(metrics["skipped"]) == 1
     after = jax.device_get(state)
     assert int(after.step) == int(before.step) + 1
     kept = lambda state: (state.params, state.model_state, state.opt_state.inner_state)  # noqa: E731

@@ -138,7 +138,7 @@ def test_a_loss_refuses_what_it_does_not_take(given):
     step(step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)}), X)
 
 
-@pytest.mark.parametrize("name", ["loss", "applied", "skipped_steps"])
+@pytest.mark.parametrize("name", ["loss", "applied", "skipped"])
 def test_a_metric_by_a_name_of_the_report_is_refused(name):
     """Defect guarded against: the step's own overwrote the user's."""
 
@@ -150,7 +150,7 @@ def test_a_metric_by_a_name_of_the_report_is_refused(name):
     step = boostax.make_train_step(told, tx, has_aux=True)
     with pytest.raises(ValueError, match=f"metrics must be by names .* got '{name}'"):
         step(step.init(PARAMS), X)
-    if name == "skipped_steps":
+    if name == "skipped":
         step = boostax.make_train_step(told, optax.sgd(0.1), has_aux=True)
         reported = step(step.init(PARAMS), X)[1]
         assert float(reported[name]) == float(reported["loss"]) + 1

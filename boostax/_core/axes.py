@@ -10,6 +10,7 @@ with checking off and in ``pmap``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
@@ -28,8 +29,14 @@ AxisName = str | tuple[str, ...]
 # The primitives of collectives. One whose name ends with "_invariant" has a result that is typed as
 # equal on all replicas.
 COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"
-# A placeholder for the axis that the step around a part binds later.
-UNNAMED = ("the axis of the step",)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepAxis:
+    """The axis that the step around a part binds later; it takes the place of a name."""
+
+
+UNNAMED: Any = StepAxis()
 
 
 class Bound(NamedTuple):
@@ -77,7 +84,7 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     if axis_name is None:
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    fits = all(isinstance(name, str) for name in names) and 0 < len(set(names)) == len(names)
+    fits = all(isinstance(x, (str, StepAxis)) for x in names) and 0 < len(set(names)) == len(names)
     allowed = "a mesh axis name or a tuple of different ones"
     hint = "Use None on a single device; other arguments go by name."
     checks.require(fits, who, argument, got=axis_name, allowed=allowed, hint=hint)

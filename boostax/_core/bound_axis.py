@@ -34,15 +34,19 @@ def gate(factory: Factory) -> Factory:
     def made(*args: Any, **kwargs: Any) -> Extended:
         given, alone = checks.bind(factory, args, kwargs), factory(*args, **kwargs)
         named = given.arguments.get("axis_name") is not None
-        known: dict[tuple[str, ...], Extended] = {(): alone}
+        known: dict[tuple[str, ...], Any] = {(): alone}
 
         def bound(params: PyTree) -> Extended:
             over, averaged = axes.bound().names, axes.bound().averaged
             if named or averaged:
                 return called(factory, given, None) if averaged else alone
             if over not in known:
-                reduced = _reduced_inside(alone, params)
-                wanted = sorted(reduced) if over == axes.UNNAMED else over
+                # The axes over which parts inside reduce, as their ``init`` reports them.
+                reduced = set[str]()
+                with axes.during(REDUCED, reduced):
+                    for inner in known[()].update.description.inner.values():
+                        jax.eval_shape(functools.partial(init_inner, inner), params)
+                wanted = sorted(reduced, key=repr) if axes.UNNAMED in over else over
                 agreed = tuple(name for name in wanted if name in reduced)
                 known[over] = called(factory, given, agreed) if agreed else alone
             return known[over]
@@ -83,12 +87,3 @@ def delayed(sample: Extended, pick: Callable[[PyTree], Extended]) -> Extended:
         return chosen.flush(state, params, **extra)
 
     return gated(init, step, flush)
-
-
-def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
-    """Return the axes over which parts inside a gate reduce, as their ``init`` reports them."""
-    reduced = set[str]()
-    with axes.during(REDUCED, reduced):
-        for inner in tx.update.description.inner.values():
-            jax.eval_shape(functools.partial(init_inner, inner), params)
-    return reduced

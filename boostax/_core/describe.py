@@ -181,7 +181,7 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
     of frozen groups: ``update`` gets a Python integer by the keyword ``depth``, and
-    ``own(state).coming()`` is the variant of the next call, an i32 scalar. A gate that only
+    ``own(state).next_variant()`` is the variant of the next call, an i32 scalar. A gate that only
     watches, such as ``average_params``, has the variants of what is inside.
     """
     told = getattr(tx.update, "description", None)

@@ -15,14 +15,10 @@ apply the result. Nested gates pass ``apply`` inwards, so that only the innermos
 params. Gradients pass inwards unchanged, together with the factors that multiply them later
 (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
-The state of a gate describes its last call by methods and fields:
-
-============ ===================================================================================
-``passed()`` whether the call ran the inner transformation (for a window: closed and ran)
-``taken()``  whether the gradient was used, by the inner transformation or in a window
-``held()``   whether a window is open, so that gradients wait in it
-``ran``      the field of ``GateState`` behind ``passed()`` and ``taken()``
-============ ===================================================================================
+The state of a gate describes its last call by the methods of ``protocols.Gate``, and a state in
+which gradients wait by those of ``protocols.Window``. Its field ``applied``, a bool, is the flag
+behind ``inner_ran()``: whether the last call ran the inner transformation. Its field ``skipped``,
+an i32, counts the calls since the start that did not.
 """
 
 import dataclasses
@@ -34,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, interpret, mismatch, norms, placement, trees
+from boostax._core import axes, checks, interpret, mismatch, norms, placement, protocols, trees
 from boostax._core.describe import Stepped
 from boostax._core.types import PyTree
 
@@ -227,32 +223,27 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
 def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that is hidden by a wrapper.
 
-    A state in which gradients may wait has a method ``held()``.
+    A state in which gradients may wait is a ``protocols.Window``.
     """
     own = gate_of(tx)
     if own is not None:
         return own.flush(state, params, **extra)
-    hidden = [type(node).__name__ for node in trees.telling(state, "held")]
+    hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
     hint = "The gate of these states is hidden: put it outside optax.chain and the like."
     checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
     return params, state
 
 
-def flush_of(tx: Extended, flag: str) -> Flush:
-    """Make the ``flush`` of a gate that accumulates no gradients itself.
-
-    Args:
-      tx: the transformation inside, whose state is ``inner_state``.
-      flag: the field that records whether the last call ran ``tx``.
-    """
+def flush_of(tx: Extended) -> Flush:
+    """Make the ``flush`` of a gate around ``tx`` that accumulates no gradients itself."""
 
     def flush_fn(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A flush that closes a window counts as a run, even if the last gradient was skipped.
-        ran = getattr(state, flag) | (waiting & passed(inner_state))
-        return params, state._replace(**{flag: ran}, inner_state=inner_state)
+        # A flush that closes a window applies it, even if the last gradient was skipped.
+        applied = state.applied | (waiting & passed(inner_state))
+        return params, state._replace(applied=applied, inner_state=inner_state)
 
     return flush_fn
 
@@ -310,23 +301,22 @@ def decide(
     params: PyTree,
     **how: Any,
 ) -> Stepped:
-    """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, ran, inner_state)``.
+    """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, applied, inner_state)``.
 
     A call whose loss counted no items is skipped, too. Its zero gradient is no evidence about a
     scale or a limit, so ``finish`` then gets ``state`` unchanged as ``moved``.
     """
-    counted = grads.counted
-    if counted is not None:
+    if (counted := grads.counted) is not None:
         keep = lambda x, old: x if x is old else jnp.where(counted, x, old)  # noqa: E731
         ok, moved = ok & counted, jax.tree.map(keep, moved, state)
     value, inner_state = run_or_hold(ok, heavy, params, state.inner_state, **how)
     return value, finish(moved, ok, inner_state)
 
 
-def held_or_ran(state: Any, ran: jax.Array, inner_state: Any) -> Any:
-    """Return a state after a call that ran or was skipped, for ``decide``."""
-    held = counted(state.held_calls, ~ran)
-    return state._replace(ran=ran, held_calls=held, inner_state=inner_state)
+def applied_or_skipped(state: Any, applied: jax.Array, inner_state: Any) -> Any:
+    """Return a state after a call that was applied or skipped, for ``decide``."""
+    skipped = counted(state.skipped, ~applied)
+    return state._replace(applied=applied, skipped=skipped, inner_state=inner_state)
 
 
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
@@ -367,25 +357,24 @@ def passed(state: PyTree) -> jax.Array:
     The flag of an inner gate is stale if an outer gate skipped the call; the outer flag is then
     False, so the conjunction is still correct.
     """
-    flags = [node.passed() for node in gates_in(state)]
+    flags = [node.inner_ran() for node in gates_in(state)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
 def outermost_passed(state: PyTree) -> jax.Array:
     """Return whether the outermost gate accumulated or applied the last gradient."""
-    gates = gates_in(state)
-    return gates[0].taken() if gates else jnp.asarray(True)
+    return next((gate.gradient_used() for gate in gates_in(state)), jnp.asarray(True))
 
 
 def held_open(state: PyTree) -> jax.Array:
     """Return whether any window is open."""
-    flags = [node.held() for node in trees.telling(state, "held")]
+    flags = [node.is_open() for node in trees.telling(state, protocols.Window)]
     return functools.reduce(jnp.logical_or, flags, jnp.asarray(False))
 
 
-def gates_in(state: PyTree) -> list[Any]:
+def gates_in(state: PyTree) -> list[protocols.Gate]:
     """Return the states of gates, outer before inner."""
-    return trees.telling(state, "passed", "taken")
+    return trees.telling(state, protocols.Gate)
 
 
 def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
@@ -393,6 +382,6 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
     return jnp.where(happened, optax.safe_increment(counter), counter)
 
 
-def told_by(field: str) -> Callable[[Any], jax.Array]:
-    """Make the methods ``passed`` and ``taken`` of a state that keeps one bool for both."""
-    return lambda state: getattr(state, field)
+def flag(state: Any) -> jax.Array:
+    """Return ``applied``, as both methods of ``protocols.Gate`` do for a state with one flag."""
+    return state.applied

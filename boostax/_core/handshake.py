@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
-from boostax._core import mismatch, trees
+from boostax._core import mismatch, protocols, trees
 from boostax._core.types import PyTree
 
 Grads = TypeVar("Grads")
@@ -75,23 +75,26 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
       0.75
     """
     mismatch.require_order("assume_scaled", "assume_scaled(grads, opt_state)", grads=grads)
-    for scale in scales_in(opt_state):
-        mark = mark_of(scale)
-        mark.loss = mark.crossed = True
+    scaled(opt_state, crossed=True)
     return grads
 
 
-def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
+def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[Any]:
+    """Mark the scales in a state as read by a loss, and return them."""
+    scales = scales_in(opt_state)
+    for mark in map(mark_of, scales):
+        mark.loss = True
+        mark.crossed |= crossed
+    return scales
+
+
+def hand_on(old: object, new: object) -> None:
     """Let a new array share the mark of an old one.
 
     If the old array is outside all traces, it has no mark, and the new array is not checked.
     """
-    if not isinstance(new, Tracer):
-        return
-    mark = mark_of(old)
-    if not isinstance(old, Tracer) or any(m.loss for m in enclosing(old)):
-        mark.loss = mark.crossed = True
-    keep(new, mark)
+    if isinstance(new, Tracer):
+        keep(new, mark_of(old) if isinstance(old, Tracer) else Mark(loss=True, crossed=True))
 
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:
@@ -110,7 +113,7 @@ def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
 
 def scales_in(state: PyTree) -> list[Any]:
     """Return the array that identifies each scaler in a state."""
-    return [node.known_by() for node in trees.telling(state, "known_by")]
+    return [node.scale_array() for node in trees.telling(state, protocols.Scaler)]
 
 
 def mark_of(scale: object) -> Mark:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from boostax._core import checks, mismatch, trees, types
+from boostax._core import checks, mismatch, protocols, trees, types
 from boostax._core.types import PyTree
 
 
@@ -49,22 +49,22 @@ class PerReplica(NamedTuple):
 is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
 
 
-def shares(opt_state: PyTree) -> list[PerReplica]:
+def summed_parts(opt_state: PyTree) -> list[PerReplica]:
     """Return the per-replica parts whose sum over the replicas counts; other parts are averaged.
 
-    A state returns such parts from a method ``shares()``.
+    See ``protocols.HasSummedParts``.
     """
-    return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
+    states = trees.telling(opt_state, protocols.HasSummedParts)
+    return [part for state in states for part in state.summed_parts()]
 
 
-def dealt(opt_state: PyTree) -> dict[int, int]:
-    """Return the number of items in each per-replica part that distributes items, by ``id``.
+def distributed_items(opt_state: PyTree) -> dict[int, int]:
+    """Return the number of items in each part that distributes items, by the part's ``id``.
 
-    A state returns such parts from a method ``dealt()``. Their arrays are ``[replicas, slots,
-    ...]``; item ``i`` is in slot ``i % slots`` of replica ``i // slots``.
+    See ``protocols.HasDistributedItems``.
     """
-    found = [pair for node in trees.telling(opt_state, "dealt") for pair in node.dealt()]
-    return {id(part): items for part, items in found}
+    states = trees.telling(opt_state, protocols.HasDistributedItems)
+    return {id(part): items for state in states for part, items in state.distributed_items()}
 
 
 def _deal(x: Any, replicas: int, items: int) -> Any:
@@ -120,8 +120,8 @@ def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
 
 
 def owns_params(opt_state: PyTree) -> bool:
-    """Return whether each replica has params of its own: a state has ``own_params()``."""
-    return bool(trees.telling(opt_state, "own_params"))
+    """Return whether each replica has params of its own: see ``protocols.OwnsParams``."""
+    return any(x.owns_params() for x in trees.telling(opt_state, protocols.OwnsParams))
 
 
 def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
@@ -147,7 +147,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
         broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
         return broadcast(x[None], (replicas, *x.shape))
 
-    items = dealt(opt_state)
+    items = distributed_items(opt_state)
 
     def stacked(node: PyTree) -> PyTree:
         if id(node) in items:
@@ -267,8 +267,8 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of ``by_shape``
     are distributed again, without rounding.
 
-    A state class of your own returns from a method ``shares()`` the ``PerReplica`` parts whose sum
-    is to be kept. A reduction by ``jax.lax.psum`` is not recognised: close a window around it
+    A state class of your own returns the ``PerReplica`` parts whose sum is to stay from a method
+    ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window around it
     before you change the number of replicas.
 
     Args:
@@ -301,9 +301,9 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
-    summed, items = shares(state), dealt(state)
-    # States name the parts that are equal inside a server by a method ``servers()``.
-    of_servers = [part for node in trees.telling(state, "servers") for part in node.servers()]
+    summed, items = summed_parts(state), distributed_items(state)
+    asked = trees.telling(state, protocols.HasServerParts)
+    of_servers = [part for node in asked for part in node.server_parts()]
 
     def moved(node: PyTree) -> PyTree:
         if not is_per_replica(node):

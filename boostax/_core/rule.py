@@ -19,21 +19,17 @@ class GateState(NamedTuple):
 
     Attributes:
       own: the state of the rule.
-      ran: bool, whether the last call ran the inner transformation.
-      held_calls: i32, calls that were skipped.
+      applied: bool, whether the last call ran the inner transformation.
+      skipped: i32, calls that were skipped since the start.
       inner_state: state of the inner transformation.
     """
 
     own: PyTree
-    ran: jax.Array
-    held_calls: jax.Array
+    applied: jax.Array  # [] bool
+    skipped: jax.Array  # [] int32
     inner_state: Any
 
-    def metrics(self) -> dict[str, jax.Array]:
-        """Return named scalars for ``boostax.metrics``."""
-        return {"held_calls": self.held_calls}
-
-    passed = taken = gates.told_by("ran")
+    inner_ran = gradient_used = gates.flag
 
 
 Rule = Callable[[gates.Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
@@ -89,7 +85,7 @@ def gate(
       >>> w, state = jnp.float32(0.0), tx.init(jnp.float32(0.0))
       >>> for g in (1.0, 100.0, 1.0):
       ...   w, state = boostax.apply_gradients(tx, jnp.float32(g), state, w)
-      >>> float(w), int(boostax.metrics(state)["held_calls"])
+      >>> float(w), int(boostax.metrics(state)["skipped"])
       (-2.0, 1)
     """
     who = name or getattr(rule, "__name__", "gate")
@@ -119,6 +115,6 @@ def gate(
 
         moved = state._replace(own=trees.cast_like(own, state.own))
         how: Any = {"apply": apply, "who": who, "names": names}
-        return gates.decide(ok, heavy, grads, state, moved, gates.held_or_ran, params, **how)
+        return gates.decide(ok, heavy, grads, state, moved, gates.applied_or_skipped, params, **how)
 
-    return gates.gated(init_fn, step_fn, gates.flush_of(tx, "ran"))
+    return gates.gated(init_fn, step_fn, gates.flush_of(tx))

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from boostax._core import checks, jaxprs, types
+from boostax._core import checks, jaxprs, protocols, types
 from boostax._core.types import PyTree
 
 LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
@@ -223,9 +223,13 @@ def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) ->
     return states[0]
 
 
-def telling(tree: PyTree, *methods: str) -> list[Any]:
-    """Return the states that have all methods of these names; see ``nodes``."""
-    return find(tree, lambda node: all(callable(getattr(node, x, None)) for x in methods))
+def telling(tree: PyTree, question: type[types.State]) -> list[types.State]:
+    """Return the states that answer a question of ``protocols``, each before those inside it.
+
+    Raises:
+      TypeError: the tree contains a state whose methods are nearly those of a question.
+    """
+    return find(tree, lambda node: protocols.answers(type(node), question))
 
 
 def nodes(tree: PyTree) -> list[Any]:

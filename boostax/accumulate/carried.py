@@ -146,7 +146,9 @@ class _Carry(NamedTuple):
         opened = state.open & gate.held_open(state.inner_state)
         fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
         pending = gate.Pending(without(grads.raw, found))
-        if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
+        # ``known_by`` is of scalers, and ``last_finite`` of Optax's ``apply_if_finite``.
+        inside = state.inner_state
+        if trees.find(inside, lambda x: hasattr(x, "known_by") or hasattr(x, "last_finite")):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.
             below = fits(lambda x: x < jnp.inf)
             pending = pending.times(jnp.where(below, 1.0, jnp.nan).astype(jnp.float32))
@@ -160,7 +162,6 @@ class _Carry(NamedTuple):
             return jnp.where(opened, combine(found[name], old, x), x)
 
         both = {name: merged(name, x) for name, x in _named(state.window).items()}
-        inside = state.inner_state
         trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
         kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731

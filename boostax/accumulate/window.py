@@ -20,6 +20,7 @@ import optax
 from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
+from boostax._core.protocols import SumsGradients
 from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import Params, PyTree
 from boostax.accumulate.aux import MOST, addends, factor, weigh
@@ -56,8 +57,8 @@ class AccumulateState(NamedTuple):
     Attributes:
       micro_step: i32, number of micro-steps in the open window; 0 if none is open.
       optimizer_steps: i32, number of applied windows, the argument of an ``every`` schedule.
-      dropped_windows: i32, number of windows that closed without being applied, because their
-        weights or sums were not usable or ``inner`` skipped them.
+      skipped: i32, calls since the start that closed a window without applying it, because its
+        weights or sums were not usable or ``inner`` skipped it.
       applied: bool, whether the last call closed a window and applied its result.
       window: a ``Window``, inside a ``PerReplica`` if sums are local to replicas; ``None`` for
         ``every=1``.
@@ -66,32 +67,32 @@ class AccumulateState(NamedTuple):
 
     micro_step: jax.Array
     optimizer_steps: jax.Array
-    dropped_windows: jax.Array
-    applied: jax.Array
+    skipped: jax.Array  # [] int32
+    applied: jax.Array  # [] bool
     window: PerReplica | Window | None
     inner_state: optax.OptState
     holds = Holds(("micro_step", "window"), "micro_step", "optimizer_steps")
 
-    passed = gate.told_by("applied")
+    inner_ran = gate.flag
 
-    def taken(self) -> jax.Array:
+    def gradient_used(self) -> jax.Array:
         """Return whether the last gradient was added to the open window or passed to ``inner``."""
         return jnp.logical_or(self.micro_step > 0, gate.outermost_passed(self.inner_state))
 
-    def held(self) -> jax.Array:
+    def is_open(self) -> jax.Array:
         """Return whether a window is open."""
         return self.micro_step > 0
 
-    def shares(self) -> list[PerReplica]:
+    def summed_parts(self) -> list[PerReplica]:
         """Return the window if ``reshard_state`` must keep the sum over replicas, not the mean."""
         if not isinstance(self.window, PerReplica):
             return []
-        weighted = self.window.local.weight is not None
-        return [self.window] if weighted or trees.telling(self.inner_state, "sums") else []
+        sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
+        return [self.window] if sums or self.window.local.weight is not None else []
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        return dict(zip(self._fields[:3], self[:3], strict=True))
+        return {"micro_step": self.micro_step, "optimizer_steps": self.optimizer_steps}
 
 
 @bound_axis.gate
@@ -124,7 +125,7 @@ def accumulate(
     ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and the counts in
     ``Aux.weight``. Terms with the same count are cheaper as one term.
 
-    A window is dropped, and counted in ``dropped_windows``, if a weight is not in [0, 2**64), if
+    A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if
     all weights sum to less than 2**-64, or if a sum overflowed in an ``accumulator_dtype`` with the
     range of f16 (if ``inner`` has a gate, that gate decides).
 
@@ -282,7 +283,7 @@ class _Windows(NamedTuple):
             return params, state._replace(inner_state=inner_state)
         # A scaler inside checked the mark of these gradients when they were added.
         sums = handshake.assume_scaled(_local(state.window), state.inner_state)
-        ends, count = state.held(), state.micro_step
+        ends, count = state.is_open(), state.micro_step
         params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
         with averaged(self.averaged):
             params, inner = gate.flush_inner(self.tx, inner, params, extra)
@@ -400,8 +401,8 @@ def _next(
 ) -> AccumulateState:
     inner_state, applied = closed
     steps = gate.counted(state.optimizer_steps, applied)
-    dropped = gate.counted(state.dropped_windows, ended & ~applied)
-    return AccumulateState(count, steps, dropped, applied, state.window, inner_state)
+    skipped = gate.counted(state.skipped, ended & ~applied)
+    return AccumulateState(count, steps, skipped, applied, state.window, inner_state)
 
 
 def _summed(

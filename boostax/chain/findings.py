@@ -41,62 +41,62 @@ _WORDS = checks.table("boostax.chain", "orders")
 _SEVERAL = checks.table("boostax.chain", "roles")["several"]
 
 
-def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
+def findings(parts: Sequence[Row], step: Any = None) -> list[Finding]:
     """Return all findings of a chain, and of a step around it."""
     bound = step is not None and bool(step.names)
-    of_chain = [*orders(found), *settings(found, bound), *directions(found)]
-    return of_chain if step is None else [*of_chain, *of_step(found, step)]
+    of_chain = [*orders(parts), *settings(parts, bound), *directions(parts)]
+    return of_chain if step is None else [*of_chain, *of_step(parts, step)]
 
 
 @functools.cache
 def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
     """Return the texts for a part ``"after"`` or ``"inside"`` another, by both parts' roles."""
-    found: dict[tuple[str, str], tuple[str, str, bool]] = {}
+    texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
     for group in _WORDS[where]:
         for first, then, why in group["pairs"]:
-            said = group.get("why", "") + why, group["mend"], group.get("certain", False)
-            for pair in itertools.product(_roles(first), _roles(then)):
-                found.setdefault(pair, said)
-    return found
+            text = group.get("why", "") + why, group["mend"], group.get("certain", False)
+            roles = (
+                [r for x in names.split(" | ") for r in _SEVERAL.get(x, (x,))]
+                for names in (first, then)
+            )
+            for pair in itertools.product(*roles):
+                texts.setdefault(pair, text)
+    return texts
 
 
-def _roles(names: str) -> Iterator[str]:
-    for name in names.split(" | "):
-        yield from _SEVERAL.get(name, (name,))
-
-
-def orders(found: Sequence[Row]) -> Iterator[Finding]:
+def orders(parts: Sequence[Row]) -> Iterator[Finding]:
     """Yield parts in a wrong sequence, then parts in a wrong nesting."""
-    pairs = itertools.combinations(found, 2)
+    pairs = itertools.combinations(parts, 2)
     yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and a not in b.holders))
-    yield from _broken("inside", ((a, b) for b in found for a in b.holders))
+    yield from _broken("inside", ((a, b) for b in parts for a in b.holders))
 
 
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
     """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
-        apart = {a.role, b.role} <= {*_SEVERAL["reducing"]} and not set(a.axes) & set(b.axes)
-        said = None if apart else rules(where).get((a.role, b.role))
-        if said is not None:
+        if {a.role, b.role} <= {*_SEVERAL["reducing"]} and not set(a.axes) & set(b.axes):
+            continue
+        if (a.role, b.role) in rules(where):
+            why, mend, certain = rules(where)[a.role, b.role]
             names = {"first": a.part.name, "then": b.part.name}
-            why, mend = (text.format(**names) for text in said[:2])
-            yield Finding(f"{b.part.name} {where} {a.part.name}", why, mend, said[2])
+            what = f"{b.part.name} {where} {a.part.name}"
+            yield Finding(what, why.format(**names), mend.format(**names), certain)
 
 
 def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting, with the text of ``orders.toml``."""
-    said = _WORDS["settings"][setting]
-    texts = {field: said[field].format(**names) for field in ("what", "why", "mend")}
-    return Finding(**texts, certain=said.get("certain", False))
+    entry = _WORDS["settings"][setting]
+    texts = {field: entry[field].format(**names) for field in ("what", "why", "mend")}
+    return Finding(**texts, certain=entry.get("certain", False))
 
 
-def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
+def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """Yield wrong settings of single parts.
 
     ``bound`` is the axis that a step binds for gates without an ``axis_name``.
     """
-    for row in found:
-        name, description = row.part.name, row.part.description
+    for row in parts:
+        name = row.part.name
         # Freezing saves nothing.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
@@ -104,8 +104,8 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
             yield finding("zero_in_partition", name=name)
         # Each replica decides alone although a reduction is inside the gate. The axes of a clip are
         # axes of shards, which the types of the gradients show to a gate.
-        inside = (other for other in found if row in other.holders and other.role not in CLIPS)
-        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *UNNAMED}
+        inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
+        missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             axes = ", ".join(repr(x) for x in sorted(missing))
             yield finding("without_axis", name=name, axes=axes)
@@ -114,16 +114,16 @@ def settings(found: Sequence[Row], bound: bool) -> Iterator[Finding]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
         # The compressed reduction discards values that it does not send.
-        if description is not None and description.lossy:
+        if row.part.description is not None and row.part.description.lossy:
             yield finding("lossy", name=name)
 
 
-def directions(found: Sequence[Row]) -> Iterator[Finding]:
+def directions(parts: Sequence[Row]) -> Iterator[Finding]:
     """Yield parts on the wrong side of the learning rate's minus sign, and chains of wrong sign."""
-    if any(row.sides for row in found):
+    if any(row.sides for row in parts):
         return
     # The optimizer outside of a subspace flips the sign itself.
-    line = [row for row in found if all(holder.role != "subspace" for holder in row.holders)]
+    line = [row for row in parts if all(holder.role != "subspace" for holder in row.holders)]
     signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):
         if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
@@ -143,20 +143,20 @@ def scales(tx: optax.GradientTransformation) -> bool:
 
     With carried leaves the result is False, because they may depend on the scaled cotangents.
     """
-    found = rows(read(tx))
-    scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in found)
-    return scaler and all(x.role != "carry" for x in found)
+    parts = rows(read(tx))
+    scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in parts)
+    return scaler and all(x.role != "carry" for x in parts)
 
 
-def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
+def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     """Yield findings for parts that a step needs and its chain lacks."""
-    scales = any(row.role == "scaler" for row in found)
+    scales = any(row.role == "scaler" for row in parts)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield finding("half_without_scaler")
-    if all(row.role != UNKNOWN for row in found):
+    if all(row.role != UNKNOWN for row in parts):
         reducing = (*_SEVERAL["reducing"], "subspace")
-        reduced = {axis for row in found if row.role in reducing for axis in row.axes}
-        reduced |= set(step.names) if UNNAMED[0] in reduced else set()
+        reduced = {axis for row in parts if row.role in reducing for axis in row.axes}
+        reduced |= set(step.names) if UNNAMED in reduced else set()
         for axis in (axis for axis in step.names if axis not in reduced):
             setting = "reduced_over_others" if reduced else "not_reduced"
             yield finding(setting, axis=repr(axis), others=", ".join(map(repr, sorted(reduced))))

@@ -58,7 +58,7 @@ class Part:
       description: its own description, if there is one.
       settings: the values in the closure of its ``update``.
       inner: the parts inside.
-      apart: whether the parts inside work in parallel, not in sequence.
+      parallel: whether the parts inside work in parallel, not in sequence.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Part:
     description: Description | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inner: tuple["Part", ...] = ()
-    apart: bool = False
+    parallel: bool = False
 
 
 # This represents an unknown part of a combinator whose closure Optax has changed.
@@ -81,7 +81,8 @@ def read(tx: optax.GradientTransformation) -> Part:
 
 def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
     """Return the transformations in an ``optax.chain`` and its inner chains; else only ``tx``."""
-    inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
+    inits = closure(tx.init).get("init_fns")
+    updates = closure(tx.update).get("update_fns")
     if inits is None or updates is None:
         return [tx]
     pairs = zip(inits, updates, strict=True)
@@ -89,11 +90,12 @@ def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformatio
 
 
 def _part(update: Callable[..., Any]) -> Part:
-    own: Description | None = getattr(update, "description", None)
-    if own is not None:
-        inner = tuple(map(read, own.inner.values()))
+    description: Description | None = getattr(update, "description", None)
+    if description is not None:
+        inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
-        return Part(own.name, "", own.what, own, settings=values, inner=inner)
+        name, what = description.name, description.what
+        return Part(name, "", what, description, settings=values, inner=inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
@@ -107,14 +109,14 @@ def _part(update: Callable[..., Any]) -> Part:
     space = getattr(update, "__globals__", {})
     # functools.wraps copies the name and module of the wrapped function, but not its globals.
     package = str(space.get("__name__", getattr(update, "__module__", ""))).partition(".")[0]
-    made = space.get(name) if owner is None else kind
-    held = _held(name, values) if package == "optax" else ()
+    what = first_line(space.get(name) if owner is None else kind)
+    inner = _inner(name, values) if package == "optax" else ()
     # The second optimizer of sam also takes gradients, and its updates are subtracted.
-    apart = package == "optax" and name in ("partition", "sam")
-    return Part(name, package, first_line(made), settings=values, inner=held, apart=apart)
+    parallel = package == "optax" and name in ("partition", "sam")
+    return Part(name, package, what, settings=values, inner=inner, parallel=parallel)
 
 
-def _held(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
+def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     """Return the parts inside one of Optax's combinators."""
     try:
         if name == "chain":
@@ -125,10 +127,9 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
             return tuple(map(read, values["transforms"].values()))
     except KeyError:  # This version of Optax uses another name for it.
         return (_HIDDEN,)
-    if name == "inject_hyperparams":
-        values = {"made": _injected(values)}
-    held = [tx for tx in values.values() if isinstance(tx, optax.GradientTransformation)]
-    return tuple(map(read, held)) or (_HIDDEN,) * (name in _table()["wrappers"].split())
+    inside = [_injected(values)] if name == "inject_hyperparams" else values.values()
+    parts = tuple(read(tx) for tx in inside if isinstance(tx, optax.GradientTransformation))
+    return parts or (_HIDDEN,) * (name in _table()["wrappers"].split())
 
 
 def _injected(values: Mapping[str, Any]) -> Any:
@@ -136,11 +137,11 @@ def _injected(values: Mapping[str, Any]) -> Any:
 
     Optax takes the numbers from the state; here each number is its default, or 1.
     """
-    given = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
+    arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
         scheduled = {name: fn(fn.init()) for name, fn in values["sched_hps"].items()}
         parameters = inspect.signature(values["inner_factory"]).parameters.values()
-        missing = [x for x in parameters if x.name not in given]
+        missing = [x for x in parameters if x.name not in arguments]
         numbers = {x.name: 1 if x.default is x.empty else x.default for x in missing}
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
     except Exception:  # Any factory may fail here; the part is then unknown.
@@ -174,7 +175,8 @@ def role(part: Part) -> str:
 
 def sign(part: Part) -> float:
     """Return the sign by which a part multiplies its input; NaN if it is unknown."""
-    kind, factor = role(part), 1
+    kind = role(part)
+    factor: Any = 1
     if kind == UNKNOWN:
         return math.nan
     if kind == "subspace" or part.name in ("scale_by_cocob", "scale_by_madgrad"):
@@ -184,8 +186,8 @@ def sign(part: Part) -> float:
     elif kind == "schedule":
         # Optax writes a descending step as ``lambda count: m * schedule(count)``, with ``m`` -1.
         fn: Any = part.settings.get("step_size_fn")
-        ours = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
-        factor = closure(fn).get("m") if ours else None
+        by_optax = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
+        factor = closure(fn).get("m") if by_optax else None
     return float(np.sign(number(factor)))
 
 
@@ -224,24 +226,25 @@ class Row:
 
     def meets(self, other: "Row") -> bool:
         """Return whether both parts get the same params."""
-        mine, others = dict(self.sides), dict(other.sides)
-        return all(others.get(which, side) == side for which, side in mine.items())
+        sides = dict(other.sides)
+        return all(sides.get(partition, side) == side for partition, side in self.sides)
 
 
 def rows(part: Part) -> list[Row]:
     """List all parts, each before the parts inside it; parts that only combine are left out."""
-    found: list[Row] = []
+    listed: list[Row] = []
 
     def visit(row: Row) -> None:
-        part, holders, masks = row.part, row.holders, row.masks
+        part = row.part
         # A combinator whose parts are unknown gets a row itself.
-        if row.role != COMBINATOR or not part.inner:
-            found.append(row)
-            holders = (*holders, row)
-        masks = (*masks, part.name) if part.name in _MASKS else masks
+        is_listed = row.role != COMBINATOR or not part.inner
+        if is_listed:
+            listed.append(row)
+        holders = (*row.holders, row) if is_listed else row.holders
+        masks = (*row.masks, part.name) if part.name in _MASKS else row.masks
         for i, inner in enumerate(part.inner):
-            sides = (*row.sides, (id(part), i)) if part.apart else row.sides
+            sides = (*row.sides, (id(part), i)) if part.parallel else row.sides
             visit(Row(inner, role(inner), holders, row.wrappers + 1, sides, masks))
 
     visit(Row(part, role(part), (), 0, ()))
-    return found
+    return listed

@@ -72,9 +72,9 @@ def _opened(state: AccumulateState, share: float | jax.Array) -> PyTree:
     window = state.window.local if isinstance(state.window, PerReplica) else state.window
     if window is None:
         return None
-    # A stale sum may hold NaN, which a product with zero would not remove.
-    read = lambda x: jnp.where(state.micro_step > 0, x * share, 0).astype(x.dtype)  # noqa: E731
-    return jax.tree.map(read, window.grads)
+    is_open = state.micro_step > 0
+    # A stale sum may contain NaN, which a product with zero would not remove.
+    return jax.tree.map(lambda x: jnp.where(is_open, x * share, 0).astype(x.dtype), window.grads)
 
 
 class MultiSteps:

@@ -96,7 +96,7 @@ def migrate_state(
     Args:
       old_state: the saved state, also of an NNX optimizer, with a dimension of replicas if it comes
         from a ``TrainState``. If a serialiser converted the state to dicts and lists, its classes
-        are recognised by their fields' names.
+        are recognised by their fields' names, also by the names of 0.3.
       new_tx: the transformation that continues the run; it may come from ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
@@ -128,7 +128,7 @@ def migrate_state(
       kept:
         ScaleByAdamState count, mu, nu: 1 -> inner_state
       made anew:
-        LossScaleState scale, clean_steps, tolerance, last_finite, skipped_steps, \
+        LossScaleState scale, clean_steps, tolerance, applied, skipped, \
 skipped_in_a_row, growths, backoffs, floor_hits: the root
       dropped:
         nothing
@@ -142,7 +142,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         params = jax.tree.map(lambda x: x[0], params.local)
-    with axes.binding(axes.UNNAMED):
+    with axes.binding((axes.UNNAMED,)):
         first, notes = new_tx.init(params), list[str]()
     # Moments are migrated in f32, in any storage dtype.
     saved, old_state = old_state, _classed(old_state, first)
@@ -173,7 +173,7 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
     """Restore the classes of a state that a serialiser converted to dicts.
 
     A dict whose keys are the fields of a class in ``like``, in boostax or in Optax becomes an
-    instance of the class.
+    instance of the class. The fields may have their names of 0.3.
     """
     known = [*map(type, trees.nodes(like)), *vars(states).values(), *vars(optax).values()]
     fields = {frozenset(x._fields): x for x in reversed(known) if getattr(x, "_fields", ())}
@@ -184,8 +184,9 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
         inside = {key: visit(y) for key, y in x.items()} if type(x) is dict else {}
         if inside and inside.keys() == {*map(str, range(len(inside)))}:  # Flax writes tuples so.
             return tuple(inside[str(i)] for i in range(len(inside)))
-        cls = fields.get(frozenset(inside))
-        return cls(**inside) if cls else inside or x
+        now = {_DATA["renamed"].get(key, key): y for key, y in inside.items()}
+        cls = fields.get(frozenset(inside), fields.get(frozenset(now)))
+        return cls(*((now | inside)[field] for field in cls._fields)) if cls else inside or x
 
     return visit(tree)
 
@@ -461,8 +462,8 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
     where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
     notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
     value = old.value.astype(dtype)
-    fits = norms.stays_finite(old.value, value)
-    require(fits, "range", f"{dtype} at {trees.path_name(new.path)}")
+    path = trees.path_name(new.path)
+    require(norms.stays_finite(old.value, value), "range", f"{dtype} at {path}")
     return old._replace(value=value)
 
 
@@ -501,7 +502,7 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
     if (variants := variants_of(tx)) is None:
         return state
     new = variants.resumed(params, state)
-    depth, was = (variants.own(x).coming() for x in (new, state))
+    depth, was = (variants.own(x).next_variant() for x in (new, state))
     if int(depth) != int(was):
         notes.append(_DATA["notes"]["depth"].format(depth, was))
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, gate, handshake, replicas, trees
+from boostax._core import checks, gate, handshake, protocols, replicas, trees
 from boostax._core.describe import Holds, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
@@ -50,7 +50,7 @@ class ScheduledFreezeState(NamedTuple):
         """Return named scalars for ``boostax.metrics``."""
         return {"frozen_groups": self.depth, "freeze_steps": self.steps}
 
-    def coming(self) -> jax.Array:
+    def next_variant(self) -> jax.Array:
         """Return the variant of the next call: its depth."""
         return self.next_depth
 
@@ -157,7 +157,8 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     wrong = {
         "gates": not shared and gate.gates_in(states),
         "own params": changes and replicas.owns_params(states),
-        "whole params": changes and trees.telling(states, "whole_params"),
+        "whole params": changes
+        and any(x.needs_all_params() for x in trees.telling(states, protocols.NeedsAllParams)),
         "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
     }
     for name in (name for name, refused in wrong.items() if refused):

@@ -311,7 +311,7 @@ class Layers(Stacked, Backward):
       >>> layers = boostax.train.Layers("layers", release=True)
       >>> step = boostax.make_train_step(loss, optax.sgd(0.1), layers=layers)
       >>> state, metrics = step(step.init({"layers": jnp.ones(3)}), jnp.ones(4))
-      >>> int(metrics["skipped_layers"])
+      >>> int(metrics["layers_skipped"])
       0
     """
 

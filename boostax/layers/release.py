@@ -30,20 +30,20 @@ class LayersState(NamedTuple):
       stacks: for each stack the states of its layers, each array ``[layers, ...]``.
       rest: the optimizer state of all other params.
       applied: bool, whether the last step was applied.
-      skipped_layers: i32, number of skipped layer updates, because the layer's gradient or the loss
+      layers_skipped: i32, number of skipped layer updates, because the layer's gradient or the loss
         was not finite.
     """
 
     stacks: dict[str, PyTree]
     rest: PyTree
-    applied: jax.Array
-    skipped_layers: jax.Array
+    applied: jax.Array  # [] bool
+    layers_skipped: jax.Array  # [] int32
 
-    passed = taken = gate.told_by("applied")
+    inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        return {"skipped_layers": self.skipped_layers}
+        return {"layers_skipped": self.layers_skipped}
 
 
 class Released(NamedTuple):
@@ -93,7 +93,7 @@ def released(
         value, rest = jax.tree.map(keep, made, (head, state.rest))
         value = layers.joined(value, new.params)
         value = value if apply else jax.tree.map(jnp.subtract, value, params)
-        return value, LayersState(new.states, rest, new.finite, state.skipped_layers + new.skipped)
+        return value, LayersState(new.states, rest, new.finite, state.layers_skipped + new.skipped)
 
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 

@@ -29,7 +29,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import checks, gate, mismatch, replicas, trees, types
+from boostax._core import checks, gate, mismatch, protocols, replicas, trees, types
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
@@ -55,8 +55,8 @@ class AverageParamsState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
-    def whole_params(self) -> None:
-        """Mark that all params are averaged, so outer transformations must not mask params."""
+    # All params are averaged, so outer transformations must not mask params.
+    needs_all_params = protocols.yes
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -75,8 +75,8 @@ def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) ->
 
 def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
     """Return the params, or their f32 masters if ``store`` is inside."""
-    stored = trees.telling(inner_state, "whole")
-    return stored[0].whole(params) if stored else params
+    stored = trees.telling(inner_state, protocols.KeepsMasters)
+    return stored[0].master_params(params) if stored else params
 
 
 @checks.arguments

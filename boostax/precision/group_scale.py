@@ -30,7 +30,7 @@ from boostax._core import axes, bound_axis, checks, gate, groups, norms, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
 from boostax._core.types import PyTree
-from boostax.precision.loss_scale import crossed, decided, metrics_of, require, scales
+from boostax.precision.loss_scale import crossed, decided, require, scales
 
 Group = int | jax.Array
 Overflow = Literal["blame", "each"]
@@ -53,18 +53,19 @@ class GroupLossScaleState(NamedTuple):
       largest: f32 ``[G]``, largest unscaled magnitude in the group's last finite, nonzero gradient;
         0 before the first such gradient.
       overflow_group: i32, the group blamed for the last skipped step; -1 before the first skip.
-      last_finite: bool, whether the last gradients were finite; False before the first.
-      skipped_steps: i32, steps skipped since the start.
-      skipped_in_a_row: i32, steps skipped since the last applied step.
+      applied: bool, whether the last gradients were finite, so that the call ran the inner
+        transformation; False before the first.
+      skipped: i32, calls that were skipped since the start.
+      skipped_in_a_row: i32, calls that were skipped since the last applied call.
       inner_state: state of the inner transformation.
     """
 
     table: jax.Array
     largest: jax.Array
     overflow_group: jax.Array
-    last_finite: jax.Array
-    skipped_steps: jax.Array
-    skipped_in_a_row: jax.Array
+    applied: jax.Array  # [] bool
+    skipped: jax.Array  # [] int32
+    skipped_in_a_row: jax.Array  # [] int32
     inner_state: optax.OptState
     holds = Holds(("table", "largest", "overflow_group"), scale="table")
 
@@ -80,15 +81,16 @@ class GroupLossScaleState(NamedTuple):
         """Return the scale of the last group, f32, by which the loss is multiplied."""
         return self.scales[..., -1]
 
-    def known_by(self) -> jax.Array:
+    def scale_array(self) -> jax.Array:
         """Return the array by which a trace identifies this scaler."""
         return self.table
 
-    passed = taken = gate.told_by("last_finite")
+    inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        found = metrics_of(self) | {"overflow_group": self.overflow_group}
+        found = {"loss_scale": self.scale, "skipped_in_a_row": self.skipped_in_a_row}
+        found["overflow_group"] = self.overflow_group
         for group in range(self.table.shape[-1]):
             found[f"group_{group}_scale"] = self.scales[..., group]
             found[f"group_{group}_largest"] = self.largest[..., group]
@@ -299,7 +301,7 @@ def group_loss_scale(
         how: Any = {"apply": apply, "who": _WHO, "names": names}
         return gate.decide(ok, heavy, grads, state, moved, decided, params, **how)
 
-    return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
+    return gate.gated(init_fn, step_fn, gate.flush_of(tx))
 
 
 def group_scales(opt_state: PyTree) -> jax.Array | None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
 
@@ -31,9 +31,10 @@ class LossScaleState(NamedTuple):
       scale: f32 scalar, by which the next loss must be multiplied.
       clean_steps: i32, steps since the last overflow or growth.
       tolerance: i32, further overflows tolerated before the scale is lowered (``hysteresis``).
-      last_finite: bool, whether the last gradients were finite; False before the first.
-      skipped_steps: i32, steps skipped since the start.
-      skipped_in_a_row: i32, steps skipped since the last applied step.
+      applied: bool, whether the last gradients were finite, so that the call ran the inner
+        transformation; False before the first.
+      skipped: i32, calls that were skipped since the start.
+      skipped_in_a_row: i32, calls that were skipped since the last applied call.
       growths: i32, how often the scale was raised.
       backoffs: i32, how often the scale was lowered.
       floor_hits: i32, how often an overflow occurred with the scale at ``min_scale``.
@@ -43,25 +44,26 @@ class LossScaleState(NamedTuple):
     scale: jax.Array
     clean_steps: jax.Array
     tolerance: jax.Array
-    last_finite: jax.Array
-    skipped_steps: jax.Array
-    skipped_in_a_row: jax.Array
+    applied: jax.Array  # [] bool
+    skipped: jax.Array  # [] int32
+    skipped_in_a_row: jax.Array  # [] int32
     growths: jax.Array
     backoffs: jax.Array
     floor_hits: jax.Array
     inner_state: optax.OptState
     holds = Holds(scale="scale")
 
-    def known_by(self) -> jax.Array:
+    def scale_array(self) -> jax.Array:
         """Return the array by which a trace identifies this scaler."""
         return self.scale
 
-    passed = taken = gate.told_by("last_finite")
+    inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
+        first = {"loss_scale": self.scale, "skipped_in_a_row": self.skipped_in_a_row}
         moves = ("growths", "backoffs", "floor_hits")
-        return metrics_of(self) | {f"scale_{name}": getattr(self, name) for name in moves}
+        return first | {f"scale_{name}": getattr(self, name) for name in moves}
 
 
 @bound_axis.gate
@@ -239,7 +241,7 @@ def skip_bad_steps(
       axis_name: as in ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with a ``LossScaleState``, whose ``skipped_steps`` counts. Cost: as
+      A transformation with a ``LossScaleState``, whose ``skipped`` counts. Cost: as
       ``dynamic_loss_scale``.
 
     Raises:
@@ -250,7 +252,7 @@ def skip_bad_steps(
       >>> tx = boostax.skip_bad_steps(optax.sgd(1.0))
       >>> params = jnp.float32(1.0)
       >>> updates, state = tx.update(jnp.float32(jnp.nan), tx.init(params), params)
-      >>> float(updates), int(state.skipped_steps)
+      >>> float(updates), int(state.skipped)
       (0.0, 1)
     """
     checks.transformation("skip_bad_steps", "inner", inner)
@@ -299,7 +301,7 @@ def _scaled(
         ok, how = axes.agree(unscaled.usable(), names), {"apply": apply, "who": who, "names": names}
         return gate.decide(ok, heavy, grads, state, adjust(state, ok), decided, params, **how)
 
-    return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
+    return gate.gated(init_fn, step_fn, gate.flush_of(tx))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:
@@ -332,9 +334,9 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     gradient that bypasses the scaler stays multiplied.
     """
     apart = optax.MaskedState, optax.ConditionallyTransformState
-    found = trees.telling(opt_state, "known_by")
+    found = trees.telling(opt_state, protocols.Scaler)
     masks = trees.find(opt_state, lambda x: isinstance(x, apart))
-    partial = [mask for mask in masks if trees.telling(mask, "known_by")]
+    partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
     if len(found) > 1 or partial:
         got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
         raise ValueError(
@@ -345,24 +347,15 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     if not found:
         return jnp.ones((), jnp.float32), None
     of_groups = getattr(found[0], "scales", None)
-    handshake.hand_on(found[0].known_by(), of_groups)
+    handshake.hand_on(found[0].scale_array(), of_groups)
     return found[0].scale, of_groups
 
 
 def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
     """Return a scaler's state after a step, which was applied if ``ok`` and skipped otherwise."""
-    return state._replace(
-        last_finite=ok,
-        skipped_steps=gate.counted(state.skipped_steps, ~ok),
-        skipped_in_a_row=jnp.where(ok, 0, gate.counted(state.skipped_in_a_row, ~ok)),
-        inner_state=inner_state,
-    )
-
-
-def metrics_of(state: Any) -> dict[str, jax.Array]:
-    """Return the metrics that every scaler has: the scale, and the fields that ``decided`` sets."""
-    names = ("last_finite", "skipped_steps", "skipped_in_a_row")
-    return {"loss_scale": state.scale} | {name: getattr(state, name) for name in names}
+    state = gate.applied_or_skipped(state, ok, inner_state)
+    in_a_row = jnp.where(ok, 0, gate.counted(state.skipped_in_a_row, ~ok))
+    return state._replace(skipped_in_a_row=in_a_row)
 
 
 def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
@@ -408,7 +401,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
 
     Args:
       who: the name of the scaler.
-      scale: the array that identifies the scaler's state; see ``known_by``.
+      scale: the array that identifies the scaler's state; see ``protocols.Scaler``.
       groups: the number of groups of gradients, each with its scale.
     """
     if not isinstance(scale, Tracer):
@@ -475,6 +468,5 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
     allowed, got = "multiplied by the scale once", "one that is multiplied already"
     checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
     handshake.keep(product, handshake.Mark(product=True))
-    for scale in scales:
-        handshake.mark_of(scale).loss = True
+    handshake.scaled(opt_state)
     return product

@@ -40,8 +40,8 @@ class CheckReplicasState(NamedTuple):
 
     Attributes:
       calls: i32, calls since the start.
-      ran: bool, whether the last call ran the inner transformation.
-      held_calls: i32, calls that were skipped.
+      applied: bool, whether the last call ran the inner transformation.
+      skipped: i32, calls that were skipped since the start.
       compared: i32, the number of compared replicas; 0 before the first call.
       leaves: u32 ``[16]``, CRC-32 of the paths, such as ``params/w``, of the leaves in the last
         difference; 0 in unused slots.
@@ -50,23 +50,22 @@ class CheckReplicasState(NamedTuple):
     """
 
     calls: jax.Array
-    ran: jax.Array
-    held_calls: jax.Array
+    applied: jax.Array  # [] bool
+    skipped: jax.Array  # [] int32
     compared: jax.Array
     leaves: jax.Array
     culprits: jax.Array
     inner_state: optax.OptState
     holds = Holds(())
 
-    passed = taken = gate.told_by("ran")
+    inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``.
 
         Until a difference is found, ``differing_replica`` is -1 and ``differing_leaf`` is 0.
         """
-        first = {"differing_replica": self.culprits[0], "differing_leaf": self.leaves[0]}
-        return first | {"held_by_replicas": self.held_calls}
+        return {"differing_replica": self.culprits[0], "differing_leaf": self.leaves[0]}
 
 
 @bound_axis.gate
@@ -148,9 +147,9 @@ def check_replicas(
         rows = [*_SAID, *(name for name, _ in leaves_of(compared, state, value))]
         moved = _recorded(state, ok, rows, culprits)
         how: Any = {"apply": apply, "who": _WHO, "names": names}
-        return gate.decide(ok, heavy, grads, state, moved, gate.held_or_ran, params, **how)
+        return gate.decide(ok, heavy, grads, state, moved, gate.applied_or_skipped, params, **how)
 
-    return gate.gated(init_fn, step_fn, gate.flush_of(tx, "ran"))
+    return gate.gated(init_fn, step_fn, gate.flush_of(tx))
 
 
 def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:

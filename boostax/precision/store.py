@@ -46,7 +46,7 @@ class StoreState(NamedTuple):
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
-    def whole(self, params: PyTree) -> PyTree:
+    def master_params(self, params: PyTree) -> PyTree:
         """Return the params that the optimizer gets: f32, with the bits that bf16 params lack."""
         return _masters(params, self.low)
 

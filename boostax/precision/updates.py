@@ -21,24 +21,20 @@ class CheckUpdatesState(NamedTuple):
     """State of ``check_updates``.
 
     Attributes:
-      last_update_finite: bool, whether the last result was applied; False before the first call.
-      held_updates: i32, number of results that were not applied since the start.
+      applied: bool, whether the last result was applied; False before the first call.
+      skipped: i32, calls whose result was not applied since the start; a flush counts as a call.
       inner_state: state of the inner transformation.
     """
 
-    last_update_finite: jax.Array
-    held_updates: jax.Array
+    applied: jax.Array  # [] bool
+    skipped: jax.Array  # [] int32
     inner_state: optax.OptState
 
-    passed = gate.told_by("last_update_finite")
+    inner_ran = gate.flag
 
-    def taken(self) -> jax.Array:
+    def gradient_used(self) -> jax.Array:
         """Return whether the last gradient was applied or added to a window."""
-        return self.last_update_finite & gate.outermost_passed(self.inner_state)
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """Return named scalars for ``boostax.metrics``."""
-        return {"last_update_finite": self.last_update_finite, "held_updates": self.held_updates}
+        return self.applied & gate.outermost_passed(self.inner_state)
 
 
 @bound_axis.gate
@@ -55,7 +51,7 @@ def check_updates(
       \text{ok} = \text{all}\bigl(\text{finite}(p + u, m') \text{ or not } \text{finite}(p, m)\bigr)
 
     A step that is not ok is skipped: params, moments, schedules and decay stay unchanged, bit for
-    bit, and ``held_updates`` counts it. An element that was infinite before (a mask, the best loss
+    bit, and ``skipped`` counts it. An element that was infinite before (a mask, the best loss
     so far) does not cause a skip.
 
     A scaler checks the gradients, before ``inner``, and reads them once. ``check_updates`` checks
@@ -87,7 +83,7 @@ def check_updates(
       >>> tx = boostax.precision.check_updates(optax.sgd(1.0))
       >>> w = jnp.float16(1.0)
       >>> w, state = boostax.apply_gradients(tx, jnp.float32(1e6), tx.init(w), w)
-      >>> float(w), int(boostax.metrics(state)["held_updates"])
+      >>> float(w), int(boostax.metrics(state)["skipped"])
       (1.0, 1)
     """
     who = "check_updates"
@@ -114,7 +110,7 @@ def check_updates(
         ok = axes.agree(axes.to_varying(ok, names), names)
         computed = lambda: (value, new)  # noqa: E731
         value, inner_state = gate.run_or_hold(ok, computed, params, old, apply=apply, who=who)
-        return value, CheckUpdatesState(ok, gate.counted(state.held_updates, ~ok), inner_state)
+        return value, CheckUpdatesState(ok, gate.counted(state.skipped, ~ok), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})
     def step_fn(

@@ -219,7 +219,7 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
 
     rows = [x for _, x in sent]
     together = wanted.scope == "tree" and bool(rows)
-    groups = [pairwise.beside(rows, copies)] if together else rows
+    groups = [pairwise.join_rows(rows, copies)] if together else rows
     done = [combine_replicas(x, total, together=together) for x in groups]
     buckets = iter([x for row, _ in done for x in row])
     # Empty leaves are equal on all replicas, and are not communicated.
@@ -284,7 +284,7 @@ class AdasumDeltaState(NamedTuple):
     inner_state: PerReplica
     adasum: AdasumState
 
-    def servers(self) -> list[PerReplica]:
+    def server_parts(self) -> list[PerReplica]:
         """Return the parts that are equal on all devices of a server, for ``reshard_state``."""
         return [self.inner_state]
 

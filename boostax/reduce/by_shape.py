@@ -50,7 +50,7 @@ class ByShapeState(NamedTuple):
     order: tuple[jax.Array, ...]
     inner_state: PyTree
 
-    def dealt(self) -> list[tuple[PerReplica, int]]:
+    def distributed_items(self) -> list[tuple[PerReplica, int]]:
         """Return the distributed parts and the number of their items, for ``reshard_state``."""
         views, counts = trees.find(self.inner_state, _is_dealt), [*map(len, self.order)]
         return [pair for x in views for pair in zip(x.by_shape, counts, strict=True)]
@@ -104,7 +104,7 @@ class _Shape(NamedTuple):
             stack = jnp.stack([*mine, *[jnp.zeros_like(mine[0])] * spare])
             return collectives.scatter(stack, self.names, 0) / self.replicas
 
-        return list(on_rows(_WHO, self.names, self.path, deal, mine, deal=True))
+        return list(on_rows(_WHO, self.names, self.path, deal, mine, scatter=True))
 
     def gathered(self, rows: Arrays, dtype: Any) -> Arrays:
         """Gather each replica's matrices; the result is equal on all replicas."""
@@ -115,7 +115,7 @@ class _Shape(NamedTuple):
             return [lax.psum(x, self.names) for x in mine]
         count = len(self.indices)
         call = lambda rows: list(collectives.gather_along(rows, self.names, 0)[:count])  # noqa: E731
-        return on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), deal=False)
+        return on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), scatter=False)
 
 
 def _is_dealt(node: Any) -> bool:
@@ -269,7 +269,7 @@ def by_shape(
       >>> params = {"q": jnp.eye(4), "k": jnp.eye(4), "bias": jnp.zeros(4)}
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name="data")
       >>> updates, state = jax.jit(step)(jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params))
-      >>> updates["q"].shape, state.dealt()[-1][0].local.shape  # of both; of its own
+      >>> updates["q"].shape, state.distributed_items()[-1][0].local.shape  # of both; of its own
       ((2, 4, 4), (2, 1, 4, 4))
 
     References:

@@ -65,12 +65,12 @@ class PerLeaf(NamedTuple):
 
 def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
     """Apply ``fn`` to the values of every ``PerLeaf``; copy all other nodes from the last tree."""
-    marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
 
     def inside(*nodes: Any) -> Any:
-        return PerLeaf(fn(*(x.values for x in nodes))) if marked(nodes[0]) else nodes[-1]
+        is_per_leaf = isinstance(nodes[0], PerLeaf)
+        return PerLeaf(fn(*(x.values for x in nodes))) if is_per_leaf else nodes[-1]
 
-    return jax.tree.map(inside, state, *others, is_leaf=marked)
+    return jax.tree.map(inside, state, *others, is_leaf=lambda x: isinstance(x, PerLeaf))
 
 
 class Codec:
@@ -137,13 +137,13 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
     """Call the function at ``index``, which is equal on all replicas."""
     axes.require_invariant(index, "switched")
 
-    def run(send: Callable[[], Message]) -> Message:
+    def branch(send: Callable[[], Message]) -> Message:
         message = send()
         # Branches must agree on the axes over which their results vary.
         held, late = axes.to_varying((message.held, list(message.late)), names)
         return message._replace(held=held, late=late)
 
-    return jax.lax.switch(index, [functools.partial(run, send) for send in sends])
+    return jax.lax.switch(index, [functools.partial(branch, send) for send in sends])
 
 
 def staged(
@@ -162,9 +162,10 @@ def staged(
         check(who, argument, value)
         return make(value)
     starts = tuple(sorted(value))
-    fits = bool(starts) and starts[0] == 0 and not any(isinstance(s, bool) for s in starts)
-    allowed, hint = "a mapping from steps, beginning with 0, to values", "Try {0: 0.25, 200: 0.01}."
-    checks.require(fits, who, argument, got=dict(value), allowed=allowed, hint=hint)
+    is_valid = bool(starts) and starts[0] == 0 and not any(isinstance(s, bool) for s in starts)
+    allowed = "a mapping from steps, beginning with 0, to values"
+    hint = "Try {0: 0.25, 200: 0.01}."
+    checks.require(is_valid, who, argument, got=dict(value), allowed=allowed, hint=hint)
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
     return Staged(starts, tuple(make(value[start]) for start in starts))

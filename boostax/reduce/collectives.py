@@ -75,10 +75,16 @@ def ring(x: jax.Array, name: str) -> jax.Array:
     Each replica sends its partial sum of a row to the next replica, ``n - 1`` times: half the bytes
     of an all-reduce. A backend's own reduce-scatter may be an all-reduce.
     """
-    count, here = lax.axis_size(name), lax.axis_index(name)
-    onward = [(i, (i + 1) % count) for i in range(count)]
-    row = lambda turn: lax.dynamic_index_in_dim(x, (here - turn) % count, keepdims=False)  # noqa: E731
-    step = lambda turn, sent: lax.ppermute(sent, name, onward) + row(turn + 1)  # noqa: E731
+    count = lax.axis_size(name)
+    replica = lax.axis_index(name)
+    neighbours = [(i, (i + 1) % count) for i in range(count)]
+
+    def row(distance: jax.typing.ArrayLike) -> jax.Array:
+        return lax.dynamic_index_in_dim(x, (replica - distance) % count, keepdims=False)
+
+    def step(i: jax.Array, partial: jax.Array) -> jax.Array:
+        return lax.ppermute(partial, name, neighbours) + row(i + 1)
+
     with jax.named_scope("ring_reduce_scatter"):
         return lax.fori_loop(1, count, step, row(1))
 

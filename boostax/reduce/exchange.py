@@ -26,18 +26,21 @@ from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, le
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
 # slice are also packed, because 4 KiB is a tile of a TPU.
-SMALL, TOGETHER = 2**16, 2**23
+SMALL = 2**16
+TOGETHER = 2**23
 # Bytes of a pack between processes on CPUs. With several packs, one is sent while another is
 # written.
 MESSAGE = 2**20
-SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
+SMALL_SLICE = 2**12
+SLICE_TOGETHER = 2**16
 # A leaf is cut in its own shape if padding makes it no larger than this factor; else it is packed.
 PADDING = 1.01
 # The maximum of columns in a block of a pack.
 BLOCK = 256
 # The number of lanes of a TPU's vector register; narrower rows are replaced by rows of consecutive
 # elements.
-LANES, WIDTH = 128, 256
+LANES = 128
+WIDTH = 256
 
 
 class Alone(NamedTuple):
@@ -139,11 +142,11 @@ def alike(x: jax.Array) -> Any:
 
 def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[int]]:
     """Return the indices of the leaves of each kind, without the empty leaves."""
-    found: dict[Any, list[int]] = {}
+    indices: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         if x.size:
-            found.setdefault(key(x), []).append(i)
-    return list(found.values())
+            indices.setdefault(key(x), []).append(i)
+    return list(indices.values())
 
 
 def by_kind(leaves: Arrays, reduce: Callable[[Arrays], Arrays]) -> list[jax.Array]:
@@ -170,19 +173,20 @@ def chunks(
       by_leaf: whether leaves begin at whole blocks.
     """
     if bucket_bytes is None and not axes.sent_apart():
-        small, together = max(SMALL, SMALL_SLICE * slices), max(TOGETHER, SLICE_TOGETHER * slices)
+        small = max(SMALL, SMALL_SLICE * slices)
+        together = max(TOGETHER, SLICE_TOGETHER * slices)
     else:
         small = together = MESSAGE if bucket_bytes is None else bucket_bytes
     result: list[Chunk] = []
-    rest: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for i, x in enumerate(leaves):
         # The leaf is cut along the first dimension that needs almost no padding.
-        fits = [d for d, n in enumerate(x.shape) if n + -n % slices <= PADDING * n]
-        if x.ndim > 1 and 4 * x.size >= small and fits:
-            result.append(Alone(i, x.shape, fits[0], slices))
+        dims = [d for d, n in enumerate(x.shape) if n + -n % slices <= PADDING * n]
+        if x.ndim > 1 and 4 * x.size >= small and dims:
+            result.append(Alone(i, x.shape, dims[0], slices))
         else:
-            rest[i] = 4 * x.size
-    for pack in packs(rest, together):
+            sizes[i] = 4 * x.size
+    for pack in packs(sizes, together):
         shapes = tuple(leaves[i].shape for i in pack)
         columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
         block = block_size(columns) if by_leaf else 1
@@ -193,15 +197,15 @@ def chunks(
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     """Group neighbouring items of up to ``most`` bytes together; a larger item is alone."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     room = -1
     for i, size in sizes.items():
         if size > room:
-            found.append([])
+            groups.append([])
             room = most
-        found[-1].append(i)
+        groups[-1].append(i)
         room -= size
-    return found
+    return groups
 
 
 def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
@@ -210,22 +214,22 @@ def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     A group is closed once it has more than ``most`` bytes, so a larger item forms a group by
     itself.
     """
-    found: list[list[int]] = [[]]
+    groups: list[list[int]] = [[]]
     for i in reversed(list(sizes)):
         if sizes[i] > most:
-            found.insert(-1, [i])
+            groups.insert(-1, [i])
             continue
-        found[-1].append(i)
-        if sum(sizes[j] for j in found[-1]) > most:
-            found.append([])
-    return [group for group in found if group]
+        groups[-1].append(i)
+        if sum(sizes[j] for j in groups[-1]) > most:
+            groups.append([])
+    return [group for group in groups if group]
 
 
 def block_size(widths: Sequence[int]) -> int:
     """Return the longest block of columns that adds no more than 0.4% of padding."""
-    spare = max(sum(widths) // 256, 64)
-    fits = lambda block: sum(-width % block for width in widths) <= spare  # noqa: E731
-    return next(filter(fits, (BLOCK >> i for i in range(BLOCK.bit_length()))))
+    most = max(sum(widths) // 256, 64)
+    blocks = (BLOCK >> i for i in range(BLOCK.bit_length()))
+    return next(block for block in blocks if sum(-width % block for width in widths) <= most)
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
@@ -259,8 +263,10 @@ def exchange(
         axes.
       by_leaf: whether to compute powers of two for every wire dtype.
     """
-    near_one, count = _is_narrow(wire), axes.size(names)
-    exponents, gathered = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
+    near_one = _is_narrow(wire)
+    count = axes.size(names)
+    exponents = jnp.zeros(1, jnp.int32)
+    gathered = jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
         # The reciprocal is halved at each level of the tree of replicas and must stay normal.
@@ -271,8 +277,8 @@ def exchange(
     for chunk, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
         # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
-        whole = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
-        received = _arrived(collectives.exchange(cut(whole, count, chunk.dim), names), wire)
+        message = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
+        received = _arrived(collectives.exchange(cut(message, count, chunk.dim), names), wire)
         buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
     return Rows(buckets, gathered, near_one)
 
@@ -328,10 +334,10 @@ def delivered(
 
 def unwrapped(sent: Sequence[Chunk], arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
     """Return the leaves in the arrays of chunks, in the dtypes of ``leaves``."""
-    found: dict[int, jax.Array] = {}
+    by_index: dict[int, jax.Array] = {}
     for chunk, array in zip(sent, arrays, strict=True):
-        found |= chunk.leaves(array)
-    return [found[i].astype(x.dtype) for i, x in enumerate(leaves)]
+        by_index |= chunk.leaves(array)
+    return [by_index[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
 
 def _exponents(sent: Sequence[Chunk], arrays: Arrays) -> jax.Array:
@@ -401,12 +407,14 @@ class Grid(NamedTuple):
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
         """Choose rows of up to ``block`` elements, and of up to 1024 if elements are in order."""
-        size, last = math.prod(shape[1:]), shape[-1]
+        size = math.prod(shape[1:])
+        last = shape[-1]
         parts = math.ceil(last / block)
         height = size // last * parts
         if last >= LANES and 16 * (-height % multiple) <= height:
             return cls(shape, size // last, parts, math.ceil(last / parts), multiple)
-        width, most = WIDTH, min(block, 4 * WIDTH)
+        width = WIDTH
+        most = min(block, 4 * WIDTH)
         while 2 * width <= most and size >= 64 * multiple * width:
             width *= 2
         width = min(width, most)
@@ -424,10 +432,12 @@ class Grid(NamedTuple):
 
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows`` for any number of slices."""
-        shape, length = (len(rows), *self.shape[1:]), math.prod(self.shape[1:]) // self.lines
+        length = math.prod(self.shape[1:]) // self.lines
         # Rows of padding after a single line are cut off with the line's own padding.
-        kept = rows if self.lines == 1 else rows[:, : self.lines * self.parts]
-        return kept.reshape(len(rows), self.lines, -1)[..., :length].reshape(shape)
+        if self.lines > 1:
+            rows = rows[:, : self.lines * self.parts]
+        lines = rows.reshape(len(rows), self.lines, -1)[..., :length]
+        return lines.reshape(len(rows), *self.shape[1:])
 
 
 def check_bytes(who: str, bucket_bytes: Any) -> int | None:

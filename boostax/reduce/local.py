@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, replicas, trees
+from boostax._core import axes, checks, gate, protocols, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.reduce import exchange
@@ -52,8 +52,7 @@ class LocalUpdatesState(NamedTuple):
         """Return named scalars for ``boostax.metrics``."""
         return {"since_sync": self.since_sync, "syncs": self.syncs}
 
-    def own_params(self) -> None:
-        """Mark a state whose params differ per replica."""
+    owns_params = protocols.yes
 
 
 class _Rounds(NamedTuple):

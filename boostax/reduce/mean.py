@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, bound_axis, checks, placement, trees
+from boostax._core import axes, bound_axis, checks, placement, protocols, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Extended
 from boostax._core.types import PyTree
@@ -29,8 +29,8 @@ Op = Literal["mean", "sum"]
 class SumState(NamedTuple):
     """State of ``all_reduce(op="sum")``: it has no arrays and marks that gradients are summed."""
 
-    def sums(self) -> None:
-        """Mark that the windows around this reduction are per-replica shares of a sum."""
+    # The windows around this reduction are per-replica parts of a sum.
+    sums_gradients = protocols.yes
 
 
 def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
@@ -44,13 +44,13 @@ def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
             tx = factory(*args, **kwargs)
             return tx._replace(init=lambda params: _reducing(tx, who, given).init(params))
         call = f"{who}({'inner, ' * ('inner' in given.arguments)}'data')"
-        sample = bound_axis.called(factory, given, axes.UNNAMED)
+        sample = bound_axis.called(factory, given, (axes.UNNAMED,))
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
-        known: dict[tuple[str, ...], Extended] = {axes.UNNAMED: sample}
+        known: dict[tuple[str, ...], Extended] = {(axes.UNNAMED,): sample}
 
         def bound(params: PyTree) -> Extended:
-            over = axes.UNNAMED if axes.bound().averaged else axes.bound().names
+            over = (axes.UNNAMED,) if axes.bound().averaged else axes.bound().names
             hint = f"Leave it to make_train_step or on_mesh around it, or name it, {call}; "
             hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
             checks.require(bool(over), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
@@ -68,7 +68,7 @@ def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
     """Refuse reductions other than a plain mean inside a window that averages gradients itself."""
     default, asked = given.signature.parameters, given.arguments.items()
     options = {name for name, x in asked if x != default[name].default} - {"axis_name", "divide"}
-    options |= {*tx.update.description.axes} - {*axes.bound().names, *axes.UNNAMED}
+    options |= {*tx.update.description.axes} - {*axes.bound().names, axes.UNNAMED}
     mean, allowed = tx.update.description.role == "mean", "'local' around all but all_reduce()"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
     hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
@@ -82,7 +82,7 @@ def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
         return tx
     bound, reduced, over = axes.bound().names, bound_axis.REDUCED.get(), tx.update.description.axes
     fits, hint = set(over) <= set(bound), "Leave it out: the step binds its own axis."
-    allowed, free = f"among the axes of the step around it, {bound}", bound in ((), axes.UNNAMED)
+    allowed, free = f"among the axes of the step around it, {bound}", bound in ((), (axes.UNNAMED,))
     checks.require(free or fits, who, "axis_name", got=over, allowed=allowed, hint=hint)
     if reduced is not None:
         reduced.update(over)

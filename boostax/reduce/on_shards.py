@@ -19,7 +19,8 @@ from boostax._core.types import PyTree
 Update = Callable[..., Stepped]
 
 # From gradients, per-replica values and shared values: means, and the new values of the two.
-OnDevice = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+Parts = tuple[PyTree, PyTree, PyTree]
+OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
 Specs = tuple[PyTree, PyTree, PyTree]
 
 
@@ -40,7 +41,7 @@ def to_owners(
     here = placed_here()
     assert here is not None
     (name,) = here.names
-    given = [here.shards(path, who) for path in dims]
+    specs = [here.shards(path, who) for path in dims]
 
     @custom_vmap
     def mean(mark: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -48,18 +49,23 @@ def to_owners(
 
     @mean.def_vmap
     def rule(size: int, differs: Any, mark: jax.Array, leaves: list[jax.Array]) -> tuple[Any, Any]:
-        local = [i for i, apart in enumerate(differs[1]) if apart]
-        along = [[*dims.values()][i] for i in local]
-        lead = [PartitionSpec(name, *given[i]) for i in local]
-        shards: list[PartitionSpec] = []
-        for i, dim in zip(local, along, strict=True):
-            entries = [*given[i], *[None] * (dim + 1 - len(given[i]))]
-            shards.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
-        one = lambda xs: send(along, [x[0] for x in xs])  # noqa: E731
-        island = jax.shard_map(one, mesh=here.auto_mesh, in_specs=(lead,), out_specs=shards)
-        found = dict(enumerate(leaves))
-        found |= zip(local, island([leaves[i] for i in local]) if local else (), strict=True)
-        return [*found.values()], [False] * len(leaves)
+        local = [i for i, is_local in enumerate(differs[1]) if is_local]
+        cut = [[*dims.values()][i] for i in local]
+        stacked = [PartitionSpec(name, *specs[i]) for i in local]
+        owned: list[PartitionSpec] = []
+        for i, dim in zip(local, cut, strict=True):
+            entries = [*specs[i], *[None] * (dim + 1 - len(specs[i]))]
+            owned.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
+        means = dict(enumerate(leaves))
+        if local:
+            on_device = jax.shard_map(
+                lambda rows: send(cut, [x[0] for x in rows]),
+                mesh=here.auto_mesh,
+                in_specs=(stacked,),
+                out_specs=owned,
+            )
+            means |= zip(local, on_device([leaves[i] for i in local]), strict=True)
+        return [*means.values()], [False] * len(leaves)
 
     # The index is batched, so the rule is always called.
     return mean(lax.axis_index(name), leaves)
@@ -74,14 +80,16 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
         return grads
 
-    def judge(differs: Any) -> None:
-        local, got = any(jax.tree.leaves(differs[1])), f"equal gradients over {', '.join(names)}"
+    def require_local(differs: Any) -> None:
+        is_local = any(jax.tree.leaves(differs[1]))
+        got = f"equal gradients over {', '.join(names)}"
+        allowed = "local to each replica"
         hint = "Remove the reduction before it."
-        checks.require(local, who, "gradients", got=got, allowed="local to each replica", hint=hint)
+        checks.require(is_local, who, "gradients", got=got, allowed=allowed, hint=hint)
 
     for name in names:
         # The index is batched, so the rule is called.
-        _, grads = seen((lax.axis_index(name), grads), judge)
+        _, grads = seen((lax.axis_index(name), grads), require_local)
     return grads
 
 
@@ -103,68 +111,81 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
         specs = jax.tree.structure(updates).unflatten([spec for _, spec in owners.values()])
-        own, shared, tree = apart(state)
-        of_state = specs_like(owners, state, here.names, sizes=here.mesh.shape)
-        own_specs, shared_specs, _ = apart(of_state)
+        local, shared, tree = apart(state)
+        state_specs = specs_like(owners, state, here.names, sizes=here.mesh.shape)
+        places = (specs, *apart(state_specs)[:2])
 
-        def on_device(grads: PyTree, own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            means, new = update(grads, joined(own, shared, tree))
+        def on_device(grads: PyTree, local: PyTree, shared: PyTree) -> Parts:
+            means, new = update(grads, joined(local, shared, tree))
             return means, *apart(new)[:2]
 
-        places = specs, own_specs, shared_specs
-        means, own, shared = _island(here, who, on_device, places, places)(updates, own, shared)
-        return means, joined(own, shared, tree)
+        call = _by_device(here, who, on_device, places, places)
+        means, local, shared = call(updates, local, shared)
+        return means, joined(local, shared, tree)
 
     return placed
 
 
 def _require_all_axes(here: Placement, who: str, names: tuple[str, ...]) -> None:
     hint = "One reduction serves all of them; adasum has within= for two levels."
-    allowed, fits = f"all replica axes {here.names}", set(names) == set(here.names)
-    checks.require(fits, who, "axis_name", got=names, allowed=allowed, hint=hint)
+    allowed = f"all replica axes {here.names}"
+    is_valid = set(names) == set(here.names)
+    checks.require(is_valid, who, "axis_name", got=names, allowed=allowed, hint=hint)
 
 
-def _island(here: Placement, who: str, call: OnDevice, taken: Specs, handed: Specs) -> OnDevice:
+def _by_device(
+    here: Placement, who: str, call: OnDevice, in_specs: Specs, out_specs: Specs
+) -> OnDevice:
     """Return ``call`` on the shards of each device, outside of the ``vmap``, as in ``on_shards``.
 
     Args:
       here: the placement.
       who: the reduction.
       call: per-device code with the replica axes as named axes.
-      taken: specs of its arguments: of gradients without the replica axes, of per-replica values
+      in_specs: specs of its arguments: of gradients without the replica axes, of per-replica values
         with the replica axes in front.
-      handed: specs of its results, in the same form.
+      out_specs: specs of its results, in the same form.
     """
 
-    def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def by_name(local: PyTree, shared: PyTree) -> Parts:
         with axes.during(HERE, None):
             return call(local[0], local[1], shared)
 
-    def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        grads, own = jax.tree.map(lambda x: x[0], local)
+    def mapped(local: PyTree, shared: PyTree) -> Parts:
+        grads, state = jax.tree.map(lambda x: x[0], local)
         # Without the barrier, XLA would add arrays in the stacked shape although they are computed
         # in the leaf's shape, and would not fuse the addition on a TPU.
-        own = jax.tree.map(lax.optimization_barrier, own)
-        means, own, shared = named((grads, own, ()), shared)
-        return means, jax.tree.map(lambda x: x[None], own), shared
+        state = jax.tree.map(lax.optimization_barrier, state)
+        means, state, shared = by_name((grads, state, ()), shared)
+        return means, jax.tree.map(lambda x: x[None], state), shared
 
-    rows = jax.tree.map(lambda spec: PartitionSpec(here.names, *spec), taken[0])
-    inside: Any = {"in_specs": ((rows, taken[1]), taken[2]), "out_specs": handed}
-    island = jax.shard_map(mapped, mesh=here.auto_mesh, **inside)
+    stacked_specs = jax.tree.map(lambda spec: PartitionSpec(here.names, *spec), in_specs[0])
+    on_devices = jax.shard_map(
+        mapped,
+        mesh=here.auto_mesh,
+        in_specs=((stacked_specs, in_specs[1]), in_specs[2]),
+        out_specs=out_specs,
+    )
 
-    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        means, own, shared = island(here.by_replica(local[:2]), shared)
-        return means, here.by_axis(own), shared
+    def stacked(local: PyTree, shared: PyTree) -> Parts:
+        means, state, shared = on_devices(here.by_replica(local[:2]), shared)
+        return means, here.by_axis(state), shared
 
     # Each vmap passes stacked arguments only if an argument differs over its axis.
-    marks = [lax.axis_index(name) for name in here.names]
-    run = lifted(list(reversed(here.names)), named, stacked, who)
-    return lambda grads, own, shared: run((grads, own, marks), shared)
+    indices = [lax.axis_index(name) for name in here.names]
+    outside = lifted(list(reversed(here.names)), by_name, stacked, who)
+    return lambda grads, state, shared: outside((grads, state, indices), shared)
 
 
 def on_rows(
-    who: str, names: tuple[str, ...], path: Path, call: Callable[..., Any], given: Any, deal: bool
-) -> Any:
+    who: str,
+    names: tuple[str, ...],
+    path: Path,
+    call: Callable[[PyTree], PyTree],
+    arrays: PyTree,
+    *,
+    scatter: bool,
+) -> PyTree:
     """Run ``call`` per device, to distribute leaves of one shape, or to gather them.
 
     Args:
@@ -172,18 +193,19 @@ def on_rows(
       names: its axes.
       path: the path of one of the leaves, whose spec is used for all.
       call: the per-device function.
-      given: local leaves, or the rows ``[rows, *shape]`` that a replica owns.
-      deal: True if ``call`` returns rows from leaves; False if it returns leaves, equal on all
+      arrays: local leaves, or the rows ``[rows, *shape]`` that a replica owns.
+      scatter: True if ``call`` returns rows from leaves; False if it returns leaves, equal on all
         replicas, from rows.
     """
     here = placed_here()
     if here is None:
-        return call(given)
+        return call(arrays)
     _require_all_axes(here, who, names)
     spec: PyTree = here.shards(path, who)
-    leaves, rows = (spec, (), ()), ((), PartitionSpec(here.names, None, *spec), ())
-    if deal:
-        scatter: OnDevice = lambda leaves, own, shared: ((), call(leaves), ())  # noqa: E731
-        return _island(here, who, scatter, leaves, rows)(given, (), ())[1]
-    gather: OnDevice = lambda leaves, own, shared: (call(own), (), ())  # noqa: E731
-    return _island(here, who, gather, rows, leaves)((), given, ())[0]
+    leaves = spec, (), ()
+    rows = (), PartitionSpec(here.names, None, *spec), ()
+    if scatter:
+        on_device = _by_device(here, who, lambda x, y, z: ((), call(x), ()), leaves, rows)
+        return on_device(arrays, (), ())[1]
+    on_device = _by_device(here, who, lambda x, y, z: (call(y), (), ()), rows, leaves)
+    return on_device((), arrays, ())[0]

@@ -22,6 +22,7 @@ References:
   https://arxiv.org/abs/2006.02924, 2020.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -112,17 +113,17 @@ class Products(NamedTuple):
 
     Attributes:
       dots: ``(3, pairs, leaves or 1)``: a.a, a.b and b.b.
-      apart: ``(pairs, leaves or 1)``: 0 if both nodes are equal bit for bit.
+      difference: ``(pairs, leaves or 1)``: 0 if both nodes are equal bit for bit.
     """
 
     dots: jax.Array
-    apart: jax.Array
+    difference: jax.Array
 
 
 def exponent_of(largest: jax.Array) -> jax.Array:
     """Return the exponent of the power of two just above a magnitude, limited to normal numbers."""
-    low, high = (-100, 126) if largest.dtype == jnp.float32 else (-250, 250)
-    return jnp.clip(jnp.frexp(largest)[1], low, high)
+    limits = (-100, 126) if largest.dtype == jnp.float32 else (-250, 250)
+    return jnp.clip(jnp.frexp(largest)[1], *limits)
 
 
 def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -149,7 +150,8 @@ def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array
     if len(owners) == 1:
         by_leaf = values[..., owners[0]]
         return x, by_leaf.reshape(*by_leaf.shape, *[1] * (x.ndim - by_leaf.ndim))
-    blocks, by_block = _blocks(x, owners), values[..., _distinct(owners)]
+    blocks = _blocks(x, owners)
+    by_block = values[..., _distinct(owners)]
     *lead, last = by_block.shape
     return blocks, by_block.reshape(*lead, *[1] * (blocks.ndim - 2 - len(lead)), last, 1)
 
@@ -188,9 +190,9 @@ def combine_replicas(
         if not nodes.level:
             partial.append(_sum_of_squares(rows, nodes, products, units))
         partial += of_sum
-        dots, apart, *rest = unpacked(total(packed(partial)), partial)
-        alignment += rest
-        nodes = _combine(nodes, tops, Products(dots, apart))
+        dots, difference, *norms = unpacked(total(packed(partial)), partial)
+        alignment += norms
+        nodes = _combine(nodes, tops, Products(dots, difference))
     row = []
     for bucket in rows.buckets:
         value = _tree(bucket, nodes.factors, nodes.level)[0].reshape(bucket.rows[0].shape)
@@ -198,12 +200,12 @@ def combine_replicas(
     return row, jnp.stack(alignment[::-1])
 
 
-def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
+def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
     """Join the rows of several kinds of leaves; ``copies`` has each kind's number of copies."""
     buckets: list[Bucket] = []
     leaves = 0
-    for part, held in zip(parts, copies, strict=True):
-        buckets += [Bucket(x.rows, x.owners + leaves, held) for x in part.buckets]
+    for part, count in zip(parts, copies, strict=True):
+        buckets += [Bucket(x.rows, x.owners + leaves, count) for x in part.buckets]
         leaves += part.exponents.shape[1]
     return Rows(buckets, jnp.concatenate([part.exponents for part in parts], 1), parts[0].near_one)
 
@@ -241,22 +243,22 @@ def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
     """
     owners = bucket.owners
     zero = jnp.zeros((), terms[0].dtype)
-    add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
     last = terms[0].ndim - 1
     dims = tuple(range(last)) if len(owners) == 1 else (last,)
     if len(owners) == 1 and terms[0].size == terms[0].shape[-1]:
         # A sum over a single line crashes XLA:CPU of jaxlib 0.10.0.
         terms = [jnp.pad(x.ravel(), (0, -x.size % RUN)).reshape(1, -1, RUN) for x in terms]
         dims = (0, 1)
-    sums = jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, dims))
+    zeros = (zero,) * len(terms)
+    added = lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(operator.add, x, y)), dims)
+    sums = jnp.stack(added)
     sums = sums if bucket.copies == 1 else sums / bucket.copies
     if len(owners) == 1:
         padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
         return {int(owners[0]): padded.reshape(len(sums), -1, RUN).sum(2).sum(1)}
     begin = np.flatnonzero(np.diff(owners, prepend=-1))
     runs = zip(begin, [*begin[1:], len(owners)], strict=True)
-    total = lambda x: x.reshape(len(sums), -1).sum(1)  # noqa: E731
-    return {int(owners[start]): total(sums[..., start:stop]) for start, stop in runs}
+    return {int(owners[i]): sums[..., i:j].reshape(len(sums), -1).sum(1) for i, j in runs}
 
 
 def _by_leaf(rows: Rows, terms: Callable[[Bucket], Arrays]) -> jax.Array:
@@ -296,7 +298,10 @@ def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
     """Return ``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
-    scale = lambda exponents: power_of_two(2 * (exponents - units), products.dots.dtype)  # noqa: E731
+
+    def scale(exponents: jax.Array) -> jax.Array:
+        return power_of_two(2 * (exponents - units), products.dots.dtype)
+
     left, right = nodes.pairs
     norms = (products.dots[0] * scale(left) + products.dots[2] * scale(right)).sum(0)
     if len(nodes.exponents) % 2:
@@ -309,7 +314,7 @@ def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
     low, high = (x - top for x, top in zip(pairs, tops, strict=True))
     units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
     dots = (products.dots * units).sum(2, keepdims=True)
-    return Products(dots, products.apart.sum(1, keepdims=True))
+    return Products(dots, products.difference.sum(1, keepdims=True))
 
 
 def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
@@ -318,12 +323,13 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     # Dot products are in units of the tops; the difference of exponents converts to units of a and
     # b.
     lead = tops[1] - tops[0]
-    own_a, own_b = nodes.pairs
-    cross_a, cross_b = own_a + lead, own_b - lead
-    units = jnp.maximum(jnp.maximum(own_a, own_b), jnp.maximum(cross_a, cross_b))
-    same = products.apart == 0
-    of_a = _weight(ab, aa, own_a - units, cross_a - units, same)
-    of_b = _weight(ab, bb, own_b - units, cross_b - units, same)
+    left, right = nodes.pairs
+    cross_left = left + lead
+    cross_right = right - lead
+    units = jnp.maximum(jnp.maximum(left, right), jnp.maximum(cross_left, cross_right))
+    same = products.difference == 0
+    of_a = _weight(ab, aa, left - units, cross_left - units, same)
+    of_b = _weight(ab, bb, right - units, cross_right - units, same)
     odd = nodes.exponents[2 * len(units) :]
     one = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
@@ -336,18 +342,19 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
 
 
 def _weight(
-    dot: jax.Array, norm: jax.Array, own: jax.Array, cross: jax.Array, same: jax.Array
+    dot: jax.Array, norm: jax.Array, unit: jax.Array, cross: jax.Array, same: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
 
-    The factor of ``b`` follows by exchanging a and b. In powers of two it is ``2**own - 2**cross *
+    The factor of ``b`` follows by exchanging a and b. In powers of two it is ``2**unit - 2**cross *
     dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm`` for ``|a|**2``. The factor of a zero
-    row is ``2**own``; the factor of two equal rows is half of ``2**own``.
+    row is ``2**unit``; the factor of two equal rows is half of ``2**unit``.
 
     ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
     contracts some of them to fused multiply-adds. No comparison treats a NaN as a zero.
     """
-    own, cross = power_of_two(own, dot.dtype), power_of_two(cross, dot.dtype)
+    unit = power_of_two(unit, dot.dtype)
+    cross = power_of_two(cross, dot.dtype)
     zero = norm <= jnp.finfo(dot.dtype).tiny
-    weight = jnp.where(same, own - cross / 2, 2 * norm * own - cross * dot)
-    return jnp.where(zero, own, weight), jnp.where(zero | same, 1, 2 * norm)
+    weight = jnp.where(same, unit - cross / 2, 2 * norm * unit - cross * dot)
+    return jnp.where(zero, unit, weight), jnp.where(zero | same, 1, 2 * norm)

@@ -29,7 +29,8 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       Among equal magnitudes the first elements are chosen; a device that flushes subnormal numbers
       to zero treats subnormal numbers as equal.
     """
-    size, least = jnp.abs(x), _last(x, count)
+    size = jnp.abs(x)
+    least = _last(x, count)
     above, equal = _words(size > least, size == least)
     # Elements of the same magnitude as the last chosen element are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
@@ -69,15 +70,17 @@ def _last(x: jax.Array, count: int) -> jax.Array:
     """Return the largest magnitude that ``count`` elements reach, found bit by bit."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = 8 * x.dtype.itemsize
-    # Nonnegative floats are ordered like their bits.
-    as_float = lambda found: lax.bitcast_convert_type(found, x.dtype)  # noqa: E731
 
-    def narrower(i: jax.Array, found: jax.Array) -> jax.Array:
+    # Nonnegative floats are ordered like their bits.
+    def as_float(word: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(word, x.dtype)
+
+    def narrower(i: jax.Array, word: jax.Array) -> jax.Array:
         unit = jnp.ones((), unsigned) << (bits - 2 - 2 * i).astype(unsigned)
-        more = [found + step * unit for step in (1, 2, 3)]
+        larger = [word + step * unit for step in (1, 2, 3)]
         # A larger number would set the sign bit.
-        fits = [(_reaching(x, as_float(m)) >= count) & (m >> (bits - 1) == 0) for m in more]
-        return found + unit * sum(fit.astype(unsigned) for fit in fits)
+        reached = [(_reaching(x, as_float(y)) >= count) & (y >> (bits - 1) == 0) for y in larger]
+        return word + unit * sum(is_reached.astype(unsigned) for is_reached in reached)
 
     return as_float(lax.fori_loop(0, bits // 2, narrower, axes.unify(jnp.zeros((), unsigned), x)))
 
@@ -95,8 +98,8 @@ def _words(*chosen: jax.Array) -> list[jax.Array]:
     """Pack bools ``(rows, columns)`` into u32 ``(rows / BITS, columns)`` in one read."""
     bit = (np.uint32(1) << np.arange(BITS, dtype=np.uint32)).reshape(BITS, 1)
     bits = [jnp.where(x.reshape(-1, BITS, x.shape[1]), bit, np.uint32(0)) for x in chosen]
-    merge = lambda a, b: tuple(map(lax.bitwise_or, a, b))  # noqa: E731
-    return lax.reduce(bits, [np.uint32(0)] * len(bits), merge, (1,))
+    zeros = [np.uint32(0)] * len(bits)
+    return lax.reduce(bits, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
 
 
 def _ones(words: jax.Array) -> jax.Array:
@@ -121,7 +124,8 @@ def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
 
 def _one(words: jax.Array, rank: jax.Array) -> jax.Array:
     """Return the bit position of the k-th one in each word, by bisection."""
-    rank, position = rank.astype(jnp.uint32), jnp.zeros_like(words)
+    rank = rank.astype(jnp.uint32)
+    position = jnp.zeros_like(words)
     half = BITS // 2
     while half:
         low = lax.population_count(words & np.uint32(2**half - 1))

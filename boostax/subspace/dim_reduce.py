@@ -183,7 +183,7 @@ class DimReduceState(NamedTuple):
       accepted: i32, steps whose line search accepted a length.
       tries: i32, number of losses computed by line searches.
       skipped: i32, calls that were skipped because the loss or gradient was not finite.
-      finite: bool, whether the loss and gradient of the last call were finite.
+      applied: bool, whether the loss and gradient of the last call were finite.
       energy: f32, ``|P g|**2 / |g|**2``: the share of the last gradient in the span.
       length: f32, the last length; 0 if no length was accepted.
       residual_state: state of the residual optimizer.
@@ -196,8 +196,8 @@ class DimReduceState(NamedTuple):
     steps: jax.Array
     accepted: jax.Array
     tries: jax.Array
-    skipped: jax.Array
-    finite: jax.Array
+    skipped: jax.Array  # [] int32
+    applied: jax.Array  # [] bool
     energy: jax.Array
     length: jax.Array
     residual_state: optax.OptState
@@ -213,7 +213,6 @@ class DimReduceState(NamedTuple):
             "subspace_acceptance": self.accepted / steps,
             "subspace_tries": self.tries / steps,
             "subspace_length": self.length,
-            "subspace_skipped": self.skipped,
         }
 
     def with_basis(self, basis: Basis | PyTree) -> "DimReduceState":
@@ -229,11 +228,11 @@ class DimReduceState(NamedTuple):
         to_mean = jnp.zeros_like(self.to_mean)
         return self._replace(basis=rows, explained=explained, memory=memory, to_mean=to_mean)
 
-    passed = taken = gate.told_by("finite")
+    inner_ran = gradient_used = gate.flag
 
 
 # The branch of a step does not change these fields.
-_APART = ("basis", "explained", "to_mean", "skipped", "finite")
+_APART = ("basis", "explained", "to_mean", "skipped", "applied")
 
 
 def _opened(basis: Basis | PyTree) -> tuple[PyTree, jax.Array | None, PyTree]:
@@ -463,7 +462,7 @@ def dim_reduce(
         # A gradient whose square overflows counts as not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
         total, moved = gate.run_or_hold(finite, step, params, held, apply=False, who=_WHO)
-        apart["skipped"], apart["finite"] = state.skipped + ~finite, finite
+        apart |= {"skipped": state.skipped + ~finite, "applied": finite}
         return total, moved._replace(**apart)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import checks, gate, trees
+from boostax._core import checks, gate, protocols, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.subspace.basis import Basis, Dtype, principal
@@ -36,8 +36,8 @@ class TrajectoryState(NamedTuple):
     snapshots: PyTree
     holds = Holds(("recorded", "snapshots"), steps="steps", params=True)
 
-    def whole_params(self) -> None:
-        """Mark that snapshots have all params, so outer transformations must not mask params."""
+    # Snapshots have all params, so outer transformations must not mask params.
+    needs_all_params = protocols.yes
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""

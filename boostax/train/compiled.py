@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from boostax._core import axes, checks, mismatch, replicas, trees, types
 from boostax._core.describe import closure, variants_of
-from boostax._core.gate import outermost_passed, passed
+from boostax._core.gate import outermost_passed
 from boostax._core.norms import all_finite
+from boostax._core.protocols import ChoosesVariant
 from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.trees import Pruning, is_number, path_name
 from boostax._core.types import PyTree
@@ -121,10 +122,10 @@ class TrainStep:
             params = self.policy.store_params(params)
         with axes.binding(self.names):
             opt_state = self.tx.init(params)
-        fits = variants_of(self.tx) is not None or not trees.telling(opt_state, "coming")
+        nested = variants_of(self.tx) is None and trees.telling(opt_state, ChoosesVariant)
         got = "inside another transformation, where the whole backward pass would be paid for"
         hint = "Put the scaler or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
-        checks.require(fits, who, "scheduled_freeze", got=got, allowed="outermost", hint=hint)
+        checks.require(not nested, who, "scheduled_freeze", got=got, allowed="outermost", hint=hint)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
@@ -241,7 +242,7 @@ class TrainStep:
         variants = variants_of(self.tx) if self.freeze_driver == "host" else None
         own = variants and variants.own(state.opt_state)
         # Inside another program the state is traced and cannot be read.
-        return None if own is None or isinstance(own.coming(), Tracer) else own
+        return None if own is None or isinstance(own.next_variant(), Tracer) else own
 
     def _of(self, state: TrainState) -> Programs:
         """Return the programs for a structure of the state, and types and specs of the params."""
@@ -261,7 +262,7 @@ class TrainStep:
         """
         if (frozen := self._followed(state)) is None:
             return None
-        coming = frozen.coming()
+        coming = frozen.next_variant()
         known = not isinstance(coming, jax.ShapeDtypeStruct)
         hint = "A state with values has the depth of the next call."
         allowed = "given with a state of shapes"
@@ -396,7 +397,8 @@ class Programs:
             model_state = jax.tree.map(choose, aux.model_state, model_state)
         steps = optax.safe_increment(state.step)
         new_state = TrainState(steps, params, opt_state, model_state, state.key)
-        reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
+        # Without a gate every call is applied.
+        reported = {"loss": loss, "applied": jnp.asarray(True), **metrics(opt_state)}
         given_by_loss = {name or "aux": x for name, x in trees.named(aux.metrics)} | aux.means
         for name in sorted(given_by_loss.keys() & reported.keys()):
             allowed = "by names that the step's report does not have"

@@ -704,10 +704,7 @@ def _backward(eqn: jaxprs.JaxprEqn) -> bool:
 
 def scaling(opt_state: PyTree) -> contextlib.AbstractContextManager[None]:
     """Mark the scales in a state, for a loss that is traced in this context and scaled outside."""
-    scales = handshake.scales_in(opt_state)
-    for scale in scales:
-        handshake.mark_of(scale).loss = True
-    return axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), scales))
+    return axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), handshake.scaled(opt_state)))
 
 
 def applied(

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from boostax._core import trees
-from boostax._core.replicas import dealt, is_per_replica, shares, spread_anew
+from boostax._core.replicas import distributed_items, is_per_replica, spread_anew, summed_parts
 from boostax._core.types import PyTree
 
 
@@ -25,7 +25,7 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
     """
     parts = trees.find(target, is_per_replica)
     # The leading dimensions that may differ: the replicas, and the items of each replica.
-    items = dealt(target)
+    items = distributed_items(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
 
     def type_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -53,7 +53,7 @@ def typed(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
     """Reshard ``state`` by ``reshard_state`` to the replicas and shardings of ``target``."""
-    summed, items = shares(state), dealt(state)
+    summed, items = summed_parts(state), distributed_items(state)
 
     def node(old: Any, new: Any) -> Any:
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (old, new)]

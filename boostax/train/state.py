@@ -5,14 +5,17 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from typing import Any, Generic, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import checks, trees, types
+from boostax._core import checks, protocols, trees, types
+from boostax._core.gate import gates_in, passed
 from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax._core.transfer import is_key, place
@@ -187,21 +190,42 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       opt_state: any tree. A node contributes by a method ``metrics()`` that returns a dict.
 
     Returns:
-      ``{"loss_scale": ..., "skipped_steps": ...}``; if several parts report the same name, the
-      second and later names get ``_1``, ``_2`` in the order of the chain. Cost: none.
+      The scalars by name. If several parts report the same name, the second and later names get
+      ``_1``, ``_2`` in the order of the chain. Cost: an addition for each gate. With gates it has
+
+      * ``applied``: bool, whether the last call was applied: every gate let it pass, and it closed
+        the window, if there is one; False before the first call.
+      * ``skipped``: i32, the calls since the start that a gate skipped. Each call is either
+        applied, skipped, or added to a window that stays open. A call that closes a window without
+        applying it is one skipped call. Gates in different branches of ``optax.partition`` count
+        the same call separately.
+      * with several gates also ``loss_scale_applied`` and ``loss_scale_skipped`` for a
+        ``LossScaleState``, and so on for each gate. ``..._applied`` describes the last call that
+        reached the gate. ``accumulate_skipped`` includes windows that a gate inside skipped.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.accumulate(optax.sgd(0.1), every=4)
       >>> sorted(boostax.metrics(tx.init(jnp.zeros(3))))
-      ['dropped_windows', 'micro_step', 'optimizer_steps']
+      ['applied', 'micro_step', 'optimizer_steps', 'skipped']
     """
+    gates = gates_in(opt_state)
+    # A window counts what the gates inside it skipped.
+    inside = {id(x) for gate in gates if hasattr(gate, "is_open") for x in gates_in(gate)[1:]}
+    skips = [getattr(x, "skipped", None) for x in gates if id(x) not in inside]
+    skips = [x for x in skips if x is not None]
+    pairs = [("applied", passed(opt_state))] if gates else []
+    pairs += [("skipped", functools.reduce(jnp.add, skips))] if skips else []
+    for gate, name in itertools.product(gates if len(gates) > 1 else (), ("applied", "skipped")):
+        part = re.sub(r"\B([A-Z])", r"_\1", type(gate).__name__.removesuffix("State")).lower()
+        pairs += [(f"{part}_{name}", getattr(gate, name))] if hasattr(gate, name) else []
+    pairs += [
+        x for node in trees.telling(opt_state, protocols.HasMetrics) for x in node.metrics().items()
+    ]
     found: dict[str, jax.Array] = {}
-    for node in trees.telling(opt_state, "metrics"):
-        for name, scalar in node.metrics().items():
-            numbered = (f"{name}_{number}" for number in itertools.count(1))
-            unique = (x for x in itertools.chain((name,), numbered) if x not in found)
-            found[next(unique)] = scalar
+    for name, scalar in pairs:
+        numbered = itertools.chain((name,), (f"{name}_{i}" for i in itertools.count(1)))
+        found[next(x for x in numbered if x not in found)] = scalar
     return found
 
 

@@ -67,7 +67,7 @@ def train(model, opt_state, make_step, shards, calls):
         model, opt_state, loss = make_step(model, opt_state, batch)
         if call % 6 == 0:
             told = boostax.metrics(opt_state)
-            scale, skipped = told["loss_scale"], told["skipped_steps"]
+            scale, skipped = told["loss_scale"], told["skipped"]
             print(f"call {call}: loss {loss:.3f}, loss scale {scale:.0f}, skipped {skipped}")
     return model, opt_state
 

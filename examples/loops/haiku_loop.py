@@ -78,7 +78,7 @@ def train(state, step, rows, calls):
         state, loss = step(state, jax.device_put(make_batch(call), rows), jnp.int32(call))
         if call % 6 == 0:
             told = boostax.metrics(state[2])
-            scale, skipped = told["loss_scale"], told["skipped_steps"]
+            scale, skipped = told["loss_scale"], told["skipped"]
             print(f"call {call}: loss {loss:.3f}, loss scale {scale:.0f}, skipped {skipped}")
     return state
 

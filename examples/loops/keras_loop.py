@@ -78,7 +78,7 @@ def train(state, step, rows, calls):
     for call in calls:
         state, loss = step(state, jax.device_put(make_batch(call), rows))
         if call % 6 == 0:
-            scale, skipped = map(boostax.metrics(state[2]).get, ("loss_scale", "skipped_steps"))
+            scale, skipped = map(boostax.metrics(state[2]).get, ("loss_scale", "skipped"))
             print(f"call {call}: loss {loss:.3f}, loss scale {scale:.0f}, skipped {skipped}")
     return state
 

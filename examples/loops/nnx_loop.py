@@ -76,7 +76,7 @@ def train(model, optimizer, step, rows, calls):
         loss = step(model, optimizer, jax.device_put(make_batch(call), rows))
         if call % 6 == 0:
             boostax.precision.raise_if_diverged(optimizer.opt_state)
-            scale, skipped = map(boostax.metrics(optimizer).get, ("loss_scale", "skipped_steps"))
+            scale, skipped = map(boostax.metrics(optimizer).get, ("loss_scale", "skipped"))
             print(f"call {call}: loss {loss:.3f}, loss scale {scale:.0f}, skipped {skipped}")
 
 

@@ -72,7 +72,7 @@ def train(state, step, shards, calls):
         state, loss = step(*state, jax.device_put(make_batch(call), shards))
         if call % 6 == 0:
             told = boostax.metrics(state[1])
-            scale, skipped = told["loss_scale"], told["skipped_steps"]
+            scale, skipped = told["loss_scale"], told["skipped"]
             print(f"call {call}: loss {loss:.3f}, loss scale {scale:.0f}, skipped {skipped}")
     return state
 

@@ -85,7 +85,7 @@ def train(state, train_step, rows, calls):
         if call % 4 == 0:
             boostax.precision.raise_if_diverged(state)
             told = boostax.metrics(state.opt_state)
-            scale, skipped = told["loss_scale"], told["skipped_steps"]
+            scale, skipped = told["loss_scale"], told["skipped"]
             print(f"call {call}: loss {loss:.3f}, loss scale {scale:.0f}, skipped {skipped}")
     return state
 

@@ -56,7 +56,7 @@ def gaps(spec, names, arrays, told):
         worst = max(worst, farthest(params, flat, shapes))
         if len(arrays["flags"]):
             scales = table if np.ndim(table) else metrics["loss_scale"]
-            if bool(metrics["last_finite"]) == arrays["flags"][i]:
+            if (metrics["skipped_in_a_row"] > 0) != arrays["flags"][i]:
                 other = f"the overflow of step {i + 1}"
             elif not np.allclose(scales, np.ravel(arrays["scales"][i]), rtol=2e-6, atol=0):
                 other = f"the scale after step {i + 1}: {scales}, theirs {arrays['scales'][i]}"

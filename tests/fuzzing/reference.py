@@ -36,14 +36,15 @@ class Reference:
     def reported(self) -> dict[str, float]:
         """Of the metrics of the library those that it must agree with."""
         found: dict[str, float] = {}
+        scale = "loss_scale_" if len(self.gates) + bool(self.case.median) > 1 else ""
         if "scale" in self.gates:
-            found |= {"loss_scale": self.scale, "last_finite": self.last_finite}
-            found |= {"skipped_steps": self.skipped, "scale_growths": self.growths}
+            found |= {f"{scale}applied": self.last_finite, f"{scale}skipped": self.skipped}
+            found |= {"loss_scale": self.scale, "scale_growths": self.growths}
             found |= {"scale_backoffs": self.backoffs}
         if "window" in self.gates:
             found |= {"micro_step": self.count, "optimizer_steps": self.windows}
         if self.case.median:
-            found["held_calls"] = self.refused
+            found["gate_skipped" if self.gates else "skipped"] = self.refused
         return found
 
     def received(self, x: Tree, weights: np.ndarray) -> tuple[list[Tree], Any]:
