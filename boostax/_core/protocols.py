@@ -95,7 +95,7 @@ class NeedsAllParams(Protocol):
 
 
 class SumsGradients(Protocol):
-    """Does a reduction add up the gradients of the replicas, instead of averaging them?
+    """Does a reduction sum the gradients of the replicas, instead of averaging them?
 
     ``sums_gradients()`` returns a Python bool. ``accumulate`` asks, because its window is then a
     part of a sum. Example: ``SumState`` of ``all_reduce(op="sum")``.

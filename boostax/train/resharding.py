@@ -24,7 +24,7 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
       A tree of ``jax.ShapeDtypeStruct``.
     """
     parts = trees.find(target, is_per_replica)
-    # The leading dimensions that may differ: the replicas, and the items dealt to each replica.
+    # The leading dimensions that may differ: the replicas, and the items of each replica.
     items = distributed_items(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
 
