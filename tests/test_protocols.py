@@ -44,6 +44,14 @@ def test_every_question_has_an_example_that_answers_it():
             assert protocols.answers(states[name], question)
 
 
+def test_no_module_asks_a_question_by_a_string():
+    """Defect guarded against: a string does not follow when a method gets another name."""
+    names = frozenset[str]().union(protocols.RENAMED, *protocols.METHODS.values())
+    asks = re.compile(rf"""(?:attr|attrgetter|methodcaller)\([^()]*["']({"|".join(names)})["']""")
+    for path in pathlib.Path(boostax.__file__).parent.rglob("*.py"):
+        assert not asks.search(path.read_text()), path
+
+
 @pytest.mark.parametrize("kind", ["dataclass", "NamedTuple"])
 @pytest.mark.parametrize(
     ("methods", "fields", "got", "right"),

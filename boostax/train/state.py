@@ -211,7 +211,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """
     gates = gates_in(opt_state)
     # A window counts what the gates inside it skipped.
-    inside = {id(x) for gate in gates if hasattr(gate, "is_open") for x in gates_in(gate)[1:]}
+    windows = trees.telling(opt_state, protocols.Window)
+    inside = {id(x) for window in windows for x in gates_in(window) if x is not window}
     skips = [getattr(x, "skipped", None) for x in gates if id(x) not in inside]
     skips = [x for x in skips if x is not None]
     pairs = [("applied", passed(opt_state))] if gates else []
