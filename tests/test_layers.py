@@ -77,6 +77,14 @@ def test_the_drawing_of_the_packages_is_that_of_the_imports():
     assert all(f"`{name}`" in drawn for name in packages)
 
 
+def test_each_question_of_a_maintainer_has_at_most_three_files():
+    page = (pathlib.Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"(?m)^\| [^|]+\? \| (.*) \|$", page)
+    for files in (re.findall(r"`(\w+/\w+\.\w+)`", row) for row in rows):
+        assert 1 <= len(files) <= 3 and all((ROOT / x).is_file() for x in files)
+    assert len(rows) == 5
+
+
 def test_the_audit_knows_boostax_by_its_adapter_and_is_known_to_the_command_alone():
     """It could be lifted out; ``test_import.py`` does so."""
     crossings = {
