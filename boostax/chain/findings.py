@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     Attributes:
       what: the part and its position.
       why: what goes wrong.
-      mend: what to write instead.
+      fix: what to write instead.
       certain: whether every run goes wrong: replicas diverge or hang, gradients stay multiplied by
         the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses
         such a chain, and warns of other findings.
@@ -29,11 +29,11 @@ class Finding(NamedTuple):
 
     what: str
     why: str
-    mend: str
+    fix: str
     certain: bool = False
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.why} {self.mend}"
+        return f"{self.what}: {self.why} {self.fix}"
 
 
 _WORDS = checks.table("boostax.chain", "orders")
@@ -54,7 +54,7 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
     texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
     for group in _WORDS[where]:
         for first, then, why in group["pairs"]:
-            text = group.get("why", "") + why, group["mend"], group.get("certain", False)
+            text = group.get("why", "") + why, group["fix"], group.get("certain", False)
             roles = (
                 [r for x in names.split(" | ") for r in _SEVERAL.get(x, (x,))]
                 for names in (first, then)
@@ -77,16 +77,16 @@ def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
         if {a.role, b.role} <= {*_SEVERAL["reducing"]} and not set(a.axes) & set(b.axes):
             continue
         if (a.role, b.role) in rules(where):
-            why, mend, certain = rules(where)[a.role, b.role]
+            why, fix, certain = rules(where)[a.role, b.role]
             names = {"first": a.part.name, "then": b.part.name}
             what = f"{b.part.name} {where} {a.part.name}"
-            yield Finding(what, why.format(**names), mend.format(**names), certain)
+            yield Finding(what, why.format(**names), fix.format(**names), certain)
 
 
 def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting, with the text of ``orders.toml``."""
     entry = _WORDS["settings"][setting]
-    texts = {field: entry[field].format(**names) for field in ("what", "why", "mend")}
+    texts = {field: entry[field].format(**names) for field in ("what", "why", "fix")}
     return Finding(**texts, certain=entry.get("certain", False))
 
 
