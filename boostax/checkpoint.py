@@ -130,10 +130,8 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            failure = f"the last save to {self._path} failed ({_first_line(error)})"
-            raise RuntimeError(
-                f"Checkpointer: {failure}. Steps saved before it are untouched."
-            ) from error
+            text = f"{_WHO}: the last save to {self._path} failed ({_first_line(error)}). "
+            raise RuntimeError(text + "Steps saved before it are untouched.") from error
 
     def steps(self) -> list[int]:
         """Wait for the last save, then return the complete steps on disk, ascending."""
@@ -284,8 +282,7 @@ def _arrays() -> Any:
 def _named(state: PyTree) -> dict[str, Any]:
     leaves = dict(trees.named(state))
     # orbax writes a leaf under its path joined by dots.
-    files = {name.replace("/", ".") for name in leaves}
-    is_valid = len(files) == len(jax.tree.leaves(state))
+    is_valid = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
     allowed = "a tree whose paths differ when joined by dots"
     hint = "Rename the keys with dots or slashes in them."
     checks.require(is_valid, _WHO, "state", got=sorted(leaves)[:4], allowed=allowed, hint=hint)
@@ -308,8 +305,8 @@ def _require_arrays(argument: str, tree: PyTree, is_array: Callable[[Any], bool]
     hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
     hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
-        got = f"{type(leaf).__name__} at {name}"
         allowed = "a tree of JAX arrays"
+        got = f"{type(leaf).__name__} at {name}"
         checks.require_type(is_array(leaf), _WHO, argument, got=got, allowed=allowed, hint=hint)
     return leaves
 

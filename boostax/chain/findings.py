@@ -53,12 +53,9 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
     """Return the texts for a part ``"after"`` or ``"inside"`` another, by both parts' roles."""
     texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
     for group in _WORDS[where]:
-        for first, then, why in group["pairs"]:
+        for *names, why in group["pairs"]:
             text = group.get("why", "") + why, group["fix"], group.get("certain", False)
-            roles = (
-                [r for x in names.split(" | ") for r in _SEVERAL.get(x, (x,))]
-                for names in (first, then)
-            )
+            roles = [[r for x in y.split(" | ") for r in _SEVERAL.get(x, (x,))] for y in names]
             for pair in itertools.product(*roles):
                 texts.setdefault(pair, text)
     return texts
@@ -107,8 +104,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
-            axes = ", ".join(repr(x) for x in sorted(missing))
-            yield finding("without_axis", name=name, axes=axes)
+            yield finding("without_axis", name=name, axes=", ".join(map(repr, sorted(missing))))
         # The gate gets only some of the params.
         if row.masks and row.role in _SEVERAL["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"

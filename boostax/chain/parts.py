@@ -94,8 +94,8 @@ def _part(update: Callable[..., Any]) -> Part:
     if description is not None:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
-        name, what = description.name, description.what
-        return Part(name, "", what, description, settings=values, inner=inner)
+        names = (description.name, "", description.what)
+        return Part(*names, description, settings=values, inner=inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
@@ -222,8 +222,7 @@ class Row:
 
     def meets(self, other: "Row") -> bool:
         """Return whether both parts get the same params."""
-        sides = dict(other.sides)
-        return all(sides.get(partition, side) == side for partition, side in self.sides)
+        return all(dict(other.sides).get(partition, side) == side for partition, side in self.sides)
 
 
 def rows(part: Part) -> list[Row]:

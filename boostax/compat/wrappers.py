@@ -50,13 +50,13 @@ class MultiStepsState(NamedTuple):
     @property
     def acc_grads(self) -> PyTree:
         """Mean or sum of the open window; ``None`` for windows of one micro-step."""
-        count = self.window.micro_step
-        window = self.window.window
-        window = window.local if isinstance(window, PerReplica) else window
-        share = 1.0 / jnp.maximum(count, 1) if self._is_mean else 1.0
+        state = self.window
+        window = state.window.local if isinstance(state.window, PerReplica) else state.window
+        share = 1.0 / jnp.maximum(state.micro_step, 1) if self._is_mean else 1.0
+        is_open = state.micro_step > 0
         sums = None if window is None else window.grads
         # A stale sum may contain NaN, which a product with zero would not remove.
-        return jax.tree.map(lambda x: jnp.where(count > 0, x * share, 0).astype(x.dtype), sums)
+        return jax.tree.map(lambda x: jnp.where(is_open, x * share, 0).astype(x.dtype), sums)
 
     mini_step = property(lambda x: x.window.micro_step, doc="i32, micro-steps in the open window.")
     gradient_step = property(lambda x: x.window.optimizer_steps, doc="i32, applied windows.")
@@ -136,9 +136,8 @@ class MultiSteps:
     ) -> None:
         who = type(self).__name__
         self.inner_opt = checks.transformation(who, "opt", opt)
-        normalize = "mean" if use_grad_mean else "sum"
-        how: Any = {"dtype": accumulator_dtype, "axis_name": axis_name}
-        tx = accumulate(self.inner_opt, every_k_schedule, normalize=normalize, **how)
+        how: Any = {"normalize": "mean" if use_grad_mean else "sum", "axis_name": axis_name}
+        tx = accumulate(self.inner_opt, every_k_schedule, dtype=accumulator_dtype, **how)
         kind = MultiStepsState if use_grad_mean else MultiStepsSumState
         if should_skip_update_fn is None:
             self.init, self.update = _renamed(who, tx, kind)

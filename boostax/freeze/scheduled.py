@@ -124,6 +124,42 @@ class Freezing:
             return state._replace(inner_state=self.part(params, state.inner_state, depth))
         return state._replace(inner_state=self.pruning(params, depth).take(state.inner_state))
 
+    def changed(self, params: PyTree, depth: int | None, change: Change, old: Stepped) -> Stepped:
+        """Return params and state after a change at a depth, by default the schedule's.
+
+        Each depth has its own branch, which receives the active leaves and writes them in place. A
+        single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
+        """
+        value, state = old
+        plan = self.plan(params)
+        index = plan.index(state.next_depth)
+        depths = plan.drawn
+        if depth is not None:
+            allowed = f"a depth that the schedule draws, one of {list(depths)}, as a Python integer"
+            hint = "Make it a static argument of your jitted step."
+            depths = (checks.integer(_WHO, "depth", depth, allowed, hint),)
+            is_valid = depths[0] in plan.drawn
+            checks.require(is_valid, _WHO, "depth", got=depth, allowed=allowed, hint=hint)
+        for place, at in enumerate(depths):
+            pruning = self.pruning(params, at)
+            # A train step may have taken out this depth's part already; then the train step puts it
+            # back.
+            is_part = jax.tree.structure(state.inner_state) == pruning.part
+            inner = state.inner_state if is_part else pruning.take(state.inner_state)
+            active = trees.masked(value, plan.active(at))
+            # The counts in this depth's state did not advance in steps of other depths.
+            now = inner if self.moments == "shared" else _at_step(inner, state.steps)
+            branch = functools.partial(change, at, active, state._replace(inner_state=now))
+            if len(depths) == 1:
+                changed, new = branch()
+            else:
+                old = active, state._replace(inner_state=inner)
+                changed, new = gate.run_or_hold(index == place, branch, *old, apply=True, who=_WHO)
+            inner = new.inner_state if is_part else pruning.put(state.inner_state, new.inner_state)
+            state = new._replace(inner_state=inner)
+            value = trees.unmasked(changed, value)
+        return value, state
+
     def on_host(self, params: PyTree) -> HostDepth:
         """Return an object that follows the schedule on the host, from call to call."""
         return HostDepth(self.plan(params))
@@ -199,39 +235,6 @@ def _following(
     return ScheduledFreezeState(steps, now, coming, trained, inner_state)
 
 
-def _changed(
-    freezing: Freezing, params: PyTree, depth: int | None, change: Change, old: Stepped
-) -> Stepped:
-    """Return params and state after a change at ``depth``, or at the schedule's depth if ``None``.
-
-    Each depth has its own branch, which receives the active leaves and writes them in place.
-    A single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
-    """
-    value, state = old
-    plan = freezing.plan(params)
-    index = plan.index(state.next_depth)
-    depths = plan.drawn if depth is None else (_require_drawn(depth, plan.drawn),)
-    for place, at in enumerate(depths):
-        pruning = freezing.pruning(params, at)
-        # A train step may have taken out this depth's part already; then the train step puts it
-        # back.
-        is_part = jax.tree.structure(state.inner_state) == pruning.part
-        inner = state.inner_state if is_part else pruning.take(state.inner_state)
-        active = trees.masked(value, plan.active(at))
-        # The counts in this depth's state did not advance in steps of other depths.
-        now = inner if freezing.moments == "shared" else _at_step(inner, state.steps)
-        branch = functools.partial(change, at, active, state._replace(inner_state=now))
-        if len(depths) == 1:
-            changed, new = branch()
-        else:
-            old = active, state._replace(inner_state=inner)
-            changed, new = gate.run_or_hold(index == place, branch, *old, apply=True, who=_WHO)
-        inner = new.inner_state if is_part else pruning.put(state.inner_state, new.inner_state)
-        state = new._replace(inner_state=inner)
-        value = trees.unmasked(changed, value)
-    return value, state
-
-
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of schedules in the state of one depth to the number of steps of the run."""
     # These are the states of optax.scale_by_schedule, optax.add_decayed_weights and
@@ -242,15 +245,6 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
         return node._replace(count=step) if type(node).__name__ in classes else node
 
     return jax.tree.map(with_step, state, is_leaf=lambda x: type(x).__name__ in classes)
-
-
-def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
-    """Return the depth as an integer; refuse a depth that the schedule never draws."""
-    allowed = f"a depth that the schedule draws, one of {list(drawn)}, as a Python integer"
-    hint = "Make it a static argument of your jitted step."
-    number = checks.integer(_WHO, "depth", depth, allowed, hint)
-    checks.require(number in drawn, _WHO, "depth", got=depth, allowed=allowed, hint=hint)
-    return number
 
 
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
@@ -378,7 +372,7 @@ def scheduled_freeze(
             return value, _following(freezing.plan(params), state, depth, gate.passed(new), new)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
-        return _changed(freezing, params, depth, step, (value, state))
+        return freezing.changed(params, depth, step, (value, state))
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
@@ -391,7 +385,7 @@ def scheduled_freeze(
             ok = before & gate.passed(new)
             return value, _following(freezing.plan(params), state, depth, ok, new)
 
-        return _changed(freezing, params, depth, close, (params, state))
+        return freezing.changed(params, depth, close, (params, state))
 
     init = functools.partial(_init, freezing)
     return ScheduledFreeze(init, FreezingUpdate(step_fn, flush_fn, freezing, init=init))
