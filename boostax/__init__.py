@@ -60,8 +60,10 @@ if TYPE_CHECKING:
 __version__ = "0.4.0.dev0"
 
 # These load on first use, because they import many modules.
-_LATE = dict.fromkeys(("auditing", "config", "compat", "explaining"), "")
-_LATE |= dict.fromkeys(("auto", "migrate_state"), "boostax.config")
-_LATE |= {"audit": "boostax.auditing", "explain": "boostax.explaining"}
-_LATE |= {"less_bn": "boostax.model.less_bn"}
+_LATE = {
+    **dict.fromkeys(("auditing", "config", "compat", "explaining"), ""),
+    **dict.fromkeys(("auto", "migrate_state"), "boostax.config"),
+    **{"audit": "boostax.auditing", "explain": "boostax.explaining"},
+    "less_bn": "boostax.model.less_bn",
+}
 _late(__name__, _LATE, ("checkpoint", "nnx"))

@@ -134,7 +134,7 @@ class Optimizer(nnx.Optimizer[_M]):
         is_valid = not replicas.owns_params(self.opt_state)
         checks.require(is_valid, _WHO, "tx", got=got, allowed=allowed, hint=hint)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: PyTree) -> None:
         """Set an attribute; an ``opt_state`` of arrays is passed to ``set_state``."""
         is_new = name == "opt_state" and name in vars(self) and bool(jax.tree.leaves(value))
         if is_new and trees.arrays(value) is value:
@@ -144,7 +144,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
     def value_and_grad(
         self, loss_fn: Callable[Concatenate[_M, ...], Any], *, has_aux: bool = False, **how: Any
-    ) -> Callable[Concatenate[_M, ...], tuple[Any, PyTree]]:
+    ) -> Callable[Concatenate[_M, ...], tuple[PyTree, PyTree]]:
         """Return a gradient function for the chain; it replaces ``nnx.value_and_grad``.
 
         Args:
@@ -184,14 +184,14 @@ class Optimizer(nnx.Optimizer[_M]):
             changed: PyTree = None
 
             def loss(
-                params: PyTree, batch: Any, model_state: PyTree, constants: Any, **scales: Any
-            ) -> Any:
+                params: PyTree, batch: PyTree, model_state: PyTree, constants: PyTree, **scales: Any
+            ) -> PyTree:
                 nonlocal loss_aux, changed
                 keys, frozen = constants
                 if names:  # Each replica draws different random numbers.
                     replica = axes.index(names)
                     keys = jax.tree.map(lambda key: jax.random.fold_in(key, replica), keys)
-                merged: Any = nnx.merge(graph, params, keys, frozen, model_state)
+                merged = nnx.merge(graph, params, keys, frozen, model_state)
                 result = loss_fn(merged, *batch, **arguments, **scales)
                 _, _, _, untrained, new = self._split(merged)
                 _require_same(untrained, frozen, new, model_state)
@@ -204,7 +204,7 @@ class Optimizer(nnx.Optimizer[_M]):
             gradients_of = value_and_grad(loss, has_aux=True, **how)
             constants = keys, frozen
             constants = placement.gathered(self.mesh, names, constants) if names else constants
-            extra: dict[str, Any] = {"model_state": others, "constants": constants}
+            extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
             # A mean over three replicas would round unchanged variables, too.
             mean = aux.told.model_state
@@ -217,7 +217,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
         return fn
 
-    def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
+    def update(self, model: _M, grads: PyTree, /, **kwargs: PyTree) -> PyTree:
         """Update the model as ``nnx.Optimizer.update`` does; a skipped step writes no param.
 
         Args:
@@ -295,7 +295,7 @@ class Optimizer(nnx.Optimizer[_M]):
         self.tx, self.freezing, self.opt_state = new.tx, new.freezing, new.opt_state
         return report
 
-    def _split(self, model: Any) -> tuple[Any, ...]:
+    def _split(self, model: PyTree) -> tuple[PyTree, ...]:
         """Return the graph, and the arrays of trained params, keys, other params and the rest."""
         graph, *states = nnx.split(model, self.wrt, nnx.RngKey, nnx.Param, ..., **self.more)
         return (graph, *nnx.as_pure(states))

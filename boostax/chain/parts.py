@@ -89,7 +89,7 @@ def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformatio
     return [x for pair in pairs for x in opened(optax.GradientTransformationExtraArgs(*pair))]
 
 
-def _part(update: Callable[..., Any]) -> Part:
+def _part(update: Callable[..., object]) -> Part:
     description: Description | None = getattr(update, "description", None)
     if description is not None:
         inner = tuple(map(read, description.inner.values()))
@@ -134,7 +134,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     return parts or (_HIDDEN,) * (name in _table()["wrappers"].split())
 
 
-def _injected(values: Mapping[str, Any]) -> Any:
+def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
     Optax takes the numbers from the state; here each number is its default, or 1.

@@ -151,7 +151,7 @@ class MultiSteps:
             lambda x: x.gate_state._replace(own=(x.gradient_step, x.skip_state)),
         )
 
-    def has_updated(self, state: Any) -> jax.Array:
+    def has_updated(self, state: PyTree) -> jax.Array:
         """Return whether the last call closed a window whose result was applied."""
         return passed(state)
 
