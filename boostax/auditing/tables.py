@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from boostax.auditing.audit import Audit
 
 Cells = list[tuple[str, ...]]
-# The maximum number of rows of collectives; one more row adds up the other collectives.
+# The maximum number of rows of collectives; one more row sums the other collectives.
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _SMALL = 100_000_000
