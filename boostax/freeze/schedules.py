@@ -99,7 +99,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     if kind == "interval":
         return _interval(groups, freeze_p, length, schedule.seed)
     if kind == "continuous":
-        return _continuous(schedule, groups, freeze_p, length)
+        return _continuous(groups, freeze_p, fraction, length)
     # Each group freezes permanently at a step whose ``power``-th root is evenly spaced.
     power = 3 if kind == "ramp" else 1
     times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
@@ -107,22 +107,21 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
-def _continuous(schedule: FreezeSchedule, groups: int, freeze_p: float, length: int) -> Depths:
+def _continuous(groups: int, freeze_p: float, fraction: float | None, length: int) -> Depths:
     """Repeat cycles of some steps at depth 0 and one step at each other depth, ascending."""
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
     checks.require(freeze_p < 1, _WHO, "freeze_p", got=freeze_p, allowed=allowed, hint=hint)
     # The steps of a cycle that train all groups, rounded as in MindSpore.
     unfrozen = int(freeze_p * (groups - 1) // (1 - freeze_p))
-    if schedule.freeze_p is not None:
+    if fraction is None:
         cycle = unfrozen + groups - 1
         length = -(-length // cycle) * cycle
     else:
         most = (groups - 1) / groups
-        got: Any = schedule.frozen_fraction
         allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
         hint = "A cycle has a step that trains all; 'interval' freezes more often."
-        checks.require(got <= most, _WHO, "frozen_fraction", got=got, allowed=allowed, hint=hint)
+        checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
         # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
         unfrozen = min(max(1, unfrozen), length)
     position = np.arange(length) % (unfrozen + groups - 1)
