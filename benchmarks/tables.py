@@ -138,18 +138,18 @@ def _section(file: str, words: str) -> list[dict[str, Any]]:
     return sections[found[0]]
 
 
-def mend(write: bool) -> int:
+def fix(write: bool) -> int:
     """Print the pages that disagree with the records, and rewrite them if asked."""
     wrong = 0
     for page in pages():
         text = page.read_text()
-        if (mended := rewritten(text, page)) != text:
+        if (fixed := rewritten(text, page)) != text:
             wrong += 1
             print(page.relative_to(ROOT))
             if write:
-                page.write_text(mended)
+                page.write_text(fixed)
     return int(wrong > 0 and not write)
 
 
 if __name__ == "__main__":
-    sys.exit(mend("--write" in sys.argv[1:]))
+    sys.exit(fix("--write" in sys.argv[1:]))

@@ -61,10 +61,9 @@ __version__ = "0.4.0.dev0"
 
 # These load on first use, because they import many modules.
 _LATE = {
-    **{"auditing": "", "audit": "boostax.auditing"},
-    **dict.fromkeys(("config", "compat", "explaining"), ""),
-    "explain": "boostax.explaining",
+    **dict.fromkeys(("auditing", "config", "compat", "explaining"), ""),
     **dict.fromkeys(("auto", "migrate_state"), "boostax.config"),
+    **{"audit": "boostax.auditing", "explain": "boostax.explaining"},
     "less_bn": "boostax.model.less_bn",
 }
 _late(__name__, _LATE, ("checkpoint", "nnx"))

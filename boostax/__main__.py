@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         new = replacement(f"boostax {arguments[0]}") if arguments else None
         print(f"boostax: {new or 'the command is boostax audit module:function.'}", file=sys.stderr)
         return 2
-    from boostax.auditing.command import run
+    from boostax.auditing.command import print_audit
 
-    return run(arguments[1:])
+    return print_audit(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from boostax.train import resharding
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
+Json: TypeAlias = dict[str, Any]
 _WHO = "Checkpointer"
 # Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
@@ -86,7 +87,7 @@ class Checkpointer:
         if error is None or jax.process_count() == 1:
             self.close()
 
-    def save(self, step: int, state: PyTree, meta: dict[str, Any] | None = None) -> None:
+    def save(self, step: int, state: PyTree, meta: Json | None = None) -> None:
         """Copy ``state`` to the host and write it, with ``meta``, in the background.
 
         ``state`` may be donated as soon as ``save`` returns. A step that is already on disk is
@@ -130,10 +131,8 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            failure = f"the last save to {self._path} failed ({_first_line(error)})"
-            raise RuntimeError(
-                f"Checkpointer: {failure}. Steps saved before it are untouched."
-            ) from error
+            text = f"{_WHO}: the last save to {self._path} failed ({_first_line(error)}). "
+            raise RuntimeError(text + "Steps saved before it are untouched.") from error
 
     def steps(self) -> list[int]:
         """Wait for the last save, then return the complete steps on disk, ascending."""
@@ -145,7 +144,7 @@ class Checkpointer:
         """Return the highest complete step on disk, or None."""
         return max(self.steps(), default=None)
 
-    def meta(self, step: int | None = None) -> dict[str, Any]:
+    def meta(self, step: int | None = None) -> Json:
         """Return the ``meta`` that was saved with ``step``, by default the latest step.
 
         Raises:
@@ -163,7 +162,7 @@ class Checkpointer:
 
     def restore(
         self, target: types.State, step: int | None = None, *, reshard: bool = False
-    ) -> tuple[types.State, dict[str, Any]]:
+    ) -> tuple[types.State, Json]:
         """Return the state and ``meta`` of ``step`` (default: the latest), placed like ``target``.
 
         The state may have been saved by another number of processes, on other devices. The restored
@@ -214,14 +213,14 @@ class Checkpointer:
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
-        last: Any = max(steps, default=None) if step is None else step
+        last = max(steps, default=None) if step is None else step
         if last not in steps:
             allowed = f"one of {steps} in {self._path}"
             hint = "Save one first, or open another."
             raise FileNotFoundError(checks.message(_WHO, "step", allowed, step, hint))
         return last
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _record(self, step: int) -> Json:
         record = self._read(step, record=ocp.args.JsonRestore())["record"]
         if record.pop("checksum", None) != _text_checksum(record):
             raise self._damaged(step, "the checksum of its record does not match")
@@ -269,7 +268,7 @@ def _arrays() -> Any:
     handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
     read = handler.deserialize
 
-    async def deserialize(*args: Any) -> Any:
+    async def deserialize(*args: Any) -> PyTree:
         others = asyncio.all_tasks()
         try:
             return await read(*args)
@@ -281,18 +280,17 @@ def _arrays() -> Any:
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
-def _named(state: PyTree) -> dict[str, Any]:
+def _named(state: PyTree) -> dict[str, jax.Array]:
     leaves = dict(trees.named(state))
     # orbax writes a leaf under its path joined by dots.
-    files = {name.replace("/", ".") for name in leaves}
-    is_valid = len(files) == len(jax.tree.leaves(state))
+    is_valid = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
     allowed = "a tree whose paths differ when joined by dots"
     hint = "Rename the keys with dots or slashes in them."
     checks.require(is_valid, _WHO, "state", got=sorted(leaves)[:4], allowed=allowed, hint=hint)
     return leaves
 
 
-def _require_arrays(argument: str, tree: PyTree, is_array: Callable[[Any], bool]) -> dict[str, Any]:
+def _require_arrays(what: str, tree: PyTree, is_array: Callable[..., bool]) -> dict[str, jax.Array]:
     """Return the leaves by name.
 
     Refuse objects of NNX, whose nodes orbax writes and cannot read, and leaves that are not arrays,
@@ -303,18 +301,18 @@ def _require_arrays(argument: str, tree: PyTree, is_array: Callable[[Any], bool]
     objects = (x for x in nodes if isinstance(x, nnx_object))
     got = next((f"an NNX object, {type(x).__name__}" for x in objects), "")
     hint = "Save nnx.as_pure((nnx.state(model), optimizer.opt_state))."
-    checks.require_type(not got, _WHO, argument, got=got, allowed="a tree of arrays", hint=hint)
+    checks.require_type(not got, _WHO, what, got=got, allowed="a tree of arrays", hint=hint)
     leaves = _named(tree)
     hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
     hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
-        got = f"{type(leaf).__name__} at {name}"
         allowed = "a tree of JAX arrays"
-        checks.require_type(is_array(leaf), _WHO, argument, got=got, allowed=allowed, hint=hint)
+        got = f"{type(leaf).__name__} at {name}"
+        checks.require_type(is_array(leaf), _WHO, what, got=got, allowed=allowed, hint=hint)
     return leaves
 
 
-def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
+def _unlike(record: Json, parts: list[str], leaves: dict[str, jax.Array]) -> str:
     """Describe how parts and leaves of a target differ from a saved record; "" if they match."""
     was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
@@ -344,7 +342,7 @@ def _without_empty(state: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
-def _or_empty(target: Any, restored: jax.Array | None) -> jax.Array | None:
+def _or_empty(target: jax.Array | None, restored: jax.Array | None) -> jax.Array | None:
     if target is None or restored is not None:
         return restored
     return transfer.place(jnp.zeros(target.shape, target.dtype), target.sharding)
@@ -355,7 +353,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
 
 
-def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _described(leaves: dict[str, jax.Array]) -> dict[str, Json]:
     """Return shape, dtype and checksum of each leaf; the leaf's devices compute the checksum."""
     sums = jax.device_get(_checksums(leaves))
     return {
@@ -374,7 +372,7 @@ def _checksum(leaf: jax.Array) -> jax.Array:
     return jnp.sum(copies.weighted(copies.words(leaf)), dtype=jnp.uint32)
 
 
-def _text_checksum(record: dict[str, Any]) -> int:
+def _text_checksum(record: Json) -> int:
     """Return the checksum of a JSON record."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 

@@ -99,9 +99,9 @@ class Optimizer(nnx.Optimizer[_M]):
         self.mesh: Any = None
         self.more = more
         params = nnx.as_pure(nnx.state(model, wrt, **more))
-        is_valid = bool(jax.tree.leaves(params))
         allowed = "a filter of some variables of the model"
         hint = f"It has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
+        is_valid = bool(jax.tree.leaves(params))
         checks.require(is_valid, _WHO, "wrt", got=wrt, allowed=allowed, hint=hint)
         is_valid = getattr(getattr(tx.update, "step", None), "__module__", "") != on_mesh.__module__
         allowed = "without on_mesh, which it applies"
@@ -124,19 +124,17 @@ class Optimizer(nnx.Optimizer[_M]):
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
             # State with a leading dimension of replicas keeps a param's metadata, which lacks that
             # dimension.
-            variables = jax.tree.leaves(
-                self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-            )
-            for variable in variables:
-                if variable.has_metadata("out_sharding"):
-                    variable.set_metadata(out_sharding=tuple(variable.get_value().sharding.spec))
+            boxes = jax.tree.leaves(self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            for box in boxes:
+                if box.has_metadata("out_sharding"):
+                    box.set_metadata(out_sharding=tuple(box.get_value().sharding.spec))
         allowed = "one with the same params on all replicas"
         got = "local_updates or partial_average"
         hint = "A module has one of each param: train its state with boostax.make_train_step."
         is_valid = not replicas.owns_params(self.opt_state)
         checks.require(is_valid, _WHO, "tx", got=got, allowed=allowed, hint=hint)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: PyTree) -> None:
         """Set an attribute; an ``opt_state`` of arrays is passed to ``set_state``."""
         is_new = name == "opt_state" and name in vars(self) and bool(jax.tree.leaves(value))
         if is_new and trees.arrays(value) is value:
@@ -146,7 +144,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
     def value_and_grad(
         self, loss_fn: Callable[Concatenate[_M, ...], Any], *, has_aux: bool = False, **how: Any
-    ) -> Callable[Concatenate[_M, ...], tuple[Any, PyTree]]:
+    ) -> Callable[Concatenate[_M, ...], tuple[PyTree, PyTree]]:
         """Return a gradient function for the chain; it replaces ``nnx.value_and_grad``.
 
         Args:
@@ -174,10 +172,8 @@ class Optimizer(nnx.Optimizer[_M]):
         names = axes.canonical(_WHO, self.axis_name)
         how |= {"mesh": self.mesh, "axis_name": self.axis_name}
 
-        def fn(
-            model: _M, *batch: Any, active: PyTree = None, **arguments: Any
-        ) -> tuple[Any, PyTree]:
-            graph, params, keys, frozen, rest = self._split(model)
+        def fn(model: _M, *batch: Any, active: PyTree = None, **arguments: Any) -> PyTree:
+            graph, params, keys, frozen, others = self._split(model)
             # A loss with a key per replica may draw its own data.
             is_valid = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
@@ -188,17 +184,17 @@ class Optimizer(nnx.Optimizer[_M]):
             changed: PyTree = None
 
             def loss(
-                params: PyTree, batch: Any, model_state: PyTree, constants: Any, **scales: Any
-            ) -> Any:
+                params: PyTree, batch: PyTree, model_state: PyTree, constants: PyTree, **scales: Any
+            ) -> PyTree:
                 nonlocal loss_aux, changed
                 keys, frozen = constants
                 if names:  # Each replica draws different random numbers.
                     replica = axes.index(names)
                     keys = jax.tree.map(lambda key: jax.random.fold_in(key, replica), keys)
-                merged: Any = nnx.merge(graph, params, keys, frozen, model_state)
+                merged = nnx.merge(graph, params, keys, frozen, model_state)
                 result = loss_fn(merged, *batch, **arguments, **scales)
                 _, _, _, untrained, new = self._split(merged)
-                _require_kept(untrained, frozen, new, model_state)
+                _require_same(untrained, frozen, new, model_state)
                 changed = jax.tree.map(lambda new, old: new is not old, new, model_state)
                 value, loss_aux = auxiliary.loss_and_aux(result, has_aux)
                 combined = auxiliary.as_aux(loss_aux)._replace(model_state=new)
@@ -207,22 +203,21 @@ class Optimizer(nnx.Optimizer[_M]):
             active = self._active(params, opt_state) if active is None else active
             gradients_of = value_and_grad(loss, has_aux=True, **how)
             constants = keys, frozen
-            if names:
-                constants = placement.gathered(self.mesh, names, constants)
-            extra: dict[str, Any] = {"model_state": rest, "constants": constants}
+            constants = placement.gathered(self.mesh, names, constants) if names else constants
+            extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
             # A mean over three replicas would round unchanged variables, too.
             mean = aux.told.model_state
-            new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, rest)
+            new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
             # An overflow in the forward pass affects the statistics even if gradients are skipped.
             keep = all_finite(new)
-            nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, rest))
+            nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, others))
             aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, loss_aux)
             return ((value, aux) if has_aux else value), grads
 
         return fn
 
-    def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
+    def update(self, model: _M, grads: PyTree, /, **kwargs: PyTree) -> PyTree:
         """Update the model as ``nnx.Optimizer.update`` does; a skipped step writes no param.
 
         Args:
@@ -300,20 +295,21 @@ class Optimizer(nnx.Optimizer[_M]):
         self.tx, self.freezing, self.opt_state = new.tx, new.freezing, new.opt_state
         return report
 
-    def _split(self, model: Any) -> tuple[Any, ...]:
+    def _split(self, model: PyTree) -> tuple[PyTree, ...]:
         """Return the graph, and the arrays of trained params, keys, other params and the rest."""
         graph, *states = nnx.split(model, self.wrt, nnx.RngKey, nnx.Param, ..., **self.more)
         return (graph, *nnx.as_pure(states))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
         """Return a tree of bools that are True for the differentiated params."""
-        if self.freezing is None:
+        freezing = self.freezing
+        if freezing is None:
             return True
-        freezing, (first, *others) = self.freezing, self.freezing.plan(params).drawn
+        first, *others = freezing.plan(params).drawn
         return freezing.choice(params, opt_state) if others else freezing.active(params, first)
 
 
-def _require_kept(new_frozen: PyTree, frozen: PyTree, new_state: PyTree, state: PyTree) -> None:
+def _require_same(new_frozen: PyTree, frozen: PyTree, new_state: PyTree, state: PyTree) -> None:
     """Refuse a loss that adds or removes variables, or that sets params that are not trained."""
     got = jax.tree.structure((new_frozen, new_state))
     before = jax.tree.structure((frozen, state))

@@ -109,19 +109,18 @@ def state_specs(
       >>> specs.window.local.grads["w"]
       P('data',)
     """
-    names = axes.named_or_bound("state_specs", axis_name)
+    who = "state_specs"
+    names = axes.named_or_bound(who, axis_name)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves([PartitionSpec()] * len(leaves) if param_specs is None else param_specs)
     allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
     hint = "Use PartitionSpec() for a replicated leaf, not None."
     is_valid = len(specs) == len(leaves)
-    checks.require(
-        is_valid, "state_specs", "param_specs", got=len(specs), allowed=allowed, hint=hint
-    )
+    checks.require(is_valid, who, "param_specs", got=len(specs), allowed=allowed, hint=hint)
     allowed = "the size of the replica axis with shard_optimizer"
     hint = "Pass replicas=mesh.shape['data']."
     is_valid = replicas is not None or not shard_optimizer
-    checks.require(is_valid, "state_specs", "replicas", got=replicas, allowed=allowed, hint=hint)
+    checks.require(is_valid, who, "replicas", got=replicas, allowed=allowed, hint=hint)
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return _specs_like(owners, state, names, replicas if shard_optimizer else None)
@@ -129,8 +128,5 @@ def state_specs(
 
 def _map_local(fn: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
-    return jax.tree.map(
-        lambda node: jax.tree.map(fn, node) if replicas.is_per_replica(node) else node,
-        state,
-        is_leaf=replicas.is_per_replica,
-    )
+    local = replicas.is_per_replica
+    return jax.tree.map(lambda x: jax.tree.map(fn, x) if local(x) else x, state, is_leaf=local)

@@ -2,7 +2,7 @@
 
 ``make test`` draws from a fixed seed, so that a run is red for a reason and red again. ``make
 test-long`` (the profile ``search``) draws anew and more. What fails there is printed, and kept in
-``tests/examples``: every later run, quick or long, tries it first. Commit it with the mend.
+``tests/examples``: every later run, quick or long, tries it first. Commit it with the fix.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Kept(ExampleDatabase):
     """Failing draws of one test, a text file each: the choices, in order, as JSON.
 
     Hypothesis's own database would forget: it finds a test by its source, so any edit of the test
-    loses its examples, and it deletes those that pass, which is what a mend makes of them. Here the
+    loses its examples, and it deletes those that pass, which is what a fix makes of them. Here the
     folder has the test's name, its parameters share it, and only what shrinking replaces goes.
 
     ``derandomize``, ``--hypothesis-seed`` and a plain ``@seed`` switch replaying off, which is why
@@ -76,7 +76,7 @@ class Kept(ExampleDatabase):
             part.replace(path)
 
     def delete(self, key, value):
-        """An example that passes now is one that a mend is to be held to."""
+        """An example that passes now is one that a fix must not break."""
 
     def move(self, src, dest, value):
         """Shrinking has found a smaller one."""

@@ -72,7 +72,7 @@ def test_a_reduction_in_a_loop_counts_at_each_turn(mesh):
     assert (found.devices, found.params, found.reductions) == (8, COUNT, 6.0)
     (waste,) = found.findings
     assert "reduced 6.00 times per call, inside a loop that runs 6 times, over 'data'" in waste.what
-    assert waste.where.startswith(__file__) and "boostax.value_and_grad" in waste.mend
+    assert waste.where.startswith(__file__) and "boostax.value_and_grad" in waste.fix
     (reduction,) = found.collectives
     assert (reduction.kind, reduction.dtypes, reduction.executions) == ("all-reduce", ("f32",), 6)
     assert reduction.axes == ("data",) and reduction.loops and not reduction.branches
@@ -419,7 +419,7 @@ def test_programs_of_others_are_audited_as_they_are(mesh, make):
     assert (found.devices, found.params, found.reductions) == (8, WIDTH**2, 1.0)
     assert [(len(c.axes), c.devices) for c in found.collectives] == [(1, 8)]
     call = {by_nnx: "nnx.jit(", by_equinox: "equinox.filter_jit("}.get(make, "jax.jit(")
-    assert f"Donate them: {call}step, donate" in found.findings[-1].mend
+    assert f"Donate them: {call}step, donate" in found.findings[-1].fix
     if make is by_nnx:  # Also what NNX lowered or compiled.
         for stage in (lowered := program.lower(*args), lowered.compile()):
             again = boostax.audit(stage, params=params)

@@ -99,7 +99,7 @@ adamw, zero = optax.adamw(0.001), optax.set_to_zero()
 NAMES = {"scaler": "dynamic_loss_scale", "clip": "clip_by_global_norm", "mean": "all_reduce"}
 NAMES |= {"decay": "add_decayed_weights", "top_k": "top_k_reduce", "recorder": "record_trajectory"}
 NAMES |= {"centralize": "centralize_gradients", "moments": "scale_by_adam", "delta": "adasum_delta"}
-# By what the mend says of the two that are named: the name, the wrong chain, the same mended.
+# By what the fix says of the two that are named: the name, the wrong chain, the same chain fixed.
 WRONG = {
     "Put {1} inside {0}": [
         ("scaler after clip", chain(clip, scaled(adam)), scaled(clip, adam)),
@@ -184,23 +184,23 @@ WRONG = {
 }
 
 
-def case(mend, said, wrong, right):
+def case(fix, said, wrong, right):
     what = " ".join(NAMES.get(word, word) for word in said.split(" "))
     names = re.split(" after | inside | in ", what)
-    return pytest.param(wrong, right, what, mend.format(*names), id=said)
+    return pytest.param(wrong, right, what, fix.format(*names), id=said)
 
 
-CASES = [case(mend, *each) for mend, listed in WRONG.items() for each in listed]
+CASES = [case(fix, *each) for fix, listed in WRONG.items() for each in listed]
 
 
 def found_in(tx):
     return findings(rows(read(tx)))
 
 
-@pytest.mark.parametrize(("wrong", "right", "what", "mend"), CASES)
-def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right, what, mend):
+@pytest.mark.parametrize(("wrong", "right", "what", "fix"), CASES)
+def test_a_wrong_order_is_named_with_its_fix_and_the_fixed_is_not(wrong, right, what, fix):
     (mine,) = (finding for finding in found_in(wrong) if finding.what == what)
-    assert mend in mine.mend and mine.why.endswith(".")
+    assert fix in mine.fix and mine.why.endswith(".")
     assert found_in(right) == []
     found = found_in(wrong)
     assert list(boostax.explain(wrong, PARAMS).findings) == found
@@ -292,7 +292,7 @@ def test_the_sign_is_followed_through_odd_chains():
     for wrong in (decay, clip):
         (finding,) = found_in(chain(sgd, wrong))
         assert finding.what.endswith("after the learning rate")
-    assert found_in(chain(sgd, sgd))[0].mend == "Leave one learning rate out."
+    assert found_in(chain(sgd, sgd))[0].fix == "Leave one learning rate out."
 
 
 def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():

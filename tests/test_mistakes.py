@@ -260,9 +260,9 @@ SILENT = {
     "1 if no loss is scaled.": lambda: precision.current_scale(),
 }
 CALLS = {name: call for name, (call, _) in MISTAKES.items()} | LESS | SILENT
-# An argument, what is allowed, what came, and the mend; a name that is not there; a warning.
+# An argument, what is allowed, what came, and the fix; a name that is not there; a warning.
 FULL = re.compile(
-    r"[\w.()]+: .+ must \w+ .+(?:, got .+?\.|, but .+\.) (?P<mend>.+[.?)])$"
+    r"[\w.()]+: .+ must \w+ .+(?:, got .+?\.|, but .+\.) (?P<fix>.+[.?)])$"
     r"|module '.+' has no attribute '\w+'\. (?P<place>.+[.?])$"
     r"|make_train_step: [\w ,]+: [^.]+\. (?P<warned>.+)\.$",
     re.DOTALL,

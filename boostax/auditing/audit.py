@@ -204,7 +204,7 @@ def audit(
       >>> counts = boostax.audit(step, jnp.zeros((256, 64)), jnp.ones((32, 256)))
       >>> counts.params, len(counts.collectives), counts.aliased_bytes
       (16384, 0, 0)
-      >>> print(counts.findings[0].mend)
+      >>> print(counts.findings[0].fix)
       Donate them: jax.jit(step, donate_argnums=...).
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")

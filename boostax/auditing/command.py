@@ -36,7 +36,7 @@ _LIMITS = {
 }
 
 
-def run(argv: Sequence[str]) -> int:
+def print_audit(argv: Sequence[str]) -> int:
     """Print the audit and return the exit code of ``boostax.__main__.main``."""
     if "--forms" in argv:
         print(f"boostax: {checks.replacement('boostax audit --forms')}", file=sys.stderr)

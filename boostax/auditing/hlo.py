@@ -118,7 +118,7 @@ class Site(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """Add up counts along a program whose branches differ.
+    """Sum counts along a program whose branches differ.
 
     Attributes:
       least: the sum if each conditional takes its cheapest branch, as in a skipped call. Loops with
@@ -200,7 +200,7 @@ class Program:
                 yield from self._walk(called, site, number)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
-        """Add up amounts on the paths of ``Ways`` through the branches.
+        """Sum amounts on the paths of ``Ways`` through the branches.
 
         Args:
           amounts: pairs ``(branches, amount)``, where the amount includes all executions.

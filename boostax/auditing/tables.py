@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from boostax.auditing.audit import Audit
 
 Cells = list[tuple[str, ...]]
-# The maximum number of rows of collectives; one more row adds up the other collectives.
+# The maximum number of rows of collectives; one more row sums the other collectives.
 _ROWS = 16
 # With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _SMALL = 100_000_000
@@ -87,8 +87,7 @@ def _collective_cells(audit: Audit) -> Cells:
     """Return the collectives, equal ones in one row, the most expensive first."""
     groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
     for c in audit.collectives:
-        key = (*_row((c,))[:5], c.branches, *sorted(c.uses), c.source)
-        groups.setdefault(key, []).append(c)
+        groups.setdefault((*_row((c,))[:5], c.branches, *sorted(c.uses), c.source), []).append(c)
     rows = sorted(groups.values(), key=lambda group: -sum(c.wire_bytes for c in group))
     heads = "collective,dtype,times,over,call,elements,bytes sent,hidden,use".split(",")
     cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]

@@ -63,7 +63,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     gpu = match and _KNOWN["gpus"].get(match["name"])
     if match is None or not machine or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _KNOWN["machines"].values())
-        hint = f"None audits for the devices at hand. Machines that are known:{listed}"
+        hint = f"None audits for the present devices. Machines that are known:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _KNOWN["environment"].items():
@@ -78,7 +78,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     except Exception as error:
         hint = f"{str(error).splitlines()[0]}. In a checkout, pip install '.[aot]' installs "
         hint += "compilers for TPU and GPU."
-        allowed = "one that a compiler at hand knows"
+        allowed = "one that an installed compiler knows"
         words = checks.message("target_devices", "target", allowed, target, hint)
         raise RuntimeError(words) from error
     return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))

@@ -30,11 +30,10 @@ def traffic(program: Program) -> Ways:
 
 def cycles(program: Program) -> Ways | None:
     """Return a TPU compiler's estimate of cycles without communication; else ``None``."""
-    pattern = r'"estimated_cycles":"(-?\d+)"'
-    estimates = [(x, x.instruction.attribute(pattern)) for x in program.sites]
-    if not any(text for _, text in estimates):
+    texts = [(x, x.instruction.attribute(r'"estimated_cycles":"(-?\d+)"')) for x in program.sites]
+    if not any(text for _, text in texts):
         return None
-    counts = [(x, max(0, int(text or 0))) for x, text in estimates if not x.fused]
+    counts = [(x, max(0, int(text or 0))) for x, text in texts if not x.fused]
     return program.total((x.branches, repeated(count, x.executions)) for x, count in counts)
 
 

@@ -24,15 +24,15 @@ class Waste:
     Attributes:
       what: the waste and its size.
       where: ``file:line``, if the compiler kept the source location.
-      mend: what to write instead.
+      fix: what to write instead.
     """
 
     what: str
     where: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.mend}"
+        return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.fix}"
 
 
 # The texts of each finding.
@@ -109,5 +109,5 @@ def _sent(program: Program, collectives: Collectives) -> float:
 def _waste(name: str, c: CompiledCollective | None = None, **values: object) -> Waste:
     """Fill in the texts of a finding, which may be about a collective."""
     values["over"] = f", over {' and '.join(map(repr, c.axes))}" if c and c.axes else ""
-    what, mend = (WORDS[name][key].format(**values) for key in ("what", "mend"))
-    return Waste(what, c.source if c else "", mend)
+    what, fix = (WORDS[name][key].format(**values) for key in ("what", "fix"))
+    return Waste(what, c.source if c else "", fix)

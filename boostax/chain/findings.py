@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     Attributes:
       what: the part and its position.
       why: what goes wrong.
-      mend: what to write instead.
+      fix: what to write instead.
       certain: whether every run goes wrong: replicas diverge or hang, gradients stay multiplied by
         the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses
         such a chain, and warns of other findings.
@@ -29,11 +29,11 @@ class Finding(NamedTuple):
 
     what: str
     why: str
-    mend: str
+    fix: str
     certain: bool = False
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.why} {self.mend}"
+        return f"{self.what}: {self.why} {self.fix}"
 
 
 _WORDS = checks.table("boostax.chain", "orders")
@@ -53,12 +53,9 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
     """Return the texts for a part ``"after"`` or ``"inside"`` another, by both parts' roles."""
     texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
     for group in _WORDS[where]:
-        for first, then, why in group["pairs"]:
-            text = group.get("why", "") + why, group["mend"], group.get("certain", False)
-            roles = (
-                [r for x in names.split(" | ") for r in _SEVERAL.get(x, (x,))]
-                for names in (first, then)
-            )
+        for *names, why in group["pairs"]:
+            text = group.get("why", "") + why, group["fix"], group.get("certain", False)
+            roles = [[r for x in y.split(" | ") for r in _SEVERAL.get(x, (x,))] for y in names]
             for pair in itertools.product(*roles):
                 texts.setdefault(pair, text)
     return texts
@@ -77,16 +74,16 @@ def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
         if {a.role, b.role} <= {*_SEVERAL["reducing"]} and not set(a.axes) & set(b.axes):
             continue
         if (a.role, b.role) in rules(where):
-            why, mend, certain = rules(where)[a.role, b.role]
+            why, fix, certain = rules(where)[a.role, b.role]
             names = {"first": a.part.name, "then": b.part.name}
             what = f"{b.part.name} {where} {a.part.name}"
-            yield Finding(what, why.format(**names), mend.format(**names), certain)
+            yield Finding(what, why.format(**names), fix.format(**names), certain)
 
 
 def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting, with the text of ``orders.toml``."""
     entry = _WORDS["settings"][setting]
-    texts = {field: entry[field].format(**names) for field in ("what", "why", "mend")}
+    texts = {field: entry[field].format(**names) for field in ("what", "why", "fix")}
     return Finding(**texts, certain=entry.get("certain", False))
 
 
@@ -107,8 +104,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
-            axes = ", ".join(repr(x) for x in sorted(missing))
-            yield finding("without_axis", name=name, axes=axes)
+            yield finding("without_axis", name=name, axes=", ".join(map(repr, sorted(missing))))
         # The gate gets only some of the params.
         if row.masks and row.role in _SEVERAL["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"

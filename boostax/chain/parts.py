@@ -89,13 +89,13 @@ def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformatio
     return [x for pair in pairs for x in opened(optax.GradientTransformationExtraArgs(*pair))]
 
 
-def _part(update: Callable[..., Any]) -> Part:
+def _part(update: Callable[..., object]) -> Part:
     description: Description | None = getattr(update, "description", None)
     if description is not None:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
-        name, what = description.name, description.what
-        return Part(name, "", what, description, settings=values, inner=inner)
+        names = (description.name, "", description.what)
+        return Part(*names, description, settings=values, inner=inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
@@ -134,7 +134,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     return parts or (_HIDDEN,) * (name in _table()["wrappers"].split())
 
 
-def _injected(values: Mapping[str, Any]) -> Any:
+def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
     Optax takes the numbers from the state; here each number is its default, or 1.
@@ -222,8 +222,7 @@ class Row:
 
     def meets(self, other: "Row") -> bool:
         """Return whether both parts get the same params."""
-        sides = dict(other.sides)
-        return all(sides.get(partition, side) == side for partition, side in self.sides)
+        return all(dict(other.sides).get(partition, side) == side for partition, side in self.sides)
 
 
 def rows(part: Part) -> list[Row]:

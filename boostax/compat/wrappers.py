@@ -4,6 +4,7 @@
 They have Optax's names, arguments and fields, and are built on ``accumulate`` and ``gate``.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,25 +30,33 @@ class MultiStepsState(NamedTuple):
     """State of ``MultiSteps``, with Optax's field names as properties.
 
     Attributes:
-      kept: state of ``accumulate``, or with ``should_skip_update_fn`` of the gate around it.
+      gate_state: state of ``accumulate``, or with ``should_skip_update_fn`` of the gate around it.
     """
 
-    kept: AccumulateState | GateState
+    gate_state: AccumulateState | GateState
+    _is_mean = True
 
     @property
     def window(self) -> AccumulateState:
         """State of ``accumulate``."""
-        return self.kept.inner_state if isinstance(self.kept, GateState) else self.kept
+        state = self.gate_state
+        return state.inner_state if isinstance(state, GateState) else state
 
     @property
     def skip_state(self) -> PyTree:
         """The last state that ``should_skip_update_fn`` returned; ``()`` without that function."""
-        return self.kept.own if isinstance(self.kept, GateState) else ()
+        return self.gate_state.own if isinstance(self.gate_state, GateState) else ()
 
     @property
     def acc_grads(self) -> PyTree:
-        """Mean of the open window, computed when read; ``None`` for windows of one micro-step."""
-        return _opened(self.window, 1.0 / jnp.maximum(self.window.micro_step, 1))
+        """Mean or sum of the open window; ``None`` for windows of one micro-step."""
+        state = self.window
+        window = state.window.local if isinstance(state.window, PerReplica) else state.window
+        share = 1.0 / jnp.maximum(state.micro_step, 1) if self._is_mean else 1.0
+        is_open = state.micro_step > 0
+        sums = None if window is None else window.grads
+        # A stale sum may contain NaN, which a product with zero would not remove.
+        return jax.tree.map(lambda x: jnp.where(is_open, x * share, 0).astype(x.dtype), sums)
 
     mini_step = property(lambda x: x.window.micro_step, doc="i32, micro-steps in the open window.")
     gradient_step = property(lambda x: x.window.optimizer_steps, doc="i32, applied windows.")
@@ -58,23 +67,10 @@ class MultiStepsSumState(MultiStepsState):
     """State of ``MultiSteps`` with ``use_grad_mean=False``; only ``acc_grads`` differs.
 
     Attributes:
-      kept: see ``MultiStepsState``.
+      gate_state: see ``MultiStepsState``.
     """
 
-    @property
-    def acc_grads(self) -> PyTree:
-        """Sum of the open window; ``None`` for windows of one micro-step."""
-        return _opened(self.window, 1.0)
-
-
-def _opened(state: AccumulateState, share: float | jax.Array) -> PyTree:
-    """Multiply the sum of an open window by ``share``; return zeros for a closed window."""
-    window = state.window.local if isinstance(state.window, PerReplica) else state.window
-    if window is None:
-        return None
-    is_open = state.micro_step > 0
-    # A stale sum may contain NaN, which a product with zero would not remove.
-    return jax.tree.map(lambda x: jnp.where(is_open, x * share, 0).astype(x.dtype), window.grads)
+    _is_mean = False
 
 
 class MultiSteps:
@@ -140,25 +136,22 @@ class MultiSteps:
     ) -> None:
         who = type(self).__name__
         self.inner_opt = checks.transformation(who, "opt", opt)
-        how: dict[str, Any] = {"dtype": accumulator_dtype, "axis_name": axis_name}
-        normalize = "mean" if use_grad_mean else "sum"
-        tx = accumulate(self.inner_opt, every_k_schedule, normalize=normalize, **how)
-        if should_skip_update_fn is not None:
-            tx = _skipping(tx, should_skip_update_fn, axis_name)
+        how: Any = {"normalize": "mean" if use_grad_mean else "sum", "axis_name": axis_name}
+        tx = accumulate(self.inner_opt, every_k_schedule, dtype=accumulator_dtype, **how)
         kind = MultiStepsState if use_grad_mean else MultiStepsSumState
-
+        if should_skip_update_fn is None:
+            self.init, self.update = _renamed(who, tx, kind)
+            return
         # The gate keeps (gradient_step, skip_state). The renamed state keeps only skip_state,
         # because the window's state has the count.
-        def wrap(kept: Any) -> MultiStepsState:
-            return kind(kept if should_skip_update_fn is None else kept._replace(own=kept.own[1]))
+        self.init, self.update = _renamed(
+            who,
+            _skipping(tx, should_skip_update_fn, axis_name),
+            lambda state: kind(state._replace(own=state.own[1])),
+            lambda x: x.gate_state._replace(own=(x.gradient_step, x.skip_state)),
+        )
 
-        def unwrap(state: MultiStepsState) -> Any:
-            own = state.gradient_step, state.skip_state
-            return state.kept if should_skip_update_fn is None else state.kept._replace(own=own)
-
-        self.init, self.update = _renamed(who, tx, wrap, unwrap)
-
-    def has_updated(self, state: Any) -> jax.Array:
+    def has_updated(self, state: PyTree) -> jax.Array:
         """Return whether the last call closed a window whose result was applied."""
         return passed(state)
 
@@ -174,38 +167,41 @@ def _skipping(
     """Put a gate around the window; the gate keeps ``(gradient_step, skip_state)``."""
     names = axes.canonical("MultiSteps", axis_name)
 
-    def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
-        step, _ = own
-        skip, kept = skips(grads.value(), step, params)
+    def rule(grads: Pending, state: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+        step, _ = state
+        skip, skip_state = skips(grads.value(), step, params)
         if names:  # A bool has no maximum over replicas; adding 0 converts it to an integer.
-            kept = jax.tree.map(lambda x: axes.largest(x + 0, names), kept)
+            skip_state = jax.tree.map(lambda x: axes.largest(x + 0, names), skip_state)
         # The gate refuses what is no bool scalar.
-        return jnp.invert(skip), (step, kept)
+        return jnp.invert(skip), (step, skip_state)
 
     def init(params: PyTree) -> PyTree:
         step = jnp.zeros((), jnp.int32)
-        nothing = jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
-        return step, skips(nothing, step, params)[1]
+        zeros = jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
+        return step, skips(zeros, step, params)[1]
 
     return gate(tx, rule, init=init, axis_name=axis_name, name="should_skip_update_fn")
 
 
 def _renamed(
-    who: str, tx: optax.GradientTransformation, wrap: Callable[..., Any], unwrap: Callable[..., Any]
+    who: str,
+    tx: optax.GradientTransformation,
+    wrap: Callable[..., PyTree],
+    unwrap: Callable[..., PyTree] = operator.attrgetter("gate_state"),
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a gate whose state ``wrap`` puts into the field ``kept`` of another class."""
+    """Make a gate whose state ``wrap`` puts into the field ``gate_state`` of another class."""
     update: Any = tx.update
 
-    @describe(who, "nothing", inner={"kept": tx})
+    @describe(who, "nothing", inner={"gate_state": tx})
     def step_fn(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
-        value, kept = update.step(grads, unwrap(state), params, apply=apply, **extra)
-        return value, wrap(kept)
+        value, state = update.step(grads, unwrap(state), params, apply=apply, **extra)
+        return value, wrap(state)
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> Stepped:
-        params, kept = update.flush(unwrap(state), params, **extra)
-        return params, wrap(kept)
+        params, state = update.flush(unwrap(state), params, **extra)
+        return params, wrap(state)
 
     return gated(lambda params: wrap(tx.init(params)), step_fn, flush_fn)
 
@@ -216,15 +212,15 @@ class ApplyIfFiniteState(NamedTuple):
     A bad step is a step whose gradients are not finite.
 
     Attributes:
-      kept: state of the gate: its inner state, and the counts of the rule in ``own``.
+      gate_state: state of the gate: its inner state, and the counts of the rule in ``own``.
     """
 
-    kept: GateState
+    gate_state: GateState
 
-    inner_state = property(lambda x: x.kept.inner_state, doc="State of the inner transformation.")
-    notfinite_count = property(lambda x: x.kept.own[0], doc="i32, bad steps in a row.")
-    last_finite = property(lambda x: x.kept.own[1], doc="bool, whether the last step was finite.")
-    total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all bad steps.")
+    inner_state = property(lambda x: x.gate_state.inner_state, doc="State of ``inner``.")
+    notfinite_count = property(lambda x: x.gate_state.own[0], doc="i32, bad steps in a row.")
+    last_finite = property(lambda x: x.gate_state.own[1], doc="bool, whether the last was finite.")
+    total_notfinite = property(lambda x: x.gate_state.own[2], doc="i32, all bad steps.")
 
 
 @bound_axis.gate
@@ -268,8 +264,8 @@ def apply_if_finite(
       https://optax.readthedocs.io/en/latest/api/transformations.html
     """
 
-    def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
-        in_a_row, _, total = own
+    def rule(grads: Pending, state: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+        in_a_row, _, total = state
         largest = [grads._replace(raw=x).value() for x in largest_magnitudes(grads.raw)]
         ok = all_finite(largest, axis_name=axis_name)
         in_a_row = jnp.where(ok, 0, optax.safe_increment(in_a_row))
@@ -279,4 +275,4 @@ def apply_if_finite(
         return jnp.zeros((), jnp.int32), jnp.asarray(True), jnp.zeros((), jnp.int32)
 
     tx = gate(inner, rule, init=init, axis_name=axis_name, name="apply_if_finite")
-    return _renamed("apply_if_finite", tx, ApplyIfFiniteState, lambda state: state.kept)
+    return _renamed("apply_if_finite", tx, ApplyIfFiniteState)

@@ -5,10 +5,9 @@ import collections
 import glob
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
 from boostax._core import checks, trees
 from boostax._core.groups import Labels, few, natural
@@ -68,12 +67,12 @@ def prefix_groups(
     if level is not None:
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
-    kept = _with_norms(_layers(who, params, order, level), leaves)
-    words = few([trees.path_name(path) for path in kept])
-    hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
-    allowed = f"at most the number of layers, {len(kept)}"
-    checks.require(n <= len(kept), who, "n", got=n, allowed=allowed, hint=hint)
-    labels = {x: i * n // len(kept) for i, members in enumerate(kept.values()) for x in members}
+    layers = _with_norms(_layers(who, params, order, level), leaves)
+    words = few([trees.path_name(path) for path in layers])
+    hint = f"They are {words}, each with the norms after it." if layers else "Params are empty."
+    allowed = f"at most the number of layers, {len(layers)}"
+    checks.require(n <= len(layers), who, "n", got=n, allowed=allowed, hint=hint)
+    labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}
     return treedef.unflatten(labels[i] for i in range(len(leaves)))
 
 
@@ -131,7 +130,7 @@ def mindspore_groups(
     return Labels(treedef.unflatten(labels[i] for i in range(len(leaves))), n)
 
 
-def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
+def param_groups(params: PyTree, groups: Sequence[PyTree]) -> list[list[str]]:
     """Convert groups of arrays, one list per group, to groups of param names.
 
     Args:
@@ -157,36 +156,36 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
     References:
       ``mindspore.boost.GroupLossScaleManager``, whose ``loss_scale_groups`` are such lists.
     """
-    who, allowed = "param_groups", "lists that together hold every param once"
+    who = "param_groups"
+    allowed = "lists that together hold every param once"
     names: dict[int, list[str]] = {}
     for name, leaf in trees.named(params):
         names.setdefault(id(leaf), []).append(name)
-    found: list[list[str]] = []
+    labels: list[list[str]] = [[] for _ in groups]
     for i, group in enumerate(groups):
-        found.append([])
         for leaf in jax.tree.leaves(group):
             known = names.pop(id(leaf), [])
             got = f"{known} as one array" if known else f"an array that is none, in group {i}"
             hint = "Give the arrays of these params, each once; or patterns of their names."
             checks.require(len(known) == 1, who, "groups", got=got, allowed=allowed, hint=hint)
             # A path may contain characters that are wildcards in a pattern.
-            found[-1].append(glob.escape(known[0]))
-    left = few([name for known in names.values() for name in known])
+            labels[i].append(glob.escape(known[0]))
+    got = f"none with {few([name for known in names.values() for name in known])}"
     hint = "Add them to a group."
-    checks.require(not names, who, "groups", got=f"none with {left}", allowed=allowed, hint=hint)
-    return found
+    checks.require(not names, who, "groups", got=got, allowed=allowed, hint=hint)
+    return labels
 
 
 def _layers(
     who: str, params: PyTree, order: Order, level: int | None = None, removed: Sequence[str] = ()
-) -> dict[tuple[Any, ...], list[int]]:
+) -> dict[KeyPath, list[int]]:
     """Return the indices of the leaves of each layer, in the order of the forward pass.
 
     The two leaves of each removed norm have indices after the last param.
     """
     treedef = jax.tree.structure(params)
-    layers: dict[tuple[Any, ...], list[int]] = {}
-    for path, leaf in _own_order(treedef.unflatten(range(treedef.num_leaves))):
+    layers: dict[KeyPath, list[int]] = {}
+    for path, leaf in _in_order(treedef.unflatten(range(treedef.num_leaves))):
         layers.setdefault(path[:-1][:level] or path, []).append(leaf)
     names = trees.names(params)
     for norm in removed:
@@ -196,62 +195,58 @@ def _layers(
         return _reordered(who, layers, names, order)
     if not removed:
         return layers
-    place = lambda path: [natural(x) for x in trees.path_name(path).split("/")]  # noqa: E731
-    return {path: layers[path] for path in sorted(layers, key=place)}
+    keys = {path: [*map(natural, trees.path_name(path).split("/"))] for path in layers}
+    return {path: layers[path] for path in sorted(layers, key=keys.__getitem__)}
 
 
-def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
     """Yield the leaves with their paths, in the order of the containers."""
-    # The registry's flatten_one_level gives all fields of a NamedTuple the name of the first.
-    below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     if jax.tree_util.all_leaves([node]):
         yield path, node
         return
-    children: list[tuple[Any, Any]] = [(key, child) for (key,), child in below]
-    if [key for key, _ in children] == [GetAttrKey("value")]:
+    # The registry's flatten_one_level gives all fields of a NamedTuple the name of the first.
+    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    if [key for key, _ in children] == [(GetAttrKey("value"),)]:
         # A box (an NNX variable, or a Flax param with its partitioning) is not a module.
-        yield from _own_order(children[0][1], path)
+        yield from _in_order(children[0][1], path)
         return
     # JAX sorts the keys of a dict as text; an OrderedDict keeps its insertion order.
     if not isinstance(node, collections.OrderedDict):
-        children.sort(key=lambda child: natural(str(getattr(child[0], "key", ""))))
+        children.sort(key=lambda child: natural(str(getattr(child[0][0], "key", ""))))
     for key, child in children:
-        yield from _own_order(child, (*path, key))
-
-
-def _prefixes(name: str) -> list[str]:
-    return list(itertools.accumulate(name.split("/"), "{}/{}".format))
+        yield from _in_order(child, (*path, *key))
 
 
 def _reordered(
-    who: str, layers: dict[Any, list[int]], names: list[str], order: Any
-) -> dict[Any, list[int]]:
+    who: str, layers: dict[KeyPath, list[int]], names: list[str], order: Sequence[str]
+) -> dict[KeyPath, list[int]]:
     """Return the layers by the first entry of ``order`` that matches one of their leaves."""
     allowed = "path names or prefixes of them, in the order of the forward pass"
     # If an entry occurs twice, the first one gives the position.
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
-    idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
+    prefixes = [[*itertools.accumulate(name.split("/"), "{}/{}".format)] for name in names]
+    idle = places.keys() - set(itertools.chain.from_iterable(prefixes))
     got = sorted(idle, key=places.__getitem__)
     hint = f"They match no param; params are {few(names)}."
     checks.require(not idle, who, "order", got=got, allowed=allowed, hint=hint)
-    found = {
-        path: [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
+    positions = {
+        path: [places[x] for leaf in members for x in prefixes[leaf] if x in places]
         for path, members in layers.items()
     }
-    missed = [trees.path_name(path) for path, entries in found.items() if not entries]
+    missed = [trees.path_name(path) for path, entries in positions.items() if not entries]
     allowed = "entries that together match every layer"
     hint = f"None matches {few(missed)}. Say where in the order they come."
     checks.require(not missed, who, "order", got=order, allowed=allowed, hint=hint)
-    return {path: layers[path] for path in sorted(layers, key=lambda path: min(found[path]))}
+    return {path: layers[path] for path in sorted(layers, key=lambda path: min(positions[path]))}
 
 
-def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
+def _with_norms(layers: dict[KeyPath, list[int]], leaves: list[PyTree]) -> dict[KeyPath, list[int]]:
     """Join layers that have only vectors to the previous layer, or the next if they come first."""
-    kept: dict[Any, list[int]] = {}
+    joined: dict[KeyPath, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
         if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
             last.extend(members)
         else:
-            last = kept[path] = [*members, *([] if kept else last)]
-    return kept or layers
+            last = joined[path] = [*members, *([] if joined else last)]
+    return joined or layers

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, gate, handshake, protocols, replicas, trees
-from boostax._core.describe import Holds, describe, elsewhere
+from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
 from boostax._core.types import PyTree
@@ -21,9 +21,8 @@ from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedul
 from boostax.freeze.stages import Choice
 
 Moments = Literal["shared", "per_group"]
-# The params (or updates) and the state, and a function that changes them at a depth.
-Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
-Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
+# A function that changes the params (or updates) and the state at a depth.
+Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Stepped]
 _WHO = "scheduled_freeze"
 
 
@@ -39,10 +38,10 @@ class ScheduledFreezeState(NamedTuple):
         ``moments="per_group"`` a tuple of states, one for each depth that the schedule draws.
     """
 
-    steps: jax.Array
-    depth: jax.Array
-    next_depth: jax.Array
-    trained_steps: jax.Array
+    steps: jax.Array  # [] int32
+    depth: jax.Array  # [] int32
+    next_depth: jax.Array  # [] int32
+    trained_steps: jax.Array  # [groups] int32
     inner_state: optax.OptState
     holds = Holds(("depth", "next_depth"), steps="steps")
 
@@ -72,25 +71,39 @@ class Freezing:
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
-        found = as_groups(_WHO, self.groups, params)
-        return Plan(found.tree, found.count, self.schedule, self.repeat)
+        labels = as_groups(_WHO, self.groups, params)
+        return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Return a tree of bools that are True for the leaves trained at this depth."""
         return self.plan(params).active(depth)
 
-    def cut(self, params: PyTree, depth: int) -> Pruning:
-        """Return the positions of a depth's inner state within the whole inner state."""
+    def pruning(self, params: PyTree, depth: int) -> Pruning:
+        """Return the positions of a depth's inner state within the inner state for all depths.
+
+        Raises:
+          ValueError: the shape or path of a state leaf depends on which params are masked.
+        """
         plan = self.plan(params)
         wide = jax.eval_shape(functools.partial(gate.params_for, self.tx), params)
-        fewer = trees.masked(wide, plan.active(depth))
-        if self.moments == "shared":
-            return pruning(self.tx, trees.masked(wide, plan.active(plan.drawn[0])), fewer, _WHO)
-        # In the tuple of states, the state of each other depth counts as one leaf.
-        state, first = jax.eval_shape(self.tx.init, fewer), plan.drawn.index(depth)
-        whole = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
+        # An ``init`` may refuse params that differ per replica, so the shapes have no varying axes.
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wide)
+        state = jax.eval_shape(self.tx.init, trees.masked(wide, plan.active(depth)))
         part = jax.tree.structure(state)
-        return Pruning(whole, part, tuple(range(first, first + part.num_leaves)))
+        if self.moments == "per_group":
+            # In the tuple of states, the state of each other depth counts as one leaf.
+            full = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
+            first = plan.drawn.index(depth)
+            return Pruning(full, part, tuple(range(first, first + part.num_leaves)))
+        shared = jax.eval_shape(self.tx.init, trees.masked(wide, plan.active(plan.drawn[0])))
+        leaves, full = jax.tree_util.tree_flatten_with_path(shared)
+        places = {(path, x.shape, x.dtype): i for i, (path, x) in enumerate(leaves)}
+        some = jax.tree_util.tree_leaves_with_path(state)
+        lost = [path_name(path) for path, x in some if (path, x.shape, x.dtype) not in places]
+        hint = "These depend on which leaves exist, as optax.flatten's do: use it on the leaves."
+        allowed = "an optimizer that keeps its state leaf by leaf"
+        checks.require(not lost, _WHO, "inner", got=lost[:6], allowed=allowed, hint=hint)
+        return Pruning(full, part, tuple(places[path, x.shape, x.dtype] for path, x in some))
 
     def own(self, state: PyTree) -> ScheduledFreezeState:
         """Return the state of ``scheduled_freeze``, which ``average_params`` may hold."""
@@ -109,7 +122,43 @@ class Freezing:
         """Return the state without the moments of frozen leaves."""
         if state is not self.own(state):
             return state._replace(inner_state=self.part(params, state.inner_state, depth))
-        return state._replace(inner_state=self.cut(params, depth).take(state.inner_state))
+        return state._replace(inner_state=self.pruning(params, depth).take(state.inner_state))
+
+    def changed(self, params: PyTree, depth: int | None, change: Change, old: Stepped) -> Stepped:
+        """Return params and state after a change at a depth, by default the schedule's.
+
+        Each depth has its own branch, which receives the active leaves and writes them in place. A
+        single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
+        """
+        value, state = old
+        plan = self.plan(params)
+        index = plan.index(state.next_depth)
+        depths = plan.drawn
+        if depth is not None:
+            allowed = f"a depth that the schedule draws, one of {list(depths)}, as a Python integer"
+            hint = "Make it a static argument of your jitted step."
+            depths = (checks.integer(_WHO, "depth", depth, allowed, hint),)
+            is_valid = depths[0] in plan.drawn
+            checks.require(is_valid, _WHO, "depth", got=depth, allowed=allowed, hint=hint)
+        for place, at in enumerate(depths):
+            pruning = self.pruning(params, at)
+            # A train step may have taken out this depth's part already; then the train step puts it
+            # back.
+            is_part = jax.tree.structure(state.inner_state) == pruning.part
+            inner = state.inner_state if is_part else pruning.take(state.inner_state)
+            active = trees.masked(value, plan.active(at))
+            # The counts in this depth's state did not advance in steps of other depths.
+            now = inner if self.moments == "shared" else _at_step(inner, state.steps)
+            branch = functools.partial(change, at, active, state._replace(inner_state=now))
+            if len(depths) == 1:
+                changed, new = branch()
+            else:
+                old = active, state._replace(inner_state=inner)
+                changed, new = gate.run_or_hold(index == place, branch, *old, apply=True, who=_WHO)
+            inner = new.inner_state if is_part else pruning.put(state.inner_state, new.inner_state)
+            state = new._replace(inner_state=inner)
+            value = trees.unmasked(changed, value)
+        return value, state
 
     def on_host(self, params: PyTree) -> HostDepth:
         """Return an object that follows the schedule on the host, from call to call."""
@@ -135,7 +184,8 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         """Return the arguments of ``scheduled_freeze``."""
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
-        allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
+        allowed = "the one that it was made with"
+        hint = "Wrap what is inside scheduled_freeze."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
@@ -148,14 +198,15 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
 
 
 def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
-    plan, shared = freezing.plan(params), freezing.moments == "shared"
+    plan = freezing.plan(params)
+    is_shared = freezing.moments == "shared"
     wide = gate.params_for(freezing.tx, params)
-    trained_at = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
-    states = tuple(trees.first_state(freezing.tx, x) for x in trained_at[: 1 if shared else None])
+    masked = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
+    states = tuple(trees.first_state(freezing.tx, x) for x in masked[: 1 if is_shared else None])
     # Some inner states would go wrong while leaves are frozen.
     changes = len(plan.drawn) > 1
     wrong = {
-        "gates": not shared and gate.gates_in(states),
+        "gates": not is_shared and gate.gates_in(states),
         "own params": changes and replicas.owns_params(states),
         "whole params": changes
         and any(x.needs_all_params() for x in trees.telling(states, protocols.NeedsAllParams)),
@@ -163,80 +214,46 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     }
     for name in (name for name, refused in wrong.items() if refused):
         raise ValueError(f"{_WHO}: inner must {checks.table('boostax.freeze', 'refusals')[name]}")
-    for depth in plan.drawn if shared else ():
-        freezing.cut(params, depth)
-    first, trained = plan.known(0), jnp.zeros(plan.groups, jnp.int32)
+    for depth in plan.drawn if is_shared else ():
+        freezing.pruning(params, depth)
+    first = plan.known(0)
+    trained = jnp.zeros(plan.groups, jnp.int32)
     # Each field has its own array, because donation refuses a buffer that two fields share.
     steps, depth, coming = (jnp.full((), number, jnp.int32) for number in (0, first, first))
-    return ScheduledFreezeState(steps, depth, coming, trained, states[0] if shared else states)
+    return ScheduledFreezeState(steps, depth, coming, trained, states[0] if is_shared else states)
 
 
 def _following(
     plan: Plan, state: ScheduledFreezeState, depth: int, ok: jax.Array, inner_state: PyTree
 ) -> ScheduledFreezeState:
     """Return the state after a step; a skipped step is repeated at the same depth."""
-    steps, now = gate.counted(state.steps, ok), jnp.full_like(state.depth, depth)
+    steps = gate.counted(state.steps, ok)
+    now = jnp.full_like(state.depth, depth)
     coming = jnp.where(ok, plan.at(steps), now)
     trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
     trained = jnp.where(ok, trained, state.trained_steps)
     return ScheduledFreezeState(steps, now, coming, trained, inner_state)
 
 
-def _changed(
-    freezing: Freezing, params: PyTree, depth: int | None, change: Change, *whole: Any
-) -> Whole:
-    """Return params and state after a change at ``depth``, or at the schedule's depth if ``None``.
-
-    Each depth has its own branch, which receives the active leaves and writes them in place.
-    A single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
-    """
-    plan = freezing.plan(params)
-    index = plan.index(whole[1].next_depth)
-    depths = plan.drawn if depth is None else (_require_drawn(depth, plan.drawn),)
-    for place, at in enumerate(depths):
-        (value, state), cut = whole, freezing.cut(params, at)
-        # A train step may have taken out this depth's part already; then the train step puts it
-        # back.
-        apart = jax.tree.structure(state.inner_state) == cut.part
-        inner = state.inner_state if apart else cut.take(state.inner_state)
-        old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
-        # The counts in this depth's state did not advance in steps of other depths.
-        now = inner if freezing.moments == "shared" else _at_step(inner, state.steps)
-        run = functools.partial(change, at, old[0], state._replace(inner_state=now))
-        held = functools.partial(gate.run_or_hold, index == place, run, *old, apply=True, who=_WHO)
-        found, new = run() if len(depths) == 1 else held()
-        if not apart:
-            new = new._replace(inner_state=cut.put(state.inner_state, new.inner_state))
-        whole = trees.unmasked(found, value), new
-    return whole
-
-
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of schedules in the state of one depth to the number of steps of the run."""
     # These are the states of optax.scale_by_schedule, optax.add_decayed_weights and
     # optax.inject_hyperparams.
-    counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
-    schedule = lambda node: type(node).__name__ in counts  # noqa: E731
-    move = lambda node: node._replace(count=step) if schedule(node) else node  # noqa: E731
-    return jax.tree.map(move, state, is_leaf=schedule)
+    classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
 
+    def with_step(node: PyTree) -> PyTree:
+        return node._replace(count=step) if type(node).__name__ in classes else node
 
-def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
-    """Return the depth as an integer; refuse a depth that the schedule never draws."""
-    allowed = f"a depth that the schedule draws, one of {list(drawn)}, as a Python integer"
-    hint = "Make it a static argument of your jitted step."
-    number = checks.integer(_WHO, "depth", depth, allowed, hint)
-    checks.require(number in drawn, _WHO, "depth", got=depth, allowed=allowed, hint=hint)
-    return number
+    return jax.tree.map(with_step, state, is_leaf=lambda x: type(x).__name__ in classes)
 
 
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     """Refuse gradients that were masked for another depth."""
-    hole = lambda keep, x: keep and isinstance(x, optax.MaskedNode)  # noqa: E731
-    holes = jax.tree.leaves(jax.tree.map(hole, active, grads))
-    allowed, fits = f"those that depth {depth} trains", not any(holes)
+    holes = jax.tree.map(lambda keep, x: keep and isinstance(x, optax.MaskedNode), active, grads)
+    is_valid = not any(jax.tree.leaves(holes))
+    allowed = f"those that depth {depth} trains"
     hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-    checks.require(fits, _WHO, "gradients", got="masked ones", allowed=allowed, hint=hint)
+    checks.require(is_valid, _WHO, "gradients", got="masked ones", allowed=allowed, hint=hint)
 
 
 @checks.arguments
@@ -337,11 +354,11 @@ def scheduled_freeze(
         apply: bool,
         depth: int | None = None,
         **extra: Any,
-    ) -> Whole:
+    ) -> Stepped:
         trees.require_params(params, _WHO, "They show which leaves exist.")
         outside = state
 
-        def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
+        def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Stepped:
             handshake.hand_on_state(outside, state)
             active = freezing.active(params, depth)
             _require_present(grads.raw, active, depth)
@@ -351,24 +368,24 @@ def scheduled_freeze(
             if "grad" in extra:
                 more["grad"] = trees.masked(extra["grad"], active)
             old = value if apply else trees.masked(params, active)
-            found, new = gate.run(tx, pending, state.inner_state, old, apply=apply, extra=more)
-            return found, _following(freezing.plan(params), state, depth, gate.passed(new), new)
+            value, new = gate.run(tx, pending, state.inner_state, old, apply=apply, extra=more)
+            return value, _following(freezing.plan(params), state, depth, gate.passed(new), new)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
-        return _changed(freezing, params, depth, step, value, state)
+        return freezing.changed(params, depth, step, (value, state))
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
-    ) -> Whole:
-        def close(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
+    ) -> Stepped:
+        def close(depth: int, value: PyTree, state: ScheduledFreezeState) -> Stepped:
             before = gate.held_open(state.inner_state)
-            found, new = gate.flush_inner(tx, state.inner_state, value, extra)
+            value, new = gate.flush_inner(tx, state.inner_state, value, extra)
             # A window that was open and is now closed was applied, unless a scaler inside skipped
             # it.
             ok = before & gate.passed(new)
-            return found, _following(freezing.plan(params), state, depth, ok, new)
+            return value, _following(freezing.plan(params), state, depth, ok, new)
 
-        return _changed(freezing, params, depth, close, params, state)
+        return freezing.changed(params, depth, close, (params, state))
 
     init = functools.partial(_init, freezing)
     return ScheduledFreeze(init, FreezingUpdate(step_fn, flush_fn, freezing, init=init))
@@ -395,22 +412,3 @@ def active_groups(opt_state: PyTree) -> jax.Array:
     hint = "Wrap the optimizer in scheduled_freeze."
     state = trees.state_of("active_groups", opt_state, ScheduledFreezeState, hint)
     return jnp.arange(state.trained_steps.size) >= state.next_depth
-
-
-def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
-    """Locate the state of ``tx`` for ``fewer`` params within the state for all params.
-
-    Raises:
-      ValueError: the shape or path of a state leaf depends on which params are masked.
-    """
-    # An ``init`` may refuse params that differ per replica, so the shapes have no varying axes.
-    bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
-    there = {(path, x.shape, x.dtype): place for place, (path, x) in enumerate(whole)}
-    some, part = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(fewer)))
-    places = [there.get((path, x.shape, x.dtype), -1) for path, x in some]
-    lost = [path_name(path) for place, (path, _) in zip(places, some, strict=True) if place < 0]
-    hint = "These depend on which leaves there are, as optax.flatten's do: use it on the leaves."
-    allowed = "an optimizer that keeps its state leaf by leaf"
-    checks.require(not lost, who, "inner", got=lost[:6], allowed=allowed, hint=hint)
-    return Pruning(structure, part, tuple(places))

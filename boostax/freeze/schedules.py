@@ -22,9 +22,8 @@ Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 # The length of a schedule without ``total_steps``, as in MindSpore.
 CYCLE = 65536
-_WHO, _WRAPPER = "freeze_schedule", "scheduled_freeze"
-_STEPS = "It counts the optimizer steps of the whole training."
-_SAME = "The same seed draws the same depths on all hosts."
+_WHO = "freeze_schedule"
+_WRAPPER = "scheduled_freeze"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,39 +83,49 @@ class FreezeSchedule:
 
 
 def _table(schedule: FreezeSchedule, groups: int) -> Depths:
-    kind, length, seed = schedule.kind, schedule.total_steps, schedule.seed
+    kind = schedule.kind
+    length = schedule.total_steps
     if callable(kind):
         hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
-        asked = (_below(groups, f"the depth at step {i}", kind(i), hint) for i in range(length))
-        return np.fromiter(asked, np.int32, length)
-    fraction, exact = schedule.frozen_fraction, schedule.freeze_p is not None
+        depths = (_below(groups, f"the depth at step {i}", kind(i), hint) for i in range(length))
+        return np.fromiter(depths, np.int32, length)
+    exact = schedule.freeze_p is not None
+    fraction = schedule.frozen_fraction
     freeze_p: Any = schedule.freeze_p if fraction is None else 1.0 - fraction
     # MindSpore's sequence is a hundredth longer than the run, and extends to the end of a cycle.
     length = int(length * 1.01) if exact else length
     if groups == 1 or (freeze_p == 1 and not exact):
         return np.zeros(length, np.int32)
     if kind == "interval":
-        return _interval(groups, freeze_p, length, seed)
-    if kind != "continuous":
-        # Each group freezes permanently at a step whose ``power``-th root is evenly spaced.
-        power = 3 if kind == "ramp" else 1
-        times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
-        begins = np.maximum(np.floor(length * times + 0.5), 1)
-        return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
+        return _interval(groups, freeze_p, length, schedule.seed)
+    if kind == "continuous":
+        return _continuous(groups, freeze_p, fraction, length)
+    # Each group freezes permanently at a step whose ``power``-th root is evenly spaced.
+    power = 3 if kind == "ramp" else 1
+    times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
+    begins = np.maximum(np.floor(length * times + 0.5), 1)
+    return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
+
+
+def _continuous(groups: int, freeze_p: float, fraction: float | None, length: int) -> Depths:
+    """Repeat cycles of some steps at depth 0 and one step at each other depth, ascending."""
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
     checks.require(freeze_p < 1, _WHO, "freeze_p", got=freeze_p, allowed=allowed, hint=hint)
     # The steps of a cycle that train all groups, rounded as in MindSpore.
-    whole = int(freeze_p * (groups - 1) // (1 - freeze_p))
-    if exact:
-        cycle = whole + groups - 1
-        return _continuous(groups, whole, -(-length // cycle) * cycle)
-    most = (groups - 1) / groups
-    allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
-    hint = "A cycle has a step that trains all; 'interval' freezes more often."
-    checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
-    # In floating point 1 - 0.9 < 0.1, so for ten groups ``whole`` is rounded down to 0.
-    return _continuous(groups, max(1, whole), length)
+    unfrozen = int(freeze_p * (groups - 1) // (1 - freeze_p))
+    if fraction is None:
+        cycle = unfrozen + groups - 1
+        length = -(-length // cycle) * cycle
+    else:
+        most = (groups - 1) / groups
+        allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
+        hint = "A cycle has a step that trains all; 'interval' freezes more often."
+        checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
+        # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
+        unfrozen = min(max(1, unfrozen), length)
+    position = np.arange(length) % (unfrozen + groups - 1)
+    return np.maximum(position - unfrozen + 1, 0).astype(np.int32)
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
@@ -132,13 +141,6 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> De
     depths = np.zeros(length, np.int32)
     depths[np.array(frozen)] = groups - 1 - cdf.searchsorted(draws, side="right")
     return depths
-
-
-def _continuous(groups: int, whole: int, length: int) -> Depths:
-    """Repeat cycles of ``whole`` steps at depth 0 and one step at each other depth, ascending."""
-    whole = min(whole, length)
-    position = np.arange(length) % (whole + groups - 1)
-    return np.maximum(position - whole + 1, 0).astype(np.int32)
 
 
 def _below(limit: int, argument: str, value: object, hint: str) -> int:
@@ -224,7 +226,8 @@ def freeze_schedule(
       MindSpore 2.10, ``mindspore.boost.GradientFreeze``.
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017.
     """
-    total_steps = checks.positive_int(_WHO, "total_steps", total_steps, _STEPS)
+    hint = "It counts the optimizer steps of the whole training."
+    total_steps = checks.positive_int(_WHO, "total_steps", total_steps, hint)
     if callable(kind):
         hint = "It is given the step and nothing else."
         settings = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
@@ -233,11 +236,12 @@ def freeze_schedule(
         return FreezeSchedule(kind, total_steps, None, None)
     hint = "A callable from the step to the depth is a schedule too."
     checks.choice(_WHO, "kind", kind, Kind, hint)
-    seed = _below(2**32, "seed", 0 if seed is None else seed, _SAME)
+    hint = "The same seed draws the same depths on all hosts."
+    seed = _below(2**32, "seed", 0 if seed is None else seed, hint)
     seed = seed if kind == "interval" else None
     if freeze_p is not None:
-        theirs, hint = get_args(Kind)[:2], "MindSpore has no other kind."
-        checks.choice(_WHO, "kind with freeze_p", kind, theirs, hint)
+        hint = "MindSpore has no other kind."
+        checks.choice(_WHO, "kind with freeze_p", kind, get_args(Kind)[:2], hint)
         hint = "It is the share of the steps that train all, 1 - frozen_fraction."
         checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
         hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30%."
@@ -265,7 +269,8 @@ class Plan:
     """
 
     def __init__(self, labels: PyTree, groups: int, schedule: FreezeSchedule, repeat: bool):
-        self.groups, self.depths = groups, schedule.depths(groups)
+        self.groups = groups
+        self.depths = schedule.depths(groups)
         self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
         self._labels, self._repeat = labels, repeat
         # The end of the table counts as a change: the first depth may differ from the last.
@@ -290,9 +295,10 @@ class Plan:
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
-        got, allowed = f"{length} steps and one more to take", "at least as long as the run"
-        hint = "Make total_steps the length of the run, or pass repeat=True."
         is_valid = steps < length or self._repeat
+        got = f"{length} steps and one more to take"
+        allowed = "at least as long as the run"
+        hint = "Make total_steps the length of the run, or pass repeat=True."
         checks.require(is_valid, _WRAPPER, "schedule", got=got, allowed=allowed, hint=hint)
         return int(self.depths[steps % length])
 

@@ -99,8 +99,7 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
     step, start = setting.program(setting.tx)
     expected = follow(step, start, good)
     # A window around a scaler is dropped as a whole.
-    places = range(0, len(good) + 1, case.skip_calls)
-    chosen = {int(rng.choice(places)) for _ in range(2)}
+    chosen = {int(rng.choice(range(0, len(good) + 1, case.skip_calls))) for _ in range(2)}
     calls: list[PyTree] = []
     for index in range(len(good) + 1):
         if index in chosen:
@@ -190,8 +189,7 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     step, start = setting.program(tx)
     if not _scalers(start[1]):
         others.append(static_loss_scale(tx, 8.0, axis_name=setting.axis))
-    calls = case.calls * int(setting.rng.integers(1, 4))
-    params, state = follow(step, start, setting.grads(calls))
+    params, state = follow(step, start, setting.grads(case.calls * int(setting.rng.integers(1, 4))))
     other = others[int(setting.rng.integers(len(others)))]
     migrated, report = migrate_state(state, other, params, replicas=setting.replicas)
     assert not report.dropped, str(report)

@@ -62,7 +62,7 @@ def configured(path: str) -> boostax.config.Boost:
 def explained(params: Params) -> list[str]:
     found = boostax.explain(reduced, params)
     assert_type(found, boostax.explaining.Explanation)
-    return [finding.mend for finding in found.findings]
+    return [finding.fix for finding in found.findings]
 
 
 def refused(params: Any) -> None:
