@@ -65,8 +65,9 @@ def apply(
 
     count = len(program.jaxpr.outvars)
     width = _width(program, shape[-1])
-    numbers = [x.astype(jnp.int32) if not x.ndim and x.dtype == bool else x for x in operands]
-    flat = [x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1) for x in (start, *numbers)]
+    # Scalars in SMEM are numbers.
+    numbers = (x if x.ndim or x.dtype != bool else x.astype(jnp.int32) for x in (start, *operands))
+    flat = [x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1) for x in numbers]
 
     def spec(x: jax.Array) -> pl.BlockSpec:
         if x.ndim == 1:

@@ -233,11 +233,11 @@ def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
     if eqn.primitive not in _PRODUCTS:
         return [eqn] if eqn.primitive.name in _OPAQUE else None
-    if any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
+    atoms = (*eqn.invars, *eqn.outvars)
+    if any(x.aval.dtype != jnp.float32 for x in atoms):
         return [eqn]
     new_var = jaxprs.gensym()
-    variables = (*eqn.invars, eqn.outvars[0])
-    low = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in variables]
+    low = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
     params = {**eqn.params, "preferred_element_type": None}
     product = eqn.replace(invars=low[:-1], outvars=low[-1:], params=params)
     # The casts have the source position of the product.

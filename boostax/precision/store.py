@@ -181,8 +181,8 @@ def store(
     def init_fn(params: PyTree) -> StoreState:
         _require_low(kind, params)
         codes, scales = _first(gate.init_optimizer(_WHO, tx, params), params, rules, least)
-        exact = params if kind == "remainder" else ()
-        low = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else (), exact)
+        low = params if kind == "remainder" else ()
+        low = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else (), low)
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
@@ -198,9 +198,7 @@ def store(
             params = value if apply else params
             masters = _masters(params, low)
             noise = _noise_of(steps, _shapes(params))
-            updates, inner_state = tx.update(
-                grads.value(), _decoded(codes, scales), masters, **extra
-            )
+            updates, new_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
 
             def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> PyTree:
                 if kind is None or not _is_low(p):
@@ -218,7 +216,7 @@ def store(
             both = jax.tree_util.tree_map_with_path(write, params, wide, updates)
             value, lost = (jax.tree.map(lambda _, x, i=i: x[i], params, both) for i in (0, 1))
             low = lost if jax.tree.leaves(low) else low
-            return (value, low), _encoded(inner_state, codes, scales, noise)
+            return (value, low), _encoded(new_state, codes, scales, noise)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
         old = (value, state.low), (state.inner_state, state.scales)
