@@ -78,14 +78,14 @@ def main():
     kernel._MEMORY = 4 * 128 * 2 * 32 * 12
     plain = [ends(*case) for case in CASES]
     # From here on a leaf is compiled for a CPU as for a TPU.
-    run, calls = kernel.run, []
+    run, calls = kernel.apply, []
 
     def interpreted(*args):
         calls.append(args[2])
         return run(*args, interpret=True)
 
-    kernel.run = interpreted
-    mlir.register_lowering(entries._primitive(), entries._on_tpu, platform="cpu")
+    kernel.apply = interpreted
+    mlir.register_lowering(entries.primitive(), entries._on_tpu, platform="cpu")
     jax.clear_caches()
     for case, wanted in zip(CASES, plain, strict=True):
         calls.clear()

@@ -42,7 +42,7 @@ def halved_badly(start, few):
     whole = start + jax.lax.iota(jnp.uint32, 1 << 24) if few is None else few
     x = jax.lax.bitcast_convert_type(whole, jnp.float32)
     high = formats.nearest(x)
-    again = formats.joined(high, formats.rest(x, high))
+    again = formats.joined(high, formats.remainder(x, high))
     same = jax.lax.bitcast_convert_type(again, jnp.uint32) == whole
     return jnp.sum(~jnp.where(jnp.isnan(x), jnp.isnan(high) & jnp.isnan(again), same))
 
@@ -78,7 +78,7 @@ def test_a_rest_is_the_distance_in_bits_or_0_where_it_does_not_fit(rounding):
     wide = np.asarray(high).view(np.uint16).astype(np.uint32) << 16
     distance = x.view(np.int32).astype(np.int64) - wide.view(np.int32)
     expected = np.where(abs(distance + 0.5) < 2**15, distance, 0)
-    np.testing.assert_array_equal(formats.rest(jnp.asarray(x), high), expected)
+    np.testing.assert_array_equal(formats.remainder(jnp.asarray(x), high), expected)
 
 
 EDGES = np.float32([0.0, 1e-45, 1e-39, 2.0**-126, 2.0**-60, 0.3, 1.0, 2.0**100])

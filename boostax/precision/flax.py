@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
+from boostax._core.types import PyTree
 from boostax.precision.policy import Level, Policy, as_policy, autocast
 
 with checks.needing("boostax.precision.flax", "Flax", "workloads"):
@@ -22,11 +23,11 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
     from flax import nnx
 
 
-def layer_dtype(rules: Policy, class_name: str) -> Any:
+def layer_dtype(rules: Policy, class_name: str) -> jnp.dtype:
     """Return the dtype in which a layer of this class computes, or a norm returns its result."""
     # A norm computes in f32 for any dtype, and must not pass f32 to the next layer.
-    kept = rules.keeps(class_name) and "Norm" not in class_name
-    return jnp.dtype(jnp.float32) if kept else rules.compute_dtype
+    keeps_f32 = rules.keeps(class_name) and "Norm" not in class_name
+    return jnp.dtype(jnp.float32) if keeps_f32 else rules.compute_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +37,13 @@ class PolicyModule:
     module: nn.Module
     rules: Policy
 
-    def init(self, *args: Any, **kwargs: Any) -> Any:
+    def init(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run ``module.init``, and cast the params to the policy's ``param_dtype``."""
         with self._layers():
             variables = self.module.init(*args, **kwargs)
         return {**variables, "params": self.rules.store_params(variables.get("params", {}))}
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run ``module.apply``, and cast floating results to the policy's ``output_dtype``."""
         apply = self.module.apply
         if self.rules.only_matmuls:
@@ -53,18 +54,18 @@ class PolicyModule:
             return self.rules.cast_output(result)
         return self.rules.cast_output(result[0]), result[1]
 
-    def _layers(self) -> Any:
+    def _layers(self) -> contextlib.AbstractContextManager[None]:
         if self.rules.only_matmuls:
             return contextlib.nullcontext()
 
-        def tell_dtype(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def set_dtype(fn: Any, args: PyTree, kwargs: PyTree, context: Any) -> PyTree:
             module = context.module
             if context.method_name == "__call__" and _follows(module):
                 # Linen freezes a bound module, but reads its dtype at each call.
                 object.__setattr__(module, "dtype", layer_dtype(self.rules, type(module).__name__))
-            return next_fun(*args, **kwargs)
+            return fn(*args, **kwargs)
 
-        return nn.intercept_methods(tell_dtype)
+        return nn.intercept_methods(set_dtype)
 
 
 def apply_policy(module: Any, policy: Policy | Level) -> Any:
@@ -119,7 +120,7 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
     It is cached, because NNX compares classes when it splits and merges.
     """
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         args = rules.cast_inputs(args)
         if not rules.only_matmuls:
             return rules.cast_output(cls.__call__(self, *args, **kwargs))
@@ -127,7 +128,7 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
 
         # Rewriting traces the call, so the traced function must return the model's changes as
         # results.
-        def on_state(state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def on_state(state: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
             model = nnx.merge(graph, state)
             return cls.__call__(model, *args, **kwargs), nnx.state(model)
 

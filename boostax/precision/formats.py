@@ -30,6 +30,8 @@ _HALF = 0x8000
 _SIZE, _INFINITE, _OCTAVE = 0x7FFFFFFF, 0x7F800000, 1 << 23
 # A sixth of an octave, rounded down, which loses a third per sixth.
 _SIXTH = _OCTAVE // 6
+_bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 
 @jax.jit
@@ -79,21 +81,13 @@ def _shifted(x: jax.Array, count: int) -> jax.Array:
     return lax.shift_right_logical(x, np.int32(count))
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Round f32 to bf16, up or down at random; finite, infinite and NaN values stay so."""
     return _bfloat16(x, None, noise_of(index_in(x.shape), seed))
 
 
 def nearest(x: jax.Array) -> jax.Array:
-    """Return the bf16 nearest to f32 ``x``; ``joined`` restores ``x`` from this and ``rest``.
+    """Return the bf16 nearest to f32 ``x``; ``joined`` restores ``x`` from this and ``remainder``.
 
     A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16. NaN
     stays NaN, with another payload: an addition to the bits of a NaN could change the sign or give
@@ -103,14 +97,14 @@ def nearest(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), x, upper).astype(jnp.bfloat16)
 
 
-def rest(x: jax.Array, high: jax.Array) -> jax.Array:
+def remainder(x: jax.Array, high: jax.Array) -> jax.Array:
     """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if the distance is larger."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
     return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 
 
 def joined(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Return the f32 of which ``high`` is the ``nearest`` bf16 and ``low`` the ``rest``."""
+    """Return the f32 of which ``high`` is the ``nearest`` bf16 and ``low`` the ``remainder``."""
     return _float(_bits(high.astype(jnp.float32)) + low.astype(jnp.int32))
 
 
@@ -122,13 +116,14 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     last dimension is cut first. All blocks of an array have the same shape.
     """
     dims = list(reversed(range(len(shape))))
-    block, wanted = [1] * len(shape), BLOCK
+    block = [1] * len(shape)
+    missing = BLOCK
     rows = bool(shape) and shape[-1] % BLOCK == 0
     for dim in dims if rows else [*dims[1:2], *dims[:1], *dims[2:]]:
         size = shape[dim]
-        block[dim] = next((x for x in range(wanted, size) if size % x == 0), size)
-        wanted = math.ceil(wanted / block[dim])
-        if wanted <= 1:
+        block[dim] = next((x for x in range(missing, size) if size % x == 0), size)
+        missing = math.ceil(missing / block[dim])
+        if missing <= 1:
             break
     return tuple(block)
 
@@ -138,31 +133,31 @@ def scales_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n // b for n, b in zip(shape, block_of(shape), strict=True))
 
 
-def cut(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def blocked(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of an array cut in blocks, and the dimensions inside a block.
 
     An array ``[a, b]`` with blocks ``(1, q)`` is cut to ``[a, b / q, q]``.
     """
-    found, inside = list[int](), list[int]()
+    sizes, inside = list[int](), list[int]()
     for size, block in zip(shape, block_of(shape), strict=True):
         if block == 1 or block < size:
-            found.append(size // block)
+            sizes.append(size // block)
         if block > 1:
-            inside.append(len(found))
-            found.append(block)
-    return tuple(found), tuple(inside)
+            inside.append(len(sizes))
+            sizes.append(block)
+    return tuple(sizes), tuple(inside)
 
 
 def in_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Cut an array of this shape in blocks, or reshape its scales so that they broadcast."""
-    whole, inside = cut(shape)
+    sizes, inside = blocked(shape)
     if x.shape != shape:
-        whole = tuple(1 if dim in inside else size for dim, size in enumerate(whole))
-    return x.reshape(whole)
+        sizes = tuple(1 if dim in inside else size for dim, size in enumerate(sizes))
+    return x.reshape(sizes)
 
 
 @jax.custom_jvp
-def _bfloat16(x: jax.Array, _: Any, noise: jax.Array) -> jax.Array:
+def _bfloat16(x: jax.Array, _: None, noise: jax.Array) -> jax.Array:
     bits = _bits(x)
     size = bits & _SIZE
     most = _INFINITE - 1
@@ -171,14 +166,8 @@ def _bfloat16(x: jax.Array, _: Any, noise: jax.Array) -> jax.Array:
     return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
 
 
-@_bfloat16.defjvp
-def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    """Pass the tangent through unchanged, because rounding keeps the mean."""
-    return _bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
-
-
-def _from_bfloat16(codes: jax.Array, _: Any) -> jax.Array:
-    return codes.astype(jnp.float32)
+# The tangent is passed through unchanged, because rounding keeps the mean.
+_bfloat16.defjvp(lambda primals, tangents: (_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)))
 
 
 def _int8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
@@ -211,7 +200,8 @@ def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     level, never to zero, because optimizers divide by second moments. If a block is not finite,
     neither is its scale.
     """
-    lowest, bits = _bits(scales), _bits(x)
+    lowest = _bits(scales)
+    bits = _bits(x)
     signs = (lowest >> 31) + 1
     lowest = lowest & _SIZE
     # The maximum is the largest number that is rounded up to a finite number.
@@ -226,11 +216,12 @@ def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def _from_log8(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    lowest, whole = _bits(scales), codes.astype(jnp.int32)
+    lowest = _bits(scales)
+    numbers = codes.astype(jnp.int32)
     sign = ((lowest >> 31) + 1) << 7
-    level = whole & (255 - sign)
+    level = numbers & (255 - sign)
     bits = (lowest & _SIZE) - _SIXTH + level * _SIXTH + ((level * 171) >> 9)
-    return _float(jnp.where(level > 0, bits | ((whole & sign) << 24), 0))
+    return _float(jnp.where(level > 0, bits | ((numbers & sign) << 24), 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,9 +238,9 @@ class Format:
     """
 
     name: str
-    dtype: np.dtype[Any]
-    code: Callable[[jax.Array, Any, jax.Array], jax.Array]
-    value: Callable[[jax.Array, Any], jax.Array]
+    dtype: jnp.dtype
+    code: Callable[..., jax.Array]
+    value: Callable[..., jax.Array]
     scale: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def encode(
@@ -265,18 +256,18 @@ class Format:
         if noise is None:
             noise = jnp.full(x.shape, np.int32(-(2**31)))
         scales = None if self.scale is None else codec("measure", self.name)(x)
-        given = (x, noise) if scales is None else (x, scales, noise)
-        return codec("encode", self.name, salt)(*given), scales
+        operands = (x, noise) if scales is None else (x, scales, noise)
+        return codec("encode", self.name, salt)(*operands), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
         """Return the array of these codes and scales."""
         return codec("decode", self.name)(*((codes,) if scales is None else (codes, scales)))
 
 
-_BITS = Format("bfloat16", jnp.dtype(jnp.bfloat16), _bfloat16, _from_bfloat16)
+_BITS = Format("bfloat16", jnp.dtype(jnp.bfloat16), _bfloat16, lambda x, _: x.astype(jnp.float32))
 _LINEAR = Format("int8", jnp.dtype(jnp.int8), _int8, _from_int8, lambda most, _: most / 127)
 _LEVELS = Format("log8", jnp.dtype(jnp.uint8), _log8, _from_log8, _log8_scale)
-FORMATS = {made.name: made for made in (_BITS, _LINEAR, _LEVELS)}
+FORMATS = {x.name: x for x in (_BITS, _LINEAR, _LEVELS)}
 
 
 class Codec(NamedTuple):
@@ -284,12 +275,12 @@ class Codec(NamedTuple):
 
     Attributes:
       work: "decode", "measure", "encode" or "draw".
-      run: the step, element by element, with scales that broadcast; "measure" gets the extremes of
-        blocks, "draw" the index of each element.
+      compute: the step, element by element, with scales that broadcast; "measure" gets the
+        extremes of blocks, "draw" the index of each element.
     """
 
     work: str
-    run: Callable[..., jax.Array]
+    compute: Callable[..., jax.Array]
 
 
 def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -299,10 +290,12 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
     library, which needs the operand in memory. The reduction compares bits, because vector units
     support this.
     """
-    both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
-    bits, zero = _bits(x), np.int32(0)
-    found = lax.reduce((bits & _SIZE, bits), (zero, zero), both, inside)
-    most, least = (jnp.expand_dims(y, inside) for y in found)
+    bits = _bits(x)
+    zeros = (np.int32(0), np.int32(0))
+    ends = lax.reduce(
+        (bits & _SIZE, bits), zeros, lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])), inside
+    )
+    most, least = (jnp.expand_dims(y, inside) for y in ends)
     # The maximum has no effect, but keeps XLA from removing the unused result of the reduction.
     return _float(jnp.maximum(most, least)), least
 
@@ -310,38 +303,35 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
     """Return a step on whole arrays, a call whose name in programs is a key of ``CODECS``."""
-    made, factor = FORMATS[kind], int32(zlib.crc32(salt.encode()) | 1)
+    form = FORMATS[kind]
+    factor = int32(zlib.crc32(salt.encode()) | 1)
 
-    def encode(x: jax.Array, *rest: jax.Array) -> jax.Array:
-        *scales, noise = rest
-        return made.code(x, scales[0] if scales else None, noise * factor if salt else noise)
+    def compute(x: jax.Array, *operands: jax.Array) -> jax.Array:
+        if work == "decode":
+            return form.value(x, *(operands or [None]))
+        *scales, noise = operands
+        return form.code(x, *(scales or [None]), noise * factor if salt else noise)
 
-    def decode(codes: jax.Array, *scales: jax.Array) -> jax.Array:
-        return made.value(codes, scales[0] if scales else None)
+    step: Any = form.scale if work == "measure" else compute
 
-    run: Any = {"measure": made.scale, "encode": encode, "decode": decode}[work]
-
-    def whole(x: jax.Array, *rest: jax.Array) -> jax.Array:
-        first, *others = (in_blocks(y, x.shape) for y in (x, *rest))
+    def on_array(x: jax.Array, *operands: jax.Array) -> jax.Array:
+        first, *others = (in_blocks(y, x.shape) for y in (x, *operands))
         if work == "measure":
-            return run(*extremes(first, cut(x.shape)[1])).reshape(scales_of(x.shape))
-        return run(first, *others).reshape(x.shape)
+            return step(*extremes(first, blocked(x.shape)[1])).reshape(scales_of(x.shape))
+        return step(first, *others).reshape(x.shape)
 
-    return _named(f"boostax_{work}_{kind}_{salt}", Codec(work, run), whole)
+    return _named(f"boostax_{work}_{kind}_{salt}", Codec(work, step), on_array)
 
 
-def _named(name: str, step: Codec, whole: Callable[..., jax.Array], **how: Any) -> Any:
-    CODECS[name], whole.__name__ = step, name
-    return jax.jit(whole, **how)
+def _named(name: str, step: Codec, on_array: Any, static: tuple[int, ...] = ()) -> Callable:
+    CODECS[name] = step
+    on_array.__name__ = name
+    return jax.jit(on_array, static_argnums=static)
 
 
 # The steps by the names of their calls in a traced program.
 CODECS: dict[str, Codec] = {}
-
-
-def _draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return 32 random bits for each element of an array, as i32."""
-    return noise_of(index_in(shape), seed)
-
-
-draw = _named("boostax_draw", Codec("draw", noise_of), _draw, static_argnums=1)
+# It returns 32 random bits for each element of an array, as i32.
+draw = _named(
+    "boostax_draw", Codec("draw", noise_of), lambda seed, x: noise_of(index_in(x), seed), (1,)
+)

@@ -26,11 +26,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, groups, norms, trees
+from boostax._core import axes, bound_axis, checks, gate, groups, handshake, norms, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
 from boostax._core.types import PyTree
-from boostax.precision.loss_scale import crossed, decided, require, scales
+from boostax.precision.loss_scale import decided, require, scales
 
 Group = int | jax.Array
 Overflow = Literal["blame", "each"]
@@ -60,9 +60,9 @@ class GroupLossScaleState(NamedTuple):
       inner_state: state of the inner transformation.
     """
 
-    table: jax.Array
-    largest: jax.Array
-    overflow_group: jax.Array
+    table: jax.Array  # [groups] float32
+    largest: jax.Array  # [groups] float32
+    overflow_group: jax.Array  # [] int32
     applied: jax.Array  # [] bool
     skipped: jax.Array  # [] int32
     skipped_in_a_row: jax.Array  # [] int32
@@ -89,12 +89,12 @@ class GroupLossScaleState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        found = {"loss_scale": self.scale, "skipped_in_a_row": self.skipped_in_a_row}
-        found["overflow_group"] = self.overflow_group
+        scalars = {"loss_scale": self.scale, "skipped_in_a_row": self.skipped_in_a_row}
+        scalars["overflow_group"] = self.overflow_group
         for group in range(self.table.shape[-1]):
-            found[f"group_{group}_scale"] = self.scales[..., group]
-            found[f"group_{group}_largest"] = self.largest[..., group]
-        return found
+            scalars[f"group_{group}_scale"] = self.scales[..., group]
+            scalars[f"group_{group}_largest"] = self.largest[..., group]
+        return scalars
 
 
 class _Rule(NamedTuple):
@@ -104,7 +104,7 @@ class _Rule(NamedTuple):
     backoff: float
     low: float
     high: float
-    each: bool
+    lowers_all: bool
     headroom: float | None
 
 
@@ -123,13 +123,13 @@ def _adjusted(
     numbers = jnp.arange(state.table.shape[-1])
     blamed = jnp.max(jnp.where(bad, numbers, -1))
     last = blamed + state.skipped_in_a_row // _PATIENCE
-    lowers = (numbers >= blamed) & (numbers <= last) & (blamed >= 0) | (bad & rule.each)
+    lowers = (numbers >= blamed) & (numbers <= last) & (blamed >= 0) | (bad & rule.lowers_all)
     clean = present & ~bad & ~lowers
     grown = jnp.minimum(state.table * rule.growth, rule.high)
     if rule.headroom is not None:
         scaled = jnp.maximum(largest * state.scales, _VANISHED)
-        wanted = jnp.clip(state.scales * (_TOP / rule.headroom / scaled), rule.low, rule.high)
-        grown = jnp.where(state.largest > 0, jnp.minimum(grown, wanted), wanted)
+        target = jnp.clip(state.scales * (_TOP / rule.headroom / scaled), rule.low, rule.high)
+        grown = jnp.where(state.largest > 0, jnp.minimum(grown, target), target)
     lowered = jnp.maximum(state.table * rule.backoff, rule.low)
     table = jnp.where(lowers, lowered, jnp.where(clean, grown, state.table))
     return state._replace(
@@ -148,8 +148,8 @@ def _look(
     def of_group(group: int) -> tuple[jax.Array, jax.Array]:
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
-        found = scaled._replace(raw=norms.largest_magnitudes(members)).value()
-        top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in found)])
+        magnitudes = scaled._replace(raw=norms.largest_magnitudes(members)).value()
+        top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in magnitudes)])
         return ~scaled.usable(), jnp.max(top)
 
     bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
@@ -160,8 +160,9 @@ def _look(
 
 def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
     table = jnp.asarray(init_scale, jnp.float32)
-    allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
     is_valid = table.shape in ((), (count,))
+    allowed = f"a number or one for each group, {count}"
+    hint = "The first is group 0's."
     checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
     first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
     skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
@@ -267,9 +268,10 @@ def group_loss_scale(
     checks.choice(_WHO, "overflow", overflow, Overflow, "'each' is MindSpore's.")
     checks.choice(_WHO, "rule", rule, Rule, "'trial' is MindSpore's.")
     _between("headroom", headroom, 1.0, _TOP, "16 keeps the largest gradient below 2**12.")
-    tx, names = checks.transformation(_WHO, "inner", inner), axes.canonical(_WHO, axis_name)
-    each, room = overflow == "each", headroom if rule == "measure" else None
-    moves = _Rule(growth_factor, backoff_factor, min_scale, max_scale, each, room)
+    tx = checks.transformation(_WHO, "inner", inner)
+    names = axes.canonical(_WHO, axis_name)
+    room = headroom if rule == "measure" else None
+    moves = _Rule(growth_factor, backoff_factor, min_scale, max_scale, overflow == "each", room)
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
@@ -334,23 +336,23 @@ def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], 
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
     stand_in = jax.ShapeDtypeStruct((), jnp.float32)
-    whole = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
+    unmasked = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
     try:
-        found = groups.as_groups(who, labels, whole)
+        numbers = groups.as_groups(who, labels, unmasked)
     except (TypeError, ValueError) as error:
         words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
         raise type(error)(words) from error
-    pairs = zip(jax.tree.leaves(found.tree), leaves, strict=True)
-    return [number for number, x in pairs if not trees.is_masked(x)], found.count
+    pairs = zip(jax.tree.leaves(numbers.tree), leaves, strict=True)
+    return [number for number, x in pairs if not trees.is_masked(x)], numbers.count
 
 
 def check_labels(who: str, labels: PyTree) -> None:
-    """Refuse labels that do not fit the params."""
-    found = jax.tree.leaves(labels)
+    """Refuse labels that are neither numbers, patterns nor a function."""
+    leaves = jax.tree.leaves(labels)
     allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
     hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
-    checks.require(bool(found), who, "labels", got=labels, allowed=allowed, hint=hint)
-    if not callable(labels) and not any(isinstance(label, str) for label in found):
+    checks.require(bool(leaves), who, "labels", got=labels, allowed=allowed, hint=hint)
+    if not callable(labels) and not any(isinstance(label, str) for label in leaves):
         group_numbers(who, labels, labels)
 
 
@@ -367,11 +369,11 @@ def _cross(x: jax.Array, ratio: jax.Array) -> jax.Array:
 
 
 @_cross.defjvp
-def _cross_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    (x, ratio), tangent = primals, tangents[0]
+def _cross_jvp(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
+    x, ratio = primals
     # The product is in f32, because the ratio itself can exceed the range of f16.
-    wide = trees.at_least_float32(tangent)
-    return x, (wide * ratio.astype(wide.real.dtype)).astype(tangent.dtype)
+    wide = trees.at_least_float32(tangents[0])
+    return x, (wide * ratio.astype(wide.real.dtype)).astype(tangents[0].dtype)
 
 
 def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: Group) -> PyTree:
@@ -415,23 +417,23 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
     if scales is None:
         return x
     count = scales.shape[0]
-    allowed, hint = f"a group from 0 to {count - 1}", "The first of the forward pass is 0."
+    allowed = f"a group from 0 to {count - 1}"
+    hint = "The first of the forward pass is 0."
     for argument, group in (("outer", outer), ("inner", inner)):
         if not isinstance(group, Tracer):
             number = checks.natural(who, argument, group, hint, allowed)
             checks.require(number < count, who, argument, got=group, allowed=allowed, hint=hint)
-    crossed(scales)
+    for mark in (handshake.mark_of(scales), *handshake.enclosing(scales)):
+        mark.crossed = True
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]
-
-    def cross(leaf: jax.Array) -> jax.Array:
-        return _cross(leaf, ratio) if trees.is_inexact(jnp.result_type(leaf)) else leaf
-
-    return jax.tree.map(cross, x)
+    return jax.tree.map(
+        lambda y: _cross(y, ratio) if trees.is_inexact(jnp.result_type(y)) else y, x
+    )
 
 
 def check_boundaries(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     params: PyTree,
     batch: PyTree,
     labels: PyTree,
@@ -496,8 +498,8 @@ def check_boundaries(
     drawn = [jnp.asarray(np.exp2(x - min(count, 25) // 2), jnp.float32) for x in orders]
     plain, *others = (jax.device_get(gradients(x)) for x in (jnp.ones(count), *drawn))
     columns = zip(trees.names(params), plain, *others, strict=True)
-    worst = {path: max(_difference(x, other) for other in rest) for path, x, *rest in columns}
-    wrong = [path for path, off in worst.items() if off > rtol]
+    worst = {path: max(_difference(x, y) for y in scaled) for path, x, *scaled in columns}
+    wrong = [path for path, difference in worst.items() if difference > rtol]
     allowed = "one with a scale_boundary on every edge between groups"
     got = f"gradients that depend on the scales at {groups.few(wrong)}"
     hint = "The fault lies between the last of these groups and the loss."
@@ -505,8 +507,8 @@ def check_boundaries(
     return max(worst.values(), default=0.0)
 
 
-def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+def _difference(x: np.ndarray, y: np.ndarray) -> float:
     """Return the largest difference as a share of the largest element; inf if there is a NaN."""
-    size, off = (np.max(np.abs(x), initial=0) for x in (one, one - other))
-    share = off / size if np.isfinite(off) and size > 0 else np.inf
-    return 0.0 if off == 0 else float(share)
+    size, difference = (np.max(np.abs(z), initial=0) for z in (x, x - y))
+    share = difference / size if np.isfinite(difference) and size > 0 else np.inf
+    return 0.0 if difference == 0 else float(share)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,26 @@ from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
 from boostax._core.types import PyTree
 from boostax.precision import entries
 
-Cut = entries.Cut
+if TYPE_CHECKING:
+    from jax.extend.core import Var
+
 # The leaf numbers of arrays that belong to no leaf, such as counts, and of small params.
 COMMON, SMALL = -1, 0
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Turn:
-    """The turn in which an array is written.
+class Order:
+    """The position of an array in the order of writing.
 
     Attributes:
       leaf: number of the leaf to which the array belongs, or ``COMMON``.
       place: position of the array among the arrays of the leaf.
-      cut: the mesh and the spec of the leaf, if they are known.
+      sharding: the mesh and the spec of the leaf, if they are known.
     """
 
     leaf: int
     place: int = 0
-    cut: Cut = dataclasses.field(default=None, compare=False)
+    sharding: entries.Sharding = dataclasses.field(default=None, compare=False)
 
 
 class _Graph:
@@ -54,98 +56,106 @@ class _Graph:
       known: arrays by their variables: constants, arguments, and computed values.
     """
 
-    def __init__(self, program: jaxprs.ClosedJaxpr, given: Sequence[Any]):
+    def __init__(self, program: jaxprs.ClosedJaxpr, args: Sequence[jax.Array]):
         name = jaxprs.gensym()
-        self._eqns = list[Any]()
-        self.inputs = [name(x.aval) for x in program.jaxpr.invars]
-        self.known = dict[Any, Any](zip(self.inputs, given, strict=True))
+        self._eqns: list[jaxprs.JaxprEqn] = []
+        self.inputs = [name(aval) for aval in program.in_avals]
+        self.known: dict[Var, jax.Array] = dict(zip(self.inputs, args, strict=True))
 
-        def constant(value: Any, aval: Any) -> Any:
+        def constant(value: Any, aval: Any) -> Var | jaxprs.Literal:
             if not aval.shape and not isinstance(value, jax.Array):
                 return jaxprs.Literal(value, aval)
             var = name(aval)
             self.known[var] = value
             return var
 
-        def rule(eqn: jaxprs.JaxprEqn, operands: list[Any]) -> list[Any]:
+        def rule(eqn: jaxprs.JaxprEqn, operands: list[Var | jaxprs.Literal]) -> list[Var]:
             if eqn.primitive.name in JIT and len(eqn.outvars) > 1:
                 return evaluate(body_of(eqn), operands, rule, constant)
-            results: Any = [name(x.aval) for x in eqn.outvars]
+            results = [name(x.aval) for x in eqn.outvars]
             self._eqns.append(eqn.replace(invars=operands, outvars=results))
             return results
 
-        self.outputs = evaluate(program, self.inputs, rule, constant)
+        self.outputs: list[Var | jaxprs.Literal] = evaluate(program, self.inputs, rule, constant)
         self._makers = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
 
-    def common(self, wanted: dict[int, list[Any]], of: dict[Any, int]) -> list[Any]:
-        """Return the variables that several leaves share; ``of`` maps inputs to their leaves."""
-        sources = {var: {leaf} for var, leaf in of.items()}
+    def common(self, order: Sequence[Order]) -> list[Var]:
+        """Return the variables that several leaves share; ``order`` is of all inputs."""
+        sources = {var: {x.leaf} for var, x in zip(self.inputs, order, strict=True)}
         for eqn in self._eqns:
-            found = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
-            sources.update(dict.fromkeys(eqn.outvars, found))
-        askers: dict[Any, set[int]] = collections.defaultdict(set)
-        for leaf, results in wanted.items():
-            for var in _variables(results):
-                askers[var].add(leaf)
+            leaves = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
+            sources.update(dict.fromkeys(eqn.outvars, leaves))
+        readers: dict[Var, set[int]] = collections.defaultdict(set)
+        for result, x in zip(self.outputs, order, strict=False):
+            for var in _variables([result]):
+                readers[var].add(x.leaf)
         for eqn in reversed(self._eqns):
+            leaves = set[int]().union(*(readers[x] for x in eqn.outvars))
             for var in _variables(eqn.invars):
-                askers[var] |= set[int]().union(*(askers[x] for x in eqn.outvars))
-
-        def shared(var: Any, eqn: jaxprs.JaxprEqn) -> bool:
-            leaves = sources[var] - {COMMON}
-            if not askers[var] or (not leaves and not var.aval.shape):
-                return bool(askers[var])
-            several = len(askers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
-            return several or _sends(eqn)
-
-        return [x for eqn in self._eqns for x in eqn.outvars if shared(x, eqn)]
+                readers[var] |= leaves
+        shared: list[Var] = []
+        for eqn in self._eqns:
+            for var in filter(readers.get, eqn.outvars):
+                leaves = sources[var] - {COMMON}
+                several = len(readers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
+                is_scalar = not leaves and not entries.aval_shape(var)
+                if is_scalar or several or _sends(eqn):
+                    shared.append(var)
+        return shared
 
     def program(
-        self, wanted: Sequence[Any], first: Sequence[Any] = ()
-    ) -> tuple[jaxprs.ClosedJaxpr, list[Any]]:
-        """Return the program that computes ``wanted`` from known values, and the known values.
+        self, results: Sequence[Var | jaxprs.Literal], first: Sequence[Var] = ()
+    ) -> tuple[jaxprs.ClosedJaxpr, list[jax.Array]]:
+        """Return the program that computes ``results`` from known values, and the known values.
 
         The values of ``first`` come first.
         """
-        found, inputs, ahead = set[int](), dict.fromkeys(first), [*_variables(wanted)]
-        while ahead:
-            var = ahead.pop()
+        numbers, inputs = set[int](), dict.fromkeys(first)
+        pending = _variables(results)
+        while pending:
+            var = pending.pop()
             if var in self.known:
                 inputs[var] = None
-            elif self._makers[var] not in found:
-                found.add(self._makers[var])
-                ahead.extend(_variables(self._eqns[self._makers[var]].invars))
-        program = excerpt([*inputs], wanted, [self._eqns[i] for i in sorted(found)])
+            elif self._makers[var] not in numbers:
+                numbers.add(self._makers[var])
+                pending.extend(_variables(self._eqns[self._makers[var]].invars))
+        program = excerpt([*inputs], results, [self._eqns[i] for i in sorted(numbers)])
         return program, [self.known[x] for x in inputs]
 
-    def learn(self, wanted: Sequence[Any]) -> list[Any]:
-        """Compute the values of ``wanted``, and add them to ``known``."""
-        program, given = self.program(wanted)
-        found = jaxprs.jaxpr_as_fun(program)(*given)
-        self.known.update(x for x in zip(wanted, found, strict=True) if _variables(x[:1]))
-        return found
+    def learn(self, atoms: Sequence[Var | jaxprs.Literal]) -> list[jax.Array]:
+        """Compute the values of ``atoms``, and add them to ``known``."""
+        program, args = self.program(atoms)
+        values = jaxprs.jaxpr_as_fun(program)(*args)
+        pairs = zip(atoms, values, strict=True)
+        self.known.update((var, x) for atom, x in pairs for var in _variables([atom]))
+        return values
 
-    def change(self, here: Sequence[int], cut: Cut, always: jax.Array) -> list[Any] | None:
-        """Return new arrays computed element by element, or ``None`` if that is impossible."""
-        program, given = self._writing(here)
-        return entries.change(program, cut, always, given) if entries.fits(program) else None
+    def change(
+        self, indices: Sequence[int], sharding: entries.Sharding, always: jax.Array, branches: bool
+    ) -> tuple[list[jax.Array] | None, jax.Array]:
+        """Return new arrays, and the condition of the next branch.
 
-    def branch(self, here: Sequence[int], always: jax.Array) -> tuple[list[Any], jax.Array]:
-        """Return new arrays, computed in a branch, and the condition of the next branch."""
-        program, given = self._writing(here)
+        The arrays are computed element by element, or else in a branch, or with ``branches=False``
+        not at all. They are written into the buffers of the old arrays.
+        """
+        old = [self.inputs[i] for i in indices]
+        program, args = self.program([self.outputs[i] for i in indices], old)
+        if entries.is_elementwise(program):
+            new = entries.primitive().bind(always, *args, program=program, sharding=sharding)
+            return new, always
+        if not branches:
+            return None, always
 
-        def work(go: jax.Array, *given: jax.Array) -> Any:
-            found = jaxprs.jaxpr_as_fun(program)(*given)
+        def work(condition: jax.Array, *args: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+            new = jaxprs.jaxpr_as_fun(program)(*args)
             # The next branch's condition is a result of this branch, so the next branch must wait.
-            return axes.unify(found, [*given[: len(here)]]), go | _seen(found)
+            return axes.unify(new, [*args[: len(old)]]), condition | _seen(new)
 
-        once, types = trees.trace_once(work, always, *given)
-        hold = lambda go, *old: axes.unify(([*old[: len(here)]], go), types)  # noqa: E731
-        return gate.branch(always, lambda *given: once(*given), hold, always, *given)
+        def skip(condition: jax.Array, *args: jax.Array) -> PyTree:
+            return axes.unify(([*args[: len(old)]], condition), types)
 
-    def _writing(self, here: Sequence[int]) -> tuple[jaxprs.ClosedJaxpr, list[Any]]:
-        """Return a program whose results are written into its first arguments' buffers."""
-        return self.program([self.outputs[i] for i in here], [self.inputs[i] for i in here])
+        replay, types = trees.trace_once(work, always, *args)
+        return gate.branch(always, lambda *args: replay(*args), skip, always, *args)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -169,44 +179,40 @@ def _sends(eqn: jaxprs.JaxprEqn) -> bool:
 
 
 def leaf_by_leaf(
-    fn: Callable[..., PyTree], always: jax.Array, old: PyTree, args: tuple[Any, ...], turns: PyTree
+    fn: Callable[..., PyTree], always: jax.Array, old: PyTree, args: tuple[Any, ...], order: PyTree
 ) -> PyTree:
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
     A value that is computed from several leaves and used for several, such as a global norm, is
     computed first. A value from one leaf is computed again wherever it is used. XLA copies an array
-    that is read after it is overwritten, so choose an order in ``turns`` without such reads.
+    that is read after it is overwritten, so choose an ``order`` without such reads.
 
     Args:
       fn: returns a tree of the types of ``old``.
       always: True, but not a constant.
       old: a tree, written in place if it is donated.
       args: the other arguments of ``fn``.
-      turns: a tree like ``(old, args)`` with a ``Turn`` for each array.
+      order: a tree like ``(old, args)`` with an ``Order`` for each array.
     """
-    leaves = jax.tree.leaves(old)
+    leaves, treedef = jax.tree.flatten(old)
     graph = _Graph(trees.trace_once(fn, old, *args)[0].program, jax.tree.leaves((old, args)))
-    order: list[Turn] = jax.tree.leaves(turns)
-    positions: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
-    wanted: dict[int, list[Any]] = collections.defaultdict(list)
-    for i, turn in enumerate(order[: len(leaves)]):
-        positions[turn.leaf].setdefault(turn.place, []).append(i)
-        wanted[turn.leaf].append(graph.outputs[i])
-    cuts = {turn.leaf: turn.cut for turn in order}
-    of = {var: turn.leaf for var, turn in zip(graph.inputs, order, strict=True)}
-    graph.learn(graph.common(wanted, of))
-    new = dict[int, Any]()
-    for leaf, places in sorted(positions.items()):
-        groups = [places[place] for place in sorted(places)]
-        whole = [i for group in groups for i in group]
+    positions: list[Order] = jax.tree.leaves(order)
+    graph.learn(graph.common(positions))
+    # The arrays of each leaf, as lists of arrays that are written together.
+    groups: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
+    for i, x in enumerate(positions[: len(leaves)]):
+        groups[x.leaf].setdefault(x.place, []).append(i)
+    shardings = {x.leaf: x.sharding for x in positions}
+    new = dict[int, jax.Array]()
+    for leaf, places in sorted(groups.items()):
+        parts = [places[place] for place in sorted(places)]
+        indices = sum(parts, list[int]())
         if leaf in (COMMON, SMALL):
-            values = graph.learn([graph.outputs[i] for i in whole])
+            values = graph.learn([graph.outputs[i] for i in indices])
         else:
-            values = graph.change(whole, cuts[leaf], always)
-        new.update(zip(whole, values or (), strict=False))
-        for here in groups if values is None else ():
-            found = graph.change(here, cuts[leaf], always)
-            if found is None:
-                found, always = graph.branch(here, always)
-            new.update(zip(here, found, strict=True))
-    return jax.tree.unflatten(jax.tree.structure(old), [new[i] for i in range(len(leaves))])
+            values, always = graph.change(indices, shardings[leaf], always, branches=False)
+        new.update(zip(indices, values or (), strict=False))
+        for part in parts if values is None else ():
+            values, always = graph.change(part, shardings[leaf], always, branches=True)
+            new.update(zip(part, values or (), strict=True))
+    return jax.tree.unflatten(treedef, [new[i] for i in range(len(leaves))])

@@ -11,6 +11,7 @@ References:
   MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: same trajectories.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,15 +42,15 @@ class LossScaleState(NamedTuple):
       inner_state: state of the inner transformation.
     """
 
-    scale: jax.Array
-    clean_steps: jax.Array
-    tolerance: jax.Array
+    scale: jax.Array  # [] float32
+    clean_steps: jax.Array  # [] int32
+    tolerance: jax.Array  # [] int32
     applied: jax.Array  # [] bool
     skipped: jax.Array  # [] int32
     skipped_in_a_row: jax.Array  # [] int32
-    growths: jax.Array
-    backoffs: jax.Array
-    floor_hits: jax.Array
+    growths: jax.Array  # [] int32
+    backoffs: jax.Array  # [] int32
+    floor_hits: jax.Array  # [] int32
     inner_state: optax.OptState
     holds = Holds(scale="scale")
 
@@ -147,13 +148,13 @@ def dynamic_loss_scale(
     _positive(who, "max_scale", max_scale, "2**24 is the default.")
     _positive(who, "init_scale", init_scale, "2**16 is the default.")
     limits = min_scale, init_scale, max_scale
-    fits = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
+    is_valid = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
     hint = f"min_scale is {min_scale!r}, max_scale {max_scale!r}: widen them or move init_scale."
     allowed = "between min_scale and max_scale"
-    checks.require(fits, who, "init_scale", got=init_scale, allowed=allowed, hint=hint)
+    checks.require(is_valid, who, "init_scale", got=init_scale, allowed=allowed, hint=hint)
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
-    within = lambda x: 0 < x < 1  # noqa: E731
-    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", within, "Use 0.5.")
+    hint = "Use 0.5."
+    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
     hint = "It counts clean steps; 2000 is the default."
     growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
     hint = "1 lowers the scale at every overflow."
@@ -291,14 +292,13 @@ def _scaled(
         # The reciprocal has two factors, because below 2**-126 one factor is flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
-
-        def heavy() -> tuple[PyTree, Any]:
-            return gate.run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
-
+        ok = axes.agree(unscaled.usable(), names) if skip else jnp.asarray(True)
+        args = tx, unscaled, state.inner_state, params
+        heavy = functools.partial(gate.run, *args, apply=apply, extra=extra)
         if not skip:
-            ok, (value, inner_state) = jnp.asarray(True), heavy()
+            value, inner_state = heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
-        ok, how = axes.agree(unscaled.usable(), names), {"apply": apply, "who": who, "names": names}
+        how: Any = {"apply": apply, "who": who, "names": names}
         return gate.decide(ok, heavy, grads, state, adjust(state, ok), decided, params, **how)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx))
@@ -333,22 +333,22 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     Several scalers, or a partial one, are refused. The scale multiplies the whole loss, so a
     gradient that bypasses the scaler stays multiplied.
     """
-    apart = optax.MaskedState, optax.ConditionallyTransformState
-    found = trees.telling(opt_state, protocols.Scaler)
-    masks = trees.find(opt_state, lambda x: isinstance(x, apart))
+    kinds = optax.MaskedState, optax.ConditionallyTransformState
+    scalers = trees.telling(opt_state, protocols.Scaler)
+    masks = trees.find(opt_state, lambda x: isinstance(x, kinds))
     partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
-    if len(found) > 1 or partial:
-        got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
+    if len(scalers) > 1 or partial:
+        got = f"one in a {type(partial[0]).__name__}" if len(scalers) == 1 else len(scalers)
         raise ValueError(
             f"{who}: opt_state must hold one loss scaler that all gradients pass, got {got}. Put "
             "one around the whole optimizer, outside optax.partition, optax.masked and "
             "optax.conditionally_transform."
         )
-    if not found:
+    if not scalers:
         return jnp.ones((), jnp.float32), None
-    of_groups = getattr(found[0], "scales", None)
-    handshake.hand_on(found[0].scale_array(), of_groups)
-    return found[0].scale, of_groups
+    of_groups = getattr(scalers[0], "scales", None)
+    handshake.hand_on(scalers[0].scale_array(), of_groups)
+    return scalers[0].scale, of_groups
 
 
 def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
@@ -381,19 +381,23 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
-    return scaled_once(loss, wide * scale.astype(wide.dtype), opt_state)
+    product = wide * scale.astype(wide.dtype)
+    scales = handshake.scales_in(opt_state)
+    within = any(x is y for outer in handshake.INSIDE.get() for x in outer for y in scales)
+    twice = within or (bool(scales) and handshake.mark_of(loss).product)
+    got = "one that is multiplied already"
+    allowed = "multiplied by the scale once"
+    hint = "boostax.value_and_grad does so by itself: return the plain loss there."
+    checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
+    handshake.keep(product, handshake.Mark(product=True))
+    handshake.scaled(opt_state)
+    return product
 
 
 def _positive(who: str, argument: str, value: float, hint: str) -> None:
     limits = jnp.finfo(jnp.float32)
     low, high = float(limits.tiny), float(limits.max)
     checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
-
-
-def crossed(scales: object) -> None:
-    """Mark the scales of groups as used by a boundary between two groups."""
-    for mark in [handshake.mark_of(scales), *handshake.enclosing(scales)]:
-        mark.crossed = True
 
 
 def require(who: str, scale: jax.Array, groups: int = 1) -> None:
@@ -415,10 +419,11 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     )
     got = "some of a loss that was not"
     checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)
-    fits, got = groups == 1 or any(m.crossed for m in marks), "one that leaves scales= alone"
-    hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
+    is_valid = groups == 1 or any(m.crossed for m in marks)
+    got = "one that leaves scales= alone"
     allowed = "one that uses the scales of the groups"
-    checks.require(fits, who, "loss_fn", got=got, allowed=allowed, hint=hint)
+    hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
+    checks.require(is_valid, who, "loss_fn", got=got, allowed=allowed, hint=hint)
 
 
 def current_scale() -> jax.Array:
@@ -454,19 +459,6 @@ def current_scale() -> jax.Array:
       >>> float(state.params)
       0.5
     """
-    factor: Any = handshake.FACTOR.value
+    factor = handshake.FACTOR.value
     known = factor() if callable(factor) else factor
     return jnp.asarray(1.0 if known is None else known, jnp.float32)
-
-
-def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
-    """Record a scaled loss; refuse a loss that is already scaled, or that outer code scales."""
-    scales = handshake.scales_in(opt_state)
-    within = any(x is scale for found in handshake.INSIDE.get() for x in found for scale in scales)
-    twice = within or (bool(scales) and handshake.mark_of(loss).product)
-    hint = "boostax.value_and_grad does so by itself: return the plain loss there."
-    allowed, got = "multiplied by the scale once", "one that is multiplied already"
-    checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
-    handshake.keep(product, handshake.Mark(product=True))
-    handshake.scaled(opt_state)
-    return product

@@ -68,12 +68,12 @@ class Policy:
         for name in _FIELDS.values():
             value = checks.floating_dtype("Policy", name, getattr(self, name))
             object.__setattr__(self, name, value)
-        hint = "Write patterns as ('LayerNorm',)."
-        allowed = "a tuple of patterns or 'all but matmuls'"
-        fits = self.only_matmuls or isinstance(self.keep_f32, tuple)
         got = self.keep_f32
-        checks.require_type(fits, "Policy", "keep_f32", got=got, allowed=allowed, hint=hint)
-        for pattern in () if self.only_matmuls else self.keep_f32:
+        is_valid = self.only_matmuls or isinstance(got, tuple)
+        allowed = "a tuple of patterns or 'all but matmuls'"
+        hint = "Write patterns as ('LayerNorm',)."
+        checks.require_type(is_valid, "Policy", "keep_f32", got=got, allowed=allowed, hint=hint)
+        for pattern in () if self.only_matmuls else got:
             re.compile(pattern)
 
     @property
@@ -88,9 +88,9 @@ class Policy:
     def cast_params(self, params: PyTree) -> PyTree:
         """Cast params to ``compute_dtype``, or to f32 where ``keep_f32`` matches their path."""
 
-        def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-            kept = trees.overwritten(path) or self.keeps(trees.path_name(path))
-            return _cast(leaf, _F32 if kept or self.only_matmuls else self.compute_dtype)
+        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            keeps_f32 = trees.overwritten(path) or self.keeps(trees.path_name(path))
+            return _cast(leaf, _F32 if keeps_f32 or self.only_matmuls else self.compute_dtype)
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -108,7 +108,7 @@ class Policy:
         """Cast floating results to ``output_dtype``."""
         return _cast(tree, self.output_dtype)
 
-    def compute(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return ``fn(params, *inputs, **others)`` with params and inputs cast before the call.
 
         The casts are part of the function, so gradients have the dtypes of the given params.
@@ -117,12 +117,12 @@ class Policy:
         inner = autocast(fn, self.compute_dtype) if self.only_matmuls else fn
 
         @functools.wraps(fn)
-        def wrapped(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
             return inner(self.cast_params(params), *self.cast_inputs(args), **kwargs)
 
         return wrapped
 
-    def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a function of params and inputs that follows this policy.
 
         A norm that is kept in f32 returns f32, so JAX's promotion then computes the next layer in
@@ -172,24 +172,22 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     References:
       MindSpore 2.10 amp levels, except that MindSpore stores O3's params in f32.
     """
-    who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
-    low = checks.floating_dtype(who, "dtype", dtype)
+    low = checks.floating_dtype("policy", "dtype", dtype)
     levels: dict[str, Policy] = {
         "O0": Policy(),
         "O1": Policy(_F32, low, _F32, "all but matmuls"),
         "O2": Policy(_F32, low, _F32, NORMS),
         "O3": Policy(low, low, low),
     }
-    words = str(spec)
-    if words in levels:
-        return levels[words]
+    if str(spec) in levels:
+        return levels[str(spec)]
     fields: dict[str, Any] = {}
-    for part in words.split(","):
+    for part in str(spec).split(","):
         name, separator, value = part.strip().partition("=")
         field = _FIELDS.get(name)
         if not separator or field is None or field in fields:
-            raise ValueError(checks.message(who, "spec", "a level or dtypes", spec, hint))
+            raise ValueError(checks.message("policy", "spec", "a level or dtypes", spec, hint))
         fields[field] = value
     return Policy(**fields)
 
@@ -199,28 +197,28 @@ def as_policy(value: Policy | Level | None) -> Policy | None:
     return value if value is None or isinstance(value, Policy) else policy(value)
 
 
-def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
+def _cast(tree: PyTree, dtype: jnp.dtype) -> PyTree:
     """Cast real floating leaves; integers, keys and complex leaves stay unchanged."""
 
-    def cast(x: Any) -> Any:
+    def cast(x: PyTree) -> PyTree:
         real = isinstance(x, (*_ARRAYS, float)) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
         return jnp.asarray(x, dtype) if real else x
 
     return jax.tree.map(cast, tree)
 
 
-def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
+def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTree]:
     """Return ``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
 
     The derivative of a rewritten product also runs in ``dtype``. Arguments that are neither arrays
     nor numbers are passed to ``fn`` unchanged.
     """
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = {i: jnp.asarray(x) for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
-        def on_arrays(arrays: dict[int, jax.Array]) -> Any:
+        def on_arrays(arrays: dict[int, jax.Array]) -> PyTree:
             args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
             return fn(*args, **kwargs)
 
@@ -231,25 +229,23 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
     return wrapped
 
 
-def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[jaxprs.JaxprEqn] | None:
+def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
     if eqn.primitive not in _PRODUCTS:
         return [eqn] if eqn.primitive.name in _OPAQUE else None
-    if any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
+    atoms = (*eqn.invars, *eqn.outvars)
+    if any(x.aval.dtype != jnp.float32 for x in atoms):
         return [eqn]
     new_var = jaxprs.gensym()
-    low = lambda var: new_var(var.aval.update(dtype=dtype, weak_type=False))  # noqa: E731
-    operands, result = [low(var) for var in eqn.invars], low(eqn.outvars[0])
+    low = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
     params = {**eqn.params, "preferred_element_type": None}
-    return [
-        *(_converted(eqn, wide, narrow) for wide, narrow in zip(eqn.invars, operands, strict=True)),
-        eqn.replace(invars=operands, outvars=[result], params=params),
-        _converted(eqn, result, eqn.outvars[0]),
+    product = eqn.replace(invars=low[:-1], outvars=low[-1:], params=params)
+    # The casts have the source position of the product.
+    cast = eqn.replace(primitive=lax.convert_element_type_p, effects=jaxprs.no_effects)
+    ends: list[Any] = [*zip(eqn.invars, low, strict=False), (low[-1], eqn.outvars[0])]
+    options = {"weak_type": False, "sharding": None}
+    *casts, widening = [
+        cast.replace(invars=[x], outvars=[y], params={"new_dtype": y.aval.dtype, **options})
+        for x, y in ends
     ]
-
-
-def _converted(eqn: jaxprs.JaxprEqn, source: Any, target: Any) -> jaxprs.JaxprEqn:
-    """Make a cast with the source position of ``eqn``."""
-    params = {"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None}
-    ends: dict[str, Any] = {"invars": [source], "outvars": [target], "effects": jaxprs.no_effects}
-    return eqn.replace(primitive=lax.convert_element_type_p, params=params, **ends)
+    return [*casts, product, widening]

@@ -12,6 +12,7 @@ References:
   in 54 days were noticed silent corruptions.
 """
 
+import functools
 import importlib.metadata
 import re
 import zlib
@@ -32,7 +33,6 @@ from boostax._core.types import PyTree
 _WHO = "check_replicas"
 # If many leaves differ, only the first leaves are recorded.
 _ROWS = 16
-_PACKAGES = "jax", "jaxlib", "optax", "numpy"
 
 
 class CheckReplicasState(NamedTuple):
@@ -49,12 +49,12 @@ class CheckReplicasState(NamedTuple):
       inner_state: state of the inner transformation.
     """
 
-    calls: jax.Array
+    calls: jax.Array  # [] int32
     applied: jax.Array  # [] bool
     skipped: jax.Array  # [] int32
-    compared: jax.Array
-    leaves: jax.Array
-    culprits: jax.Array
+    compared: jax.Array  # [] int32
+    leaves: jax.Array  # [16] uint32
+    culprits: jax.Array  # [16] int32
     inner_state: optax.OptState
     holds = Holds(())
 
@@ -113,14 +113,15 @@ def check_replicas(
       >>> int(boostax.metrics(state)["differing_replica"])
       -1
     """
-    tx, names = checks.transformation(_WHO, "inner", inner), axes.canonical(_WHO, axis_name)
+    tx = checks.transformation(_WHO, "inner", inner)
+    names = axes.canonical(_WHO, axis_name)
     every = checks.positive_int(_WHO, "every", every, "1 compares before every step.")
 
     def init_fn(params: PyTree) -> CheckReplicasState:
-        zero, none = jnp.zeros((), jnp.int32), jnp.full(_ROWS, -1, jnp.int32)
-        counts = zero, jnp.asarray(False), jnp.array(zero), jnp.array(zero)
+        calls, skipped, compared = (jnp.zeros((), jnp.int32) for _ in range(3))
+        rows = jnp.zeros(_ROWS, jnp.uint32), jnp.full(_ROWS, -1, jnp.int32)
         inner_state = gate.init_inner(tx, params)
-        return CheckReplicasState(*counts, jnp.zeros(_ROWS, jnp.uint32), none, inner_state)
+        return CheckReplicasState(calls, jnp.asarray(False), skipped, compared, *rows, inner_state)
 
     @describe(_WHO, "check", names, inner={"inner_state": tx})
     def step_fn(
@@ -133,18 +134,17 @@ def check_replicas(
         **extra: Any,
     ) -> Stepped:
         axes.require_bound(names, _WHO)
-        run = lambda: gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)  # noqa: E731
-        heavy, _ = trees.trace_once(run)
-        versions = str([importlib.metadata.version(name) for name in _PACKAGES])
-        said = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
-        due = state.calls % every == 0
+        args = tx, grads, state.inner_state, params
+        heavy, _ = trees.trace_once(functools.partial(gate.run, *args, apply=apply, extra=extra))
+        versions = str([importlib.metadata.version(x) for x in ("jax", "jaxlib", "optax", "numpy")])
+        numbers = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
         compared = () if replicas.owns_params(state.inner_state) else params
-        value = extra.get("value")
-        ok, culprits = compare(compared, state, said, due, names, value)
-        here = placement.placed_here()
-        count = here.replicas if here is not None else axes.size(names) if names else 1
+        arrays = compared, state, extra.get("value")
+        ok, culprits = compare(arrays, numbers, state.calls % every == 0, names)
+        placed = placement.placed_here()
+        count = placed.replicas if placed is not None else axes.size(names) if names else 1
         state = state._replace(compared=jnp.asarray(count, jnp.int32))
-        rows = [*_SAID, *(name for name, _ in leaves_of(compared, state, value))]
+        rows = [*_CHECKSUMS, *(name for name, _ in leaves_of(*arrays))]
         moved = _recorded(state, ok, rows, culprits)
         how: Any = {"apply": apply, "who": _WHO, "names": names}
         return gate.decide(ok, heavy, grads, state, moved, gate.applied_or_skipped, params, **how)
@@ -171,34 +171,35 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
       >>> tx = boostax.precision.check_replicas(optax.sgd(1.0))
       >>> boostax.precision.raise_if_diverged(tx.init(jnp.float32(1.0)))
     """
-    own = trees.state_of("raise_if_diverged", state, CheckReplicasState, "Put one in the chain.")
-    names = [name for name, _ in leaves_of((), own)] + [*_SAID, "value"]
-    used = len(own.calls.sharding.device_set)
-    # pmap stacks the copies of all replicas.
-    own = jax.tree.map(lambda x: x[0], own._replace(inner_state=())) if own.calls.ndim else own
-    compared = int(own.compared)
-    hint = "Wrap the chain in boostax.on_mesh, or pass axis_name= in a shard_map of your own."
-    allowed = "one that compared the replicas"
-    fits = used == 1 or compared > 1 or not int(own.calls)
-    got = f"one that compared {compared} on {used} devices"
-    checks.require(fits, "raise_if_diverged", "check_replicas", got=got, allowed=allowed, hint=hint)
-    if int(own.culprits[0]) < 0:
-        return
+    check = trees.state_of("raise_if_diverged", state, CheckReplicasState, "Put one in the chain.")
     params = getattr(state, "params", None) if params is None else params
-    names += [f"params/{name}" for name in trees.names(params)]
+    names = [*_CHECKSUMS, "value", *(name for name, _ in leaves_of(params, check))]
+    used = len(check.calls.sharding.device_set)
+    # pmap stacks the copies of all replicas.
+    if check.calls.ndim:
+        check = jax.tree.map(lambda x: x[0], check._replace(inner_state=()))
+    compared = int(check.compared)
+    valid = used == 1 or compared > 1 or not int(check.calls)
+    got = f"one that compared {compared} on {used} devices"
+    allowed = "one that compared the replicas"
+    hint = "Wrap the chain in boostax.on_mesh, or pass axis_name= in a shard_map of your own."
+    checks.require(
+        valid, "raise_if_diverged", "check_replicas", got=got, allowed=allowed, hint=hint
+    )
+    if int(check.culprits[0]) < 0:
+        return
     known = {_checksum(name): name for name in names}
-    found = zip(np.asarray(own.culprits), np.asarray(own.leaves), strict=True)
-    rows = [f"  replica {i}: {known.get(int(x), 'a param')}" for i, x in found if i >= 0]
+    pairs = zip(np.asarray(check.culprits), np.asarray(check.leaves), strict=True)
+    rows = "\n".join(f"  replica {i}: {known.get(int(x), 'a param')}" for i, x in pairs if i >= 0)
     raise RuntimeError(
-        f"check_replicas: replicas must be equal, got different ones at call {int(own.calls)}:\n"
-        + "\n".join(rows)
-        + "\nGo back to the last checkpoint without them, which Checkpointer saved before. Of two "
-        "replicas the second is named, although the first may be at fault."
+        f"check_replicas: replicas must be equal, got different ones at call {int(check.calls)}:\n"
+        f"{rows}\nGo back to the last checkpoint without them, which Checkpointer saved before. Of "
+        "two replicas the second is named, although the first may be at fault."
     )
 
 
-# Names of the checksums in ``said``; the program of the loss contains the types of the batch.
-_SAID = "versions", "batch or loss", "update"
+# Names of the checksums that processes compare; the loss's program contains the batch's types.
+_CHECKSUMS = "versions", "batch or loss", "update"
 
 
 def _checksum(text: str) -> int:
@@ -216,31 +217,25 @@ def _recorded(
     """Return the state, with the differing leaves recorded if there are any."""
     names = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
 
-    def told() -> tuple[jax.Array, jax.Array]:
+    def different() -> list[jax.Array]:
         (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
-        pick = lambda x, none: x.at[at].get(mode="fill", fill_value=none)  # noqa: E731
-        return pick(names, 0), pick(culprits, -1)
+        return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((names, 0), (culprits, -1))]
 
-    leaves, found = gate.branch(ok, lambda: (state.leaves, state.culprits), told)
+    leaves, of_leaves = gate.branch(ok, lambda: [state.leaves, state.culprits], different)
     calls = gate.counted(state.calls, jnp.asarray(True))
-    return state._replace(calls=calls, leaves=leaves, culprits=found)
+    return state._replace(calls=calls, leaves=leaves, culprits=of_leaves)
 
 
-def leaves_of(params: PyTree, state: PyTree, value: Any = None) -> list[tuple[str, Any]]:
+def leaves_of(params: PyTree, state: PyTree, value: PyTree = None) -> list[tuple[str, PyTree]]:
     """Return the leaves that ``compare`` compares, with their names."""
-    rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=replicas.is_per_replica)
-    common = [(trees.path_name(path), x) for path, x in rows if not replicas.is_per_replica(x)]
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=replicas.is_per_replica)
+    common = [(trees.path_name(path), x) for path, x in leaves if not replicas.is_per_replica(x)]
     common += [] if value is None else [("value", value)]
     return [*((f"params/{name}", x) for name, x in trees.named(params)), *common]
 
 
 def compare(
-    params: PyTree,
-    state: PyTree,
-    said: Sequence[int],
-    due: jax.Array,
-    names: tuple[str, ...],
-    value: jax.Array | None = None,
+    arrays: PyTree, numbers: Sequence[int], due: jax.Array, names: tuple[str, ...]
 ) -> Copies:
     """Compare the copies of params and state, and numbers of each process, over the replicas.
 
@@ -248,38 +243,40 @@ def compare(
     leaf is compared with the copies of the same shard.
 
     Args:
-      params: the params.
-      state: a state whose arrays outside a ``PerReplica`` are equal on all replicas.
-      said: numbers of this process, such as checksums of its program; they come first.
+      arrays: the params, a state whose arrays outside a ``PerReplica`` are equal on all replicas,
+        and the loss or ``None``. With a loss the comparison runs after the loss's all-reduce, so
+        that processes with different programs still issue their collectives in the same order.
+      numbers: numbers of this process, such as checksums of its program; they come first.
       due: bool scalar, whether to compare now.
       names: the replica axes of a mapped function; on global arrays they come from the placement.
-      value: the loss. If given, the comparison runs after the all-reduce of the loss, so that
-        processes with different programs still issue their collectives in the same order.
     """
-    here, leaves = placement.placed_here(), [x for _, x in leaves_of(params, state, value)]
-    nothing = Copies(jnp.asarray(True), jnp.full(len(said) + len(leaves), -1, jnp.int32))
-    if here is None and not names:
+    placed = placement.placed_here()
+    params, state, value = arrays
+    leaves = [x for _, x in leaves_of(*arrays)]
+    nothing = Copies(jnp.asarray(True), jnp.full(len(numbers) + len(leaves), -1, jnp.int32))
+    if placed is None and not names:
         return nothing
-    if here is None:
-        apart = [frozenset(axes.varying(x)) & {*names} for x in leaves]
-        kept = [jnp.zeros(()) if {*names} <= by else x for x, by in zip(leaves, apart, strict=True)]
-        groups, kinds = classes(names, [axes.size((name,)) for name in names], apart)
-        found = compared(kept, due, said, names, groups, kinds)
-        more = tuple(sorted(axes.varying(found.culprits)))
-        most = axes.largest(found.culprits, more) if more else found.culprits
-        return Copies(axes.agree(found.equal, more), most)
-    of_params = jax.tree_util.tree_leaves_with_path(params)
+    if placed is None:
+        varying = [frozenset(axes.varying(x)) & {*names} for x in leaves]
+        pairs = zip(leaves, varying, strict=True)
+        copied = [jnp.zeros(()) if {*names} <= by else x for x, by in pairs]
+        groups, kinds = classes(names, [axes.size((name,)) for name in names], varying)
+        copies = compared(copied, due, numbers, names, groups, kinds)
+        others = tuple(sorted(axes.varying(copies.culprits)))
+        culprits = axes.largest(copies.culprits, others) if others else copies.culprits
+        return Copies(axes.agree(copies.equal, others), culprits)
+    shapes = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    specs = [placed.spec(path) or PartitionSpec() for path in shapes]
+    owners = dict(zip(shapes, zip(shapes.values(), specs, strict=True), strict=True))
     # A param that each replica owns has no copies.
-    whole = lambda path: here.spec(path) or PartitionSpec()  # noqa: E731
-    specs = [PartitionSpec(here.names) if here.own else whole(path) for path, _ in of_params]
-    if here.own:
-        leaves[: len(specs)] = [jnp.zeros(here.replicas)] * len(specs)
-    owners = {path: (x.shape, whole(path)) for path, x in of_params}
-    shared_out = here.replicas if here.shared_out else None
-    of_state = replicas.specs_like(owners, state, here.names, shared_out, sizes=here.mesh.shape)
+    if placed.own:
+        specs = [PartitionSpec(placed.names)] * len(specs)
+        leaves[: len(specs)] = [jnp.zeros(placed.replicas)] * len(specs)
+    count = placed.replicas if placed.shared_out else None
+    of_state = replicas.specs_like(owners, state, placed.names, count, sizes=placed.mesh.shape)
     specs += [spec for _, spec in leaves_of((), of_state)]
     specs += [PartitionSpec()] * (value is not None)
-    order = (*here.names, *(x for x in here.mesh.axis_names if x not in here.names))
-    run = on_mesh(here.auto_mesh, order, tuple(specs), said)
-    found = placement.on_shared(here, (leaves, due), run, lambda *_: nothing, "copies")
-    return found._replace(culprits=found.culprits // (here.mesh.size // here.replicas))
+    order = (*placed.names, *(x for x in placed.mesh.axis_names if x not in placed.names))
+    local = on_mesh(placed.auto_mesh, order, tuple(specs), numbers)
+    copies = placement.on_shared(placed, (leaves, due), local, lambda *_: nothing, "copies")
+    return copies._replace(culprits=copies.culprits // (placed.mesh.size // placed.replicas))

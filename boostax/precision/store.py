@@ -2,7 +2,6 @@
 """A wrapper that stores the params and the state of an optimizer in fewer bytes."""
 
 import fnmatch
-import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,14 +15,16 @@ from boostax._core import axes, checks, gate, mismatch, placement, replicas, tre
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.precision import formats
-from boostax.precision.leafwise import COMMON, SMALL, Turn, leaf_by_leaf
+from boostax.precision.leafwise import COMMON, SMALL, Order, leaf_by_leaf
 
 Moments = Literal["bfloat16", "int8", "log8"]
 Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
 Noise = Callable[[Path, tuple[int, ...]], tuple[jax.Array, str]]
-# The params (or updates) and their low bits, and the codes and scales of the state.
-Stored = tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]
+Scales = dict[str, replicas.ByBlock]
+# The codes and scales of a state, and with them the params (or updates) and their low bits.
+Coded = tuple[PyTree, Scales]
+Stored = tuple[tuple[PyTree, PyTree], Coded]
 _WHO = "store"
 _SECOND = "store: {!r} in int8 rounds small values to 0, by which optimizers divide: take 'log8'."
 
@@ -40,10 +41,10 @@ class StoreState(NamedTuple):
         ``params="remainder"``.
     """
 
-    steps: jax.Array
+    steps: jax.Array  # [] int32
     inner_state: optax.OptState
-    scales: dict[str, replicas.ByBlock]
-    low: PyTree
+    scales: Scales
+    low: PyTree  # shapes of the params, int16
     holds = Holds(("steps", "low"), params=True)
 
     def master_params(self, params: PyTree) -> PyTree:
@@ -166,7 +167,8 @@ def store(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
       https://arxiv.org/abs/2110.02861, 2021.
     """
-    tx, kind = checks.transformation(_WHO, "inner", inner), params
+    tx = checks.transformation(_WHO, "inner", inner)
+    kind = params
     if params is not None:
         hint = "'stochastic' takes 2 bytes a param, 'remainder' keeps exact f32 masters."
         checks.choice(_WHO, "params", params, Params, hint)
@@ -177,16 +179,10 @@ def store(
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
-        fits = kind is None or any(map(_is_low, jax.tree.leaves(params)))
-        hint = (
-            "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-            "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
-        )
-        allowed = "None where no param is bf16"
-        checks.require(fits, _WHO, "params", got=kind, allowed=allowed, hint=hint)
+        _require_low(kind, params)
         codes, scales = _first(gate.init_optimizer(_WHO, tx, params), params, rules, least)
-        no_rest = lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()  # noqa: E731
-        low = jax.tree.map(no_rest, params) if kind == "remainder" else ()
+        low = params if kind == "remainder" else ()
+        low = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else (), low)
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
@@ -195,12 +191,38 @@ def store(
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         _require_blocks(state)
+
+        def written(old: Stored, params: PyTree, grads: gate.Pending, steps: jax.Array) -> Stored:
+            """Return new params (``apply``) or updates, their low bits, and codes and scales."""
+            (value, low), (codes, scales) = old
+            params = value if apply else params
+            masters = _masters(params, low)
+            noise = _noise_of(steps, _shapes(params))
+            updates, new_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
+
+            def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> PyTree:
+                if kind is None or not _is_low(p):
+                    return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
+                exact = kind == "remainder"
+                draw = formats.FORMATS["bfloat16"].encode
+                new = formats.nearest(wide) if exact else draw(wide, *noise(path, p.shape))[0]
+                moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
+                # Without ``apply`` the low bits are those of ``p + update``, which the caller
+                # computes.
+                value, stored = (new, new) if apply else (moved, p + moved)
+                return value, formats.remainder(wide, stored) if exact else ()
+
+            wide = optax.apply_updates(masters, updates)
+            both = jax.tree_util.tree_map_with_path(write, params, wide, updates)
+            value, lost = (jax.tree.map(lambda _, x, i=i: x[i], params, both) for i in (0, 1))
+            low = lost if jax.tree.leaves(low) else low
+            return (value, low), _encoded(new_state, codes, scales, noise)
+
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
-        written = functools.partial(_written, tx, kind, apply, extra)
         old = (value, state.low), (state.inner_state, state.scales)
-        rest = (None if apply else params), grads, state.steps
-        turns = _turns(params, least, (old, rest))
-        (value, low), (codes, scales) = leaf_by_leaf(written, state.steps >= 0, old, rest, turns)
+        args = (None if apply else params), grads, state.steps
+        order = _order(params, least, (old, args))
+        (value, low), (codes, scales) = leaf_by_leaf(written, state.steps >= 0, old, args, order)
         steps = jnp.asarray(optax.safe_increment(state.steps))
         return (placement.settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
@@ -229,8 +251,8 @@ def masters(params: types.State, opt_state: PyTree) -> types.State:
       (1.0, 0.999755859375)
     """
     mismatch.require_order("masters", "masters(params, opt_state)", params=params)
-    found = trees.find(opt_state, _is_store)
-    return _masters(params, found[0].low) if found else trees.at_least_float32(params)
+    states = trees.find(opt_state, _is_store)
+    return _masters(params, states[0].low if states else ())
 
 
 def _masters(params: PyTree, low: PyTree) -> PyTree:
@@ -238,14 +260,14 @@ def _masters(params: PyTree, low: PyTree) -> PyTree:
     if not jax.tree.leaves(low):
         return trees.at_least_float32(params)
 
-    def whole(p: jax.Array, low: jax.Array | tuple[()]) -> jax.Array:
+    def joined(p: jax.Array, low: jax.Array | tuple[()]) -> jax.Array:
         return trees.at_least_float32(p) if isinstance(low, tuple) else formats.joined(p, low)
 
-    return jax.tree.map(whole, params, low)
+    return jax.tree.map(joined, params, low)
 
 
-def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
-    """Return the turn in which each array is written: each param, then the fields of its state.
+def _order(params: PyTree, least: int, tree: PyTree) -> PyTree:
+    """Return the order in which arrays are written: each param, then the fields of its state.
 
     The end of an array's path names its param. All small params together form one leaf. Per-replica
     arrays are written together with the collectives, because a branch after such an array would
@@ -254,60 +276,33 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     owners = _shapes(params)
     large = [path for path, shape in owners.items() if math.prod(shape) >= least]
     numbers = {path: number + 1 for number, path in enumerate(large)}
-    cuts = {path: placement.cut(path, owners[path]) for path in large}
+    shardings = {path: placement.cut(path, owners[path]) for path in large}
     fields: dict[str, int] = {}
 
-    def turn(path: Path, x: PyTree) -> PyTree:
+    def position(path: Path, x: PyTree) -> PyTree:
         if replicas.is_per_replica(x):
-            return jax.tree.map(lambda _: Turn(COMMON), x)
+            return jax.tree.map(lambda _: Order(COMMON), x)
         start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
         if start is None or not jnp.ndim(x):
-            return Turn(COMMON)
+            return Order(COMMON)
         # The tree is ((params, low), (codes, scales)), followed by arrays that are only read.
         of_state = [getattr(key, "idx", None) for key in path[:2]] == [0, 1]
-        # Scales are written with their codes.
-        scales = of_state and path[2].idx == 1
-        field = trees.path_name(path[3 : 4 if scales else start]) if of_state else ""
+        # Scales, at index 1, are written with their codes.
+        field = trees.path_name(path[3 : 4 if path[2].idx == 1 else start]) if of_state else ""
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
-        owner = path[start:]
-        return Turn(numbers.get(owner, SMALL), place, cuts.get(owner))
+        return Order(numbers.get(path[start:], SMALL), place, shardings.get(path[start:]))
 
-    return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=replicas.is_per_replica)
+    return jax.tree_util.tree_map_with_path(position, tree, is_leaf=replicas.is_per_replica)
 
 
-def _written(
-    tx: optax.GradientTransformationExtraArgs,
-    kind: Params | None,
-    apply: bool,
-    extra: dict[str, Any],
-    old: Stored,
-    params: PyTree,
-    grads: gate.Pending,
-    steps: jax.Array,
-) -> Stored:
-    """Return new params (``apply``) or updates and their low bits, then codes and scales."""
-    (value, low), (codes, scales) = old
-    params = value if apply else params
-    masters = _masters(params, low)
-    noise = _noise_of(steps, _shapes(params))
-    updates, inner_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
-
-    def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> tuple[Any, Any]:
-        if kind is None or not _is_low(p):
-            return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
-        exact = kind == "remainder"
-        drawn = lambda: formats.FORMATS["bfloat16"].encode(wide, *noise(path, p.shape))[0]  # noqa: E731
-        new = formats.nearest(wide) if exact else drawn()
-        moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
-        # Without ``apply``, the low bits are those of ``p + update``, which the caller computes.
-        value, stored = (new, new) if apply else (moved, p + moved)
-        return value, formats.rest(wide, stored) if exact else ()
-
-    wide = optax.apply_updates(masters, updates)
-    both = jax.tree_util.tree_map_with_path(write, params, wide, updates)
-    value, rest = (jax.tree.map(lambda _, pair, i=i: pair[i], params, both) for i in (0, 1))
-    low = rest if jax.tree.leaves(low) else low
-    return (value, low), _encoded(inner_state, codes, scales, noise)
+def _require_low(kind: Params | None, params: PyTree) -> None:
+    is_valid = kind is None or any(map(_is_low, jax.tree.leaves(params)))
+    allowed = "None where no param is bf16"
+    hint = (
+        "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
+        "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
+    )
+    checks.require(is_valid, _WHO, "params", got=kind, allowed=allowed, hint=hint)
 
 
 def _shapes(params: PyTree) -> dict[Path, tuple[int, ...]]:
@@ -318,59 +313,54 @@ def _is_low(x: jax.Array) -> bool:
     return jnp.result_type(x) == jnp.bfloat16
 
 
-def _first(
-    state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
-) -> tuple[PyTree, dict[str, replicas.ByBlock]]:
+def _first(state: PyTree, params: PyTree, rules: dict[str, Moments], least: int) -> Coded:
     """Return the codes of a new state, and for each field a tree like the params with scales."""
     owners = _shapes(params)
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
 
+    def is_placeholder(node: PyTree) -> bool:
+        """Return whether ``optax.tree_map_params`` put ``node`` in the place of params."""
+        return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
+
     def rule_of(field: str) -> str | None:
         return fields.setdefault(field, next((x for x in rules if fnmatch.fnmatch(field, x)), None))
 
     def stored(path: Path, x: jax.Array) -> jax.Array:
-        if _is_placeholder(params, x):
+        if is_placeholder(x):
             rule_of(trees.path_name(path))
             return x
         starts = [i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x)]
         if not starts or jnp.result_type(x) != jnp.float32:
             return x
-        field, owner = trees.path_name(path[: starts[0]]), path[starts[0] :]
+        field = trees.path_name(path[: starts[0]])
         rule = rule_of(field)
         if rule is None or x.size < least:
             return x
         if rules[rule] == "int8" and field.endswith("nu"):
             warnings.warn(_SECOND.format(field), stacklevel=2)
-        codes, found = formats.FORMATS[rules[rule]].encode(x, None)
-        if found is not None:
-            scales[field, owner] = found
+        codes, of_blocks = formats.FORMATS[rules[rule]].encode(x, None)
+        if of_blocks is not None:
+            scales[field, path[starts[0] :]] = of_blocks
         return codes
 
-    is_leaf = functools.partial(_is_placeholder, params)
-    codes = jax.tree_util.tree_map_with_path(stored, state, is_leaf=is_leaf)
+    codes = jax.tree_util.tree_map_with_path(stored, state, is_leaf=is_placeholder)
     for unused in sorted(set(rules) - set(fields.values())) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
-    of = lambda field: replicas.ByBlock(  # noqa: E731
-        jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
-    )
     scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scale]
-    return codes, {field: of(field) for field in sorted(scaled)}
+    by_field = {f: [scales.get((f, path), ()) for path in owners] for f in sorted(scaled)}
+    unflatten = jax.tree.structure(params).unflatten
+    return codes, {field: replicas.ByBlock(unflatten(x)) for field, x in by_field.items()}
 
 
-def _is_placeholder(params: PyTree, node: PyTree) -> bool:
-    """Return whether ``node`` is the placeholder that ``optax.tree_map_params`` uses for params."""
-    return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
-
-
-def _by_field(scales: dict[str, replicas.ByBlock]) -> dict[Any, jax.Array]:
+def _by_field(scales: Scales) -> dict[tuple[str, Path] | None, jax.Array]:
     """Return the scales of each array, keyed by the array's field and its param's path."""
     pairs = jax.tree_util.tree_leaves_with_path(scales)
     return {(path[0].key, path[2:]): scale for path, scale in pairs}
 
 
-def _decoded(state: PyTree, scales: dict[str, replicas.ByBlock]) -> PyTree:
+def _decoded(state: PyTree, scales: Scales) -> PyTree:
     """Return the state in f32, as ``inner`` receives it."""
     table = _by_field(scales)
 
@@ -394,10 +384,10 @@ def _require_blocks(state: StoreState) -> None:
         key, _ = _coding(table, path, codes)
         if key is None:
             continue
-        blocks, scales = formats.scales_of(codes.shape), table[key]
-        fits = blocks == scales.shape and not axes.varying(codes) - axes.varying(scales)
+        is_sharded = bool(axes.varying(codes) - axes.varying(table[key]))
+        is_valid = formats.scales_of(codes.shape) == table[key].shape and not is_sharded
         got = trees.path_name(path)
-        checks.require(fits, _WHO, "arrays of 8 bits", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, _WHO, "arrays of 8 bits", got=got, allowed=allowed, hint=hint)
 
 
 def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
@@ -417,26 +407,25 @@ def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
     return noise
 
 
-def _encoded(
-    state: PyTree, like: PyTree, scales: dict[str, replicas.ByBlock], noise: Noise
-) -> tuple[PyTree, dict[str, replicas.ByBlock]]:
+def _encoded(state: PyTree, like: PyTree, scales: Scales, noise: Noise) -> Coded:
     """Return the codes and scales of a state, in the formats of the codes ``like``."""
-    table, found = _by_field(scales), dict[Any, Any]()
+    table = _by_field(scales)
+    new_scales = dict[Any, jax.Array | None]()
 
     def encoded(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
         key, kind = _coding(table, path, old)
         if kind is None:
             return new
-        codes, found[key] = kind.encode(new.astype(jnp.float32), *noise(path, new.shape))
+        codes, new_scales[key] = kind.encode(new.astype(jnp.float32), *noise(path, new.shape))
         return codes
 
     codes = jax.tree_util.tree_map_with_path(encoded, like, state)
-    scale = lambda path, _: found[path[0].key, path[2:]]  # noqa: E731
-    return codes, jax.tree_util.tree_map_with_path(scale, scales)
+    scaled = jax.tree_util.tree_map_with_path(lambda x, _: new_scales[x[0].key, x[2:]], scales)
+    return codes, scaled
 
 
 def _coding(
-    table: dict[Any, jax.Array], path: Path, codes: jax.Array
+    table: dict[tuple[str, Path] | None, jax.Array], path: Path, codes: jax.Array
 ) -> tuple[tuple[str, Path] | None, formats.Format | None]:
     """Return the key of an array's scale, and the array's format; either may be ``None``."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))

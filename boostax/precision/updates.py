@@ -94,22 +94,21 @@ def check_updates(
         inner_state = gate.init_inner(tx, params)
         if not names and trees.find(inner_state, replicas.is_per_replica):
             allowed = "the replica axis around an optimizer with state per replica"
-            hint = 'Replicas must hold back together: check_updates(inner, axis_name="data").'
+            hint = 'Replicas must skip together: check_updates(inner, axis_name="data").'
             raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
-    def judged(
-        value: PyTree, inner_state: PyTree, state: CheckUpdatesState, params: PyTree, apply: bool
-    ) -> Stepped:
+    def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
         """Return params (``apply``) or updates and the inner state, new if all stays finite."""
+        value, inner_state = new
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else trees.applied(params, value)
-        new = trees.cast_like(inner_state, old)
-        ok = norms.stays_finite((before, old), (after, new))
+        inner_state = trees.cast_like(inner_state, old)
+        ok = norms.stays_finite((before, old), (after, inner_state))
         ok = axes.agree(axes.to_varying(ok, names), names)
-        computed = lambda: (value, new)  # noqa: E731
-        value, inner_state = gate.run_or_hold(ok, computed, params, old, apply=apply, who=who)
+        new = value, inner_state
+        value, inner_state = gate.run_or_hold(ok, lambda: new, params, old, apply=apply, who=who)
         return value, CheckUpdatesState(ok, gate.counted(state.skipped, ~ok), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})
@@ -117,12 +116,13 @@ def check_updates(
         grads: gate.Pending, state: CheckUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         axes.require_bound(names, who)
-        value, new = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
-        return judged(value, new, state, params, apply)
+        new = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+        return checked(new, state, params, apply)
 
     def flush_fn(state: CheckUpdatesState, params: PyTree, **extra: Any) -> Stepped:
-        value, new = gate.flush_inner(tx, state.inner_state, params, extra)
-        unchanged = new is state.inner_state
-        return (params, state) if unchanged else judged(value, new, state, params, True)
+        new = gate.flush_inner(tx, state.inner_state, params, extra)
+        if new[1] is state.inner_state:
+            return params, state
+        return checked(new, state, params, apply=True)
 
     return gate.gated(init_fn, step_fn, flush_fn)
