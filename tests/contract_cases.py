@@ -125,7 +125,6 @@ def first_state(tx):
 
 
 freezing = functools.partial(boostax.scheduled_freeze, OPT, half)
-remainders = precision.store(OPT, params="remainder")
 group_scale, threshold = precision.group_loss_scale, reduce.threshold_reduce
 adagc = nested(behind(boostax.all_reduce), before(model.adagc(warmup=2)))
 subspace_view = lambda state: state._replace(skipped=(), finite=())  # noqa: E731
@@ -143,7 +142,7 @@ FIRST = [
         "store",
         alone(precision.store, moments="log8", least=1),
         bad_arguments=(
-            (first_state(remainders), "params"),
+            (first_state(precision.store(OPT, params="remainder")), "params"),
             (first_state(precision.store(optax.adam(0.1), moments={"nu": "log8"})), "moments"),
         ),
     ),

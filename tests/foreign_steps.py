@@ -44,12 +44,10 @@ def _arranged(mesh, shape, names):
 
 def _typed(tree, shardings):
     """Gives each shape of a tree its sharding; one sharding stands for all leaves."""
+    typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
     if isinstance(shardings, NamedSharding):
-        one = shardings
-        shardings = jax.tree.map(lambda _: one, tree)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-    )
+        return jax.tree.map(lambda x: typed(x, shardings), tree)
+    return jax.tree.map(typed, tree, shardings)
 
 
 def _decoder_shapes(dtype=jnp.float32):

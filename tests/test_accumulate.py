@@ -106,8 +106,7 @@ def test_a_narrow_sum_rounds_once_per_micro_step(normalize, dtype):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_weight_lifts_what_a_narrow_sum_could_not_hold(dtype):
     """2**-26 is nothing in f16, 2**20 times as much is a number; weights may be zero."""
-    options = {"normalize": "weight", "dtype": dtype}
-    tx = boostax.accumulate(optax.sgd(1.0), 3, **options)
+    tx = boostax.accumulate(optax.sgd(1.0), 3, normalize="weight", dtype=dtype)
     history, _ = run(tx, [2.0**-26, np.nan, 2.0**-26], weight=[2.0**20, 0.0, 2.0**20])
     assert history[-1] == -(2.0**-26)
     # The sum must fit, or the window is dropped. Of weights only the ratio counts.

@@ -236,8 +236,7 @@ def test_a_mean_is_the_program_of_pmean_leaf_by_leaf(layers, width, target):
 @everywhere
 @pytest.mark.parametrize("wrapped", ["accumulate", "dynamic_loss_scale"])
 def test_gradients_are_reduced_once_a_step_and_in_the_branch(wrapped, target):
-    calls = WINDOW if wrapped == "accumulate" else 1
-    found = trained(SMALL, STEPS[wrapped](), target, calls=calls)
+    found = trained(SMALL, STEPS[wrapped](), target, calls=WINDOW if wrapped == "accumulate" else 1)
     print(f"{found.reductions:.4f} N, of a held call {found.reduced.least:.0f} elements")
     assert 1.0 <= found.reductions <= 1.001
     # The loss's mean, and a scaler's agreement.
@@ -316,13 +315,12 @@ def test_a_widened_sum_is_told(target):
     mapped = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
     x = jax.ShapeDtypeStruct((8 * 512, 512), jnp.float32, sharding=NamedSharding(mesh, P(AXIS)))
     found = boostax.audit(mapped, x, target=target)
-    dtypes = {c.dtypes: c.widened for c in found.collectives}
     expected = {
         CPU: {("f32",): True, ("s16",): False},
         V5E: {("bf16",): False, ("s16",): False},
         H100: {("bf16",): False, ("s32",): True},
     }
-    assert dtypes == expected[target]
+    assert {c.dtypes: c.widened for c in found.collectives} == expected[target]
     assert any("widens" in str(waste) for waste in found.findings) == (target != V5E)
 
 
@@ -380,9 +378,8 @@ REDUCED_IN_VAIN = ("maxtext", "midgpt", "tunix")
 def test_findings_in_public_train_steps_are_true(name, target):
     build, calls = foreign_steps.STEPS[name], 4 if name == "tunix" else 1
     jitted, args, params = build(cases.mesh_of(target))
-    lowered = jitted.lower(*args)
     options = {"xla_gpu_autotune_level": 0} if target == H100 else {}
-    compiled = lowered.compile(compiler_options=options)
+    compiled = jitted.lower(*args).compile(compiler_options=options)
     # NNX wraps what JAX returns.
     compiled = getattr(compiled, "compiled", compiled)
     found = boostax.audit(compiled, params=params, calls=calls)

@@ -30,8 +30,7 @@ def shapes(name):
 
 def split(flat, name):
     """A flat vector, or rows of them, as the params."""
-    sizes = np.cumsum([int(np.prod(shape)) for shape in shapes(name)])
-    parts = np.split(flat, sizes[:-1], axis=-1)
+    parts = np.split(flat, np.cumsum([int(np.prod(shape)) for shape in shapes(name)])[:-1], axis=-1)
     lead = np.shape(flat)[:-1]
     return [jnp.asarray(p.reshape(*lead, *s)) for p, s in zip(parts, shapes(name), strict=True)]
 

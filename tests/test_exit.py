@@ -58,8 +58,7 @@ def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
 
 
 def test_a_scaler_inside_sees_the_overflow_of_the_sum_and_lowers_the_scale():
-    scaled = boostax.dynamic_loss_scale(ADAM, init_scale=4.0)
-    tx = boostax.accumulate(scaled, 2, dtype="float16")
+    tx = boostax.accumulate(boostax.dynamic_loss_scale(ADAM, init_scale=4.0), 2, dtype="float16")
     params, state = run(tx, [(6e4 * ONE, {}), (6e4 * ONE, {})], ONE)
     assert params.tolist() == [1.0] * 3
     found = boostax.metrics(state)

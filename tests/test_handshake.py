@@ -50,8 +50,7 @@ def in_a_scan(params, state, x):
         loss, grads = by_scale_loss(params, state, rows)
         return jax.tree.map(jnp.add, total, grads), loss
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    total, losses = jax.lax.scan(slice_of, zeros, x.reshape(2, 4, 3))
+    total, losses = jax.lax.scan(slice_of, jax.tree.map(jnp.zeros_like, params), x.reshape(2, 4, 3))
     return losses.mean(), precision.assume_scaled(jax.tree.map(lambda g: g / 2, total), state)
 
 

@@ -23,8 +23,7 @@ from boostax.testing._losses import TRIALS, _spec
 ROWS, TIME, WIDTH, WORDS = 16, 5, 8, 12
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (ROWS, TIME, WIDTH))
-Y = jax.random.randint(KEY, (ROWS, TIME), 0, WORDS)
-BATCH = {"x": X, "y": Y}
+BATCH = {"x": X, "y": jax.random.randint(KEY, (ROWS, TIME), 0, WORDS)}
 HEADS = {"e": jax.random.normal(KEY, (WIDTH, WIDTH)), "u": jax.random.normal(KEY, (WIDTH, WORDS))}
 REDUCED = optax.chain(boostax.all_reduce(), optax.sgd(0.1))
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels

@@ -50,11 +50,8 @@ def assert_same(actual, expected):
 
 
 def buffers(tree):
-    return {
-        shard.data.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves(tree)
-        for shard in leaf.addressable_shards
-    }
+    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
 
 def masked_adam():

@@ -228,11 +228,8 @@ def undisturbed():
 
 
 PAIRS = {f"{old} to {new}": (old, new) for old, new in itertools.product(CHAINS, CHAINS)}
-SHORT = (
-    "window to scaler(window)",
-    "window(scaler) to MultiSteps",
-    "MultiSteps to partition(window)",
-)
+SHORT = {"window(scaler) to MultiSteps", "MultiSteps to partition(window)"}
+SHORT |= {"window to scaler(window)"}
 
 
 @pytest.mark.parametrize("pair", lanes(PAIRS, SHORT))

@@ -12,8 +12,6 @@ from reducing import at_once
 import boostax
 from boostax.reduce import selection, sparse
 
-SHAPES = [(32, 1), (32, 128), (96, 40), (1024, 33)]
-
 
 def drawn(kind, shape, seed):
     """Distinct, with many equal magnitudes, all of one, mostly zero, or of every size."""
@@ -31,7 +29,7 @@ def drawn(kind, shape, seed):
 
 
 @pytest.mark.parametrize("kind", ["distinct", "rounded", "one magnitude", "sparse", "wide"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(32, 1), (32, 128), (96, 40), (1024, 33)])
 def test_the_largest_are_chosen_in_order(kind, shape):
     size = np.prod(shape)
     find = jax.jit(selection.largest, static_argnums=1)

@@ -131,8 +131,7 @@ def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
 
 
 def test_nothing_but_scalars_is_sent_inside_a_window():
-    tx = boostax.accumulate(optax.chain(mean(), optax.adam(1e-2)), 4, axis_name=AXIS)
-    step = made(tx, True)
+    step = made(boostax.accumulate(optax.chain(mean(), optax.adam(1e-2)), 4, axis_name=AXIS), True)
     found = boostax.audit(step, step.init(initial()), batch(0), calls=4)
     # The loss's mean.
     assert found.reduced == (1, found.params + 1, 1)

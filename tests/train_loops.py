@@ -68,8 +68,7 @@ class Put:
         """One for each call."""
         random = np.random.default_rng(0)
         draw = lambda width: random.normal(size=(ROWS, width)).astype("f")  # noqa: E731
-        calls = self.calls or 2 * self.case.calls
-        return [{"x": draw(8), "y": draw(4)} for _ in range(calls)]
+        return [{"x": draw(8), "y": draw(4)} for _ in range(self.calls or 2 * self.case.calls)]
 
     def chain(self):
         """Technique and optimizer."""

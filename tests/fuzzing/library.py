@@ -196,8 +196,7 @@ class Library:
         loss = lambda model, batch, **more: self._loss(model.values(), batch, **more)  # noqa: E731
         oracle = optimizer.value_and_grad(loss, has_aux=True, microbatches=self.case.microbatches)
         (value, aux), grads = oracle(model, given, **self._numbers(number))
-        extra = {"weight": aux.weight} if self.case.weighted else {}
-        optimizer.update(model, grads, **extra)
+        optimizer.update(model, grads, **{"weight": aux.weight} if self.case.weighted else {})
         return value
 
     def _taken(self) -> tuple[Tree, Tree]:
