@@ -227,9 +227,8 @@ def test_micro_batches_equal_the_big_batch(count):
 def test_a_batch_that_is_cut_already_is_taken_as_it_lies(count):
     """Micro-batch i has rows i, i + k, ... of a whole batch: to the bit the same."""
     f = jax.value_and_grad(masked_loss, has_aux=True)
-    stack = lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
     whole = BATCH, np.float32(np.random.default_rng(2).random(24) < 0.4)
-    cut = jax.tree.map(stack, whole)
+    cut = jax.tree.map(lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1), whole)
     step = functools.partial(boostax.value_and_grad, masked_loss, has_aux=True)
     for form in (
         lambda count: boostax.train.microbatch(f, count, has_aux=True),

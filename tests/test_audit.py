@@ -47,8 +47,7 @@ def loss_fn(params, batch):
 
 def placed(mesh, tree, *spec):
     sharding = NamedSharding(mesh, P(*spec))
-    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-    return jax.tree.map(typed, tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def scanned(mesh, turns, **options):

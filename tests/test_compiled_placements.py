@@ -34,9 +34,7 @@ def layer_of(mesh, specs, width=512, dtype=jnp.float32):
     return {name: typed(mesh, shapes[name], specs[name], dtype) for name in shapes}
 
 
-def audited(
-    mesh, specs, tx, axis, *, width=512, depth=4, target=None, dtype=jnp.float32, **options
-):
+def audited(mesh, specs, tx, axis, width=512, depth=4, target=None, dtype=jnp.float32, **options):
     """The audit of a train step, from shapes alone."""
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis, **options)
     state = step.init([layer_of(mesh, specs, width, dtype)] * depth)

@@ -36,13 +36,9 @@ pytestmark = pytest.mark.compilers
 def on(*targets):
     """One case a target, those of one compiler in one process."""
     names = {CPU: "cpu", V5E: "v5e", H100: "h100"}
-    return pytest.mark.parametrize(
-        "target",
-        [
-            pytest.param(x, id=names[x], marks=pytest.mark.xdist_group(names[x] or "cpu"))
-            for x in targets
-        ],
-    )
+    group = pytest.mark.xdist_group
+    params = [pytest.param(x, id=names[x], marks=group(names[x])) for x in targets]
+    return pytest.mark.parametrize("target", params)
 
 
 everywhere = on(CPU, V5E, H100)
@@ -504,23 +500,12 @@ BY_ELEMENT = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, 0.9),
     "nesterov": optax.sgd(0.1, 0.9, nesterov=True),
-    "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
-    "nadam": optax.nadam(0.1),
-    "lion": optax.lion(0.1),
-    "adamax": optax.adamax(0.1),
-    "amsgrad": optax.amsgrad(0.1),
-    "adabelief": optax.adabelief(0.1),
-    "radam": optax.radam(0.1),
-    "rmsprop": optax.rmsprop(0.1),
-    "adagrad": optax.adagrad(0.1),
-    "adadelta": optax.adadelta(0.1),
-    "yogi": optax.yogi(0.1),
-    "adan": optax.adan(0.1),
     "signs": optax.sign_sgd(0.1),
     "muon": optax.contrib.muon(0.1),
 }
+NAMES = "adam adamw nadam lion adamax amsgrad adabelief radam rmsprop adagrad adadelta yogi adan"
+BY_ELEMENT |= {name: getattr(optax, name)(0.1) for name in NAMES.split()}
 
 
 @on(V5E)
@@ -578,8 +563,7 @@ def test_the_recipe_of_muon_keeps_an_eighth_of_its_state():
     kept = (found.argument_bytes - found.params_bytes - batch) / whole
     print(f"{kept:.4f} of the state; {found.reductions:.3f} N and {found.gathers:.3f} N sent")
     assert kept <= 1.02 / 8
-    assert found.reductions <= 1.01
-    assert found.gathers <= 1.01
+    assert max(found.reductions, found.gathers) <= 1.01
 
 
 # Layers that are scanned in the step.

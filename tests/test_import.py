@@ -47,9 +47,8 @@ COMMON = {
     "reshard_state", "scheduled_freeze", "skip_bad_steps", "static_loss_scale", "top_k_reduce",
     "value_and_grad",
 }  # fmt: skip
-NAMESPACES = set(
-    "auditing compat config explaining freeze model precision reduce states subspace train".split()
-)
+PACKAGES = "auditing compat config explaining freeze model precision reduce states subspace train"
+NAMESPACES = set(PACKAGES.split())
 
 
 def test_public_names_are_thirty_two_and_eleven_modules():

@@ -8,19 +8,12 @@ import re
 import boostax
 
 ROOT = pathlib.Path(boostax.__file__).parent
-# Each may import those before it; those of one row know nothing of each other.
+# Each may import those before it; those between two signs know nothing of each other.
 LAYERS = (
-    ("_core",),
-    ("precision", "reduce", "subspace", "model"),
-    ("accumulate", "freeze"),
-    ("chain",),
-    ("train", "compat"),
-    ("layers", "states", "nnx"),
-    ("auditing", "explaining"),
-    ("config",),
-    ("testing",),
+    "_core < precision reduce subspace model < accumulate freeze < chain < train compat "
+    "< layers states nnx < auditing explaining < config < testing"
 )
-RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
+RANK = {name: rank for rank, layer in enumerate(LAYERS.split("<")) for name in layer.split()}
 
 
 def imported(path):

@@ -58,9 +58,7 @@ def chunked(p, b):
 
 
 def ode(p, b):
-    def flow(h, t):
-        return jnp.tanh(h @ p["e"]) - h
-
+    flow = lambda h, t: jnp.tanh(h @ p["e"]) - h  # noqa: E731
     return jnp.mean(odeint(flow, b["x"][:, 0], jnp.linspace(0.0, 0.5, 3))[-1] ** 2)
 
 
@@ -73,13 +71,11 @@ def fixed_point(p, b):
     def going(carry):
         return (carry[1] > 1e-3) & (carry[2] < 50)
 
-    def moved(h):
-        return (turn(h), jnp.abs(turn(h) - h).max())
-
     start = jnp.zeros((b["x"].shape[0], WIDTH)), jnp.ones(()), 0
 
     def step(carry):
-        return lax.stop_gradient((*moved(carry[0]), carry[2] + 1))
+        h = turn(carry[0])
+        return lax.stop_gradient((h, jnp.abs(h - carry[0]).max(), carry[2] + 1))
 
     h = lax.stop_gradient(lax.while_loop(going, step, lax.stop_gradient(start))[0])
     return jnp.mean(turn(h) ** 2)

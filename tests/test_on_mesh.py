@@ -22,8 +22,7 @@ ROWS = 64
 
 
 def placed(tree, mesh, specs):
-    where = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    return jax.tree.map(where, tree, specs)
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
 
 
 def initial():

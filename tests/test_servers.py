@@ -300,11 +300,7 @@ REFUSED = [
     (4, (8,), r"one of at most 4 devices, .* got \[8\]\. .* jax.make_mesh\(\(2, 4\), \('server', "),
     (4, (4, 2), r"got \[4, 2\]\. Use the mesh of boost.mesh\(\), jax.make_mesh\(\(2, 4\), "),
     (16, (4, 2), r"got \[4, 2\]\. .* jax.make_mesh\(\(8,\), \('data',\)\), and axis_name="),
-    (
-        3,
-        (8,),
-        r"^Boost: the number of devices must be a multiple of the 3 devices of a server, got",
-    ),
+    (3, (8,), "^Boost: the number of devices must be a multiple of the 3 devices of a server, got"),
 ]
 
 

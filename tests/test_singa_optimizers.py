@@ -185,14 +185,8 @@ def test_half_params_and_schedules_go_together_behind_a_gate(name, dtype):
 
 # get_states and set_states.
 
-FIELDS = {
-    "moments": "trace",
-    "running_average": "nu",
-    "history": "sum_of_squares",
-    "m": "mu",
-    "v": "nu",
-    "step_counter": "count",
-}
+FIELDS = {"moments": "trace", "running_average": "nu", "history": "sum_of_squares"}
+FIELDS |= {"m": "mu", "v": "nu", "step_counter": "count"}
 
 
 def cut(grads):

@@ -191,8 +191,7 @@ def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
     x = most * 2.0 ** jax.random.uniform(jax.random.key(2), (256, 64), minval=-20.0, maxval=0.0)
     x = x.at[::128].set(most).at[1::2].multiply(signs)
     found = rounded("log8", x)
-    assert float(jnp.abs(found / x - 1).max()) <= 1 / 6
-    assert bool(jnp.isfinite(found).all())
+    assert float(jnp.abs(found / x - 1).max()) <= 1 / 6 and bool(jnp.isfinite(found).all())
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -327,8 +326,7 @@ def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     low_sums = {"dtype": "bfloat16", "rounding": "stochastic"}
     held, temporary = sizes(boostax.accumulate(tx, 16, **low_sums), jnp.bfloat16)
     _, bare = bare_sizes(name)
-    assert held <= 6.1
-    assert temporary <= bare + 0.1
+    assert held <= 6.1 and temporary <= bare + 0.1
 
 
 def test_second_moments_in_int8_warn():

@@ -30,12 +30,8 @@ def like(*shape):
 # Leaves without a gradient
 
 
-NO_GRADIENT = {
-    "int32": jnp.arange(3),
-    "bool": jnp.ones(3, bool),
-    "key<fry>": jax.random.key(0),
-    "uint32": jax.random.PRNGKey(0),
-}
+NO_GRADIENT = {"int32": jnp.arange(3), "bool": jnp.ones(3, bool)}
+NO_GRADIENT |= {"key<fry>": jax.random.key(0), "uint32": jax.random.PRNGKey(0)}
 
 
 @each_gate

@@ -300,8 +300,7 @@ def reference(put, run):
         return boostax.apply_gradients(tx, grads, state, params)
 
     step = jax.jit(jax.vmap(step, axis_name=axis))
-    repeat = lambda x: jnp.repeat(x[None], put.replicas, 0)  # noqa: E731
-    params = jax.tree.map(repeat, run.params)
+    params = jax.tree.map(lambda x: jnp.repeat(x[None], put.replicas, 0), run.params)
     state = jax.vmap(tx.init, axis_name=axis)(params)
     for batch in put.batches:
         split = jax.tree.map(lambda x: x.reshape(put.replicas, -1, *x.shape[1:]), batch)

@@ -43,13 +43,9 @@ SUITES = {
     "optax contrib": Suite("optax", ("contrib/_common_test.py",)),
     "optax sharding": Suite("optax", ("_src/sharding_test.py",)),
     "optax accumulation": Suite(
-        "optax",
-        ("transforms/_accumulation_test.py",),
-        ways=("scaler", "window", "compat"),
+        "optax", ("transforms/_accumulation_test.py",), ("scaler", "window", "compat")
     ),
-    "optax conditionality": Suite(
-        "optax", ("transforms/_conditionality_test.py",), ways=("compat",)
-    ),
+    "optax conditionality": Suite("optax", ("transforms/_conditionality_test.py",), ("compat",)),
     "optax masking": Suite("optax", ("transforms/_masking_test.py",)),
     "optax combining": Suite("optax", ("transforms/_combining_test.py",)),
     "flax nnx optimizer": Suite(
