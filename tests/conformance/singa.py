@@ -28,6 +28,10 @@ def exponential_decay(init_value, decay_steps, decay_rate, staircase=False):
     return at
 
 
+def constant(value):
+    return lambda step: value
+
+
 class Optimizer:
     def __init_subclass__(cls, **hyper):
         cls.hyper = hyper
@@ -35,7 +39,7 @@ class Optimizer:
     def __init__(self, *args, nesterov=False, **named):
         values = self.hyper | dict(zip(self.hyper, args, strict=False)) | named
         self.nesterov = nesterov
-        self.schedules = {k: x if callable(x) else lambda _, x=x: x for k, x in values.items()}
+        self.schedules = {k: x if callable(x) else constant(x) for k, x in values.items()}
         self.step_counter = 0.0
         # Of every kind of moment, by the parameters' names.
         self.states = collections.defaultdict(dict)
