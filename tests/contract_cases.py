@@ -125,7 +125,6 @@ def first_state(tx):
 
 
 freezing = functools.partial(boostax.scheduled_freeze, OPT, half)
-remainders = precision.store(OPT, params="remainder")
 group_scale, threshold = precision.group_loss_scale, reduce.threshold_reduce
 adagc = nested(behind(boostax.all_reduce), before(model.adagc(warmup=2)))
 subspace_view = lambda state: state._replace(skipped=(), finite=())  # noqa: E731
@@ -143,7 +142,7 @@ FIRST = [
         "store",
         alone(precision.store, moments="log8", least=1),
         bad_arguments=(
-            (first_state(remainders), "params"),
+            (first_state(precision.store(OPT, params="remainder")), "params"),
             (first_state(precision.store(optax.adam(0.1), moments={"nu": "log8"})), "moments"),
         ),
     ),
@@ -182,7 +181,7 @@ unchecked = around(boostax.static_loss_scale, 128.0, skip_nonfinite=False)
 in_shards = around(boostax.accumulate, 2, sums="sharded"), around(precision.check_updates)
 in_shards = nested(scaler, *in_shards, behind(boostax.all_reduce))
 low_adasum = nested(scaler, behind(boostax.adasum, wire_dtype="bfloat16", scope="tree"))
-warming_up = behind(top_k, {0: 0.5, 2: 0.1}, block=16, bucket_bytes=2**8, momentum=0.9)
+warming = behind(top_k, {0: 0.5, 2: 0.1}, block=16, bucket_bytes=2**8, momentum=0.9)
 gated_top_k = nested(scaler, window, behind(top_k, dense=lambda path, leaf: leaf.ndim < 2))
 over_threshold = behind(threshold, 0.5, relative=True, wire_dtype="bfloat16")
 int8 = nested(scaler, behind(boostax.int8_reduce, rounding="stochastic"))
@@ -195,6 +194,7 @@ latest = nested(alone(model.average_params, "lawa", size=2, start=1), scaler, wi
 low_subspace = nested(scaler, functools.partial(in_a_subspace, dtype="bfloat16"))
 measured = nested(functools.partial(by_group, rule="measure"), window)
 recorded = before(subspace.record_trajectory(3, every=2, start=1))
+freeze_around = nested(frozen, scaler, window)
 of_replicas = nested(around(precision.check_replicas, every=2), scaler, window)
 # Other settings of these and their siblings: only the laws of arguments hold in every run.
 VARIANTS = [
@@ -218,9 +218,7 @@ VARIANTS = [
         **refused("within", lambda: adasum_delta(OPT, within="data", axis_name="data")),
     ),
     Case("by_shape", around(boostax.by_shape), reduces=True),
-    Case(
-        "top_k_reduce_warming_up_in_blocks_with_momentum", warming_up, reduces=True, by_shard=True
-    ),
+    Case("top_k_reduce_warming_up_in_blocks_with_momentum", warming, reduces=True, by_shard=True),
     Case("top_k_reduce_inside_gates", gated_top_k, reduces=True, by_shard=True, **gates),
     Case("threshold_reduce", over_threshold, **compressed),
     Case("int8_reduce", int8, **compressed, skips=True),
@@ -228,12 +226,7 @@ VARIANTS = [
     Case("partial_average", partial, **own_params),
     Case("local_updates", local, **own_params, calls=2),
     Case("local_updates_sparse_in_turn", sparse_local, **own_params, by_shard=True, calls=2),
-    Case(
-        "scheduled_freeze_around_scaler_and_window",
-        nested(frozen, scaler, window),
-        **gates,
-        skip_view=below,
-    ),
+    Case("scheduled_freeze_around_scaler_and_window", freeze_around, **gates, skip_view=below),
     Case("record_trajectory", recorded),
     Case("average_params", alone(model.average_params, decay=0.9)),
     Case("average_params_around_scaler_and_window", latest, **gates, skip_view=averaged_view),

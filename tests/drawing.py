@@ -11,21 +11,14 @@ import json
 import os
 import pathlib
 
-from hypothesis import HealthCheck, seed, settings
-from hypothesis.database import (
-    ExampleDatabase,
-    ReadOnlyDatabase,
-    choices_from_bytes,
-    choices_to_bytes,
-)
+from hypothesis import HealthCheck, database, seed, settings
 from hypothesis.internal.conjecture import providers
 
 SEARCH_FACTOR = 20  # a search draws so many times as many examples
 
 # How long a draw takes says how busy the machine is.
-COMMON = settings(
-    deadline=None, derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
+HASTE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+COMMON = settings(derandomize=False, print_blob=True, **HASTE)
 settings.register_profile("quick", COMMON)
 settings.register_profile("search", COMMON)
 settings.load_profile("quick")
@@ -42,7 +35,7 @@ local_constants, none = providers._get_local_constants, providers.Constants()
 providers._get_local_constants = lambda: local_constants() if searching() else none
 
 
-class Kept(ExampleDatabase):
+class Kept(database.ExampleDatabase):
     """Failing draws of one test, a text file each: the choices, in order, as JSON.
 
     Hypothesis's own database would forget: it finds a test by its source, so any edit of the test
@@ -61,7 +54,7 @@ class Kept(ExampleDatabase):
     def fetch(self, key):
         if not _secondary(key):
             for path in sorted(self.folder.glob("*.json")):
-                yield choices_to_bytes(json.loads(path.read_text()))
+                yield database.choices_to_bytes(json.loads(path.read_text()))
 
     def save(self, key, value):
         if _secondary(key):
@@ -72,7 +65,7 @@ class Kept(ExampleDatabase):
             self.folder.mkdir(parents=True, exist_ok=True)
             # Written whole: other workers read it.
             part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(choices_from_bytes(value)) + "\n")
+            part.write_text(json.dumps(database.choices_from_bytes(value)) + "\n")
             part.replace(path)
 
     def delete(self, key, value):
@@ -100,7 +93,7 @@ def draws(examples):
         kept = Kept(file.parent / "examples" / file.stem / test.__name__)
         if searching():
             return settings(COMMON, max_examples=SEARCH_FACTOR * examples, database=kept)(test)
-        kept = ReadOnlyDatabase(kept)
+        kept = database.ReadOnlyDatabase(kept)
         return settings(COMMON, max_examples=examples, database=kept)(seed(0)(test))
 
     return decorate

@@ -44,12 +44,10 @@ def _arranged(mesh, shape, names):
 
 def _typed(tree, shardings):
     """Gives each shape of a tree its sharding; one sharding stands for all leaves."""
+    typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
     if isinstance(shardings, NamedSharding):
-        one = shardings
-        shardings = jax.tree.map(lambda _: one, tree)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-    )
+        return jax.tree.map(lambda x: typed(x, shardings), tree)
+    return jax.tree.map(typed, tree, shardings)
 
 
 def _decoder_shapes(dtype=jnp.float32):
@@ -385,13 +383,9 @@ def tunix_micro_step(mesh):
         model = _Network(place(P("fsdp", None, None)))
         return model, nnx.Optimizer(model, optax.adamw(1e-5), wrt=nnx.Param), _Sums(model)
 
-    def mean_loss(model, tokens, targets):
-        return model(tokens, targets).mean()
-
     def train_step(model, optimizer, sums, tokens, targets, update_now):
-        loss, grads = nnx.value_and_grad(mean_loss)(model, tokens, targets)
-        add = lambda total, g: total.set_value(total[...] + g[...])  # noqa: E731
-        _on_variables(add, sums.total, grads)
+        loss, grads = nnx.value_and_grad(lambda model: model(tokens, targets).mean())(model)
+        _on_variables(lambda total, g: total.set_value(total[...] + g[...]), sums.total, grads)
         sums.count.set_value(sums.count[...] + 1.0)
 
         def update(model, optimizer, sums):
@@ -426,9 +420,5 @@ def tunix_micro_step(mesh):
 # (`to_apply=..._promoted`), which is no fault of a step. One gradient is 0.8 N where the table
 # of tokens is split along the width: the rows' gradients then travel by all-to-all.
 
-STEPS = {
-    "maxtext": maxtext_accumulation,
-    "midgpt": midgpt_accumulation,
-    "flax": flax_dynamic_scale,
-    "tunix": tunix_micro_step,
-}
+STEPS = {"maxtext": maxtext_accumulation, "midgpt": midgpt_accumulation}
+STEPS |= {"flax": flax_dynamic_scale, "tunix": tunix_micro_step}

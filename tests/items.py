@@ -126,7 +126,5 @@ if __name__ == "__main__":
                     last = [line for line in told.splitlines() if line.startswith("E ")][-1:]
                     print("fails" if status == 1 else f"SURVIVES ({status})", item.name, *last)
     else:
-        print(
-            *(described(x) for x in every_item() if any(y in x.name for y in sys.argv[1:])),
-            sep="\n",
-        )
+        asked = (x for x in every_item() if any(y in x.name for y in sys.argv[1:]))
+        print(*map(described, asked), sep="\n")

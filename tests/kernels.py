@@ -6,10 +6,8 @@ for vectors of ``--xla_cpu_max_isa=AVX``.
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_cpu_max_isa=AVX --xla_force_host_platform_device_count=4"
-)
+os.environ.setdefault("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += " --xla_cpu_max_isa=AVX --xla_force_host_platform_device_count=4"
 
 import jax
 import jax.numpy as jnp

@@ -17,8 +17,7 @@ def arrays():
 
 def split(flat, shapes):
     """Named arrays of a concatenation."""
-    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes.values()])
-    parts = np.split(flat, ends[:-1])
+    parts = np.split(flat, np.cumsum([np.prod(shape, dtype=int) for shape in shapes.values()])[:-1])
     return {name: x.reshape(s) for (name, s), x in zip(shapes.items(), parts, strict=True)}
 
 

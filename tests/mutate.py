@@ -80,10 +80,8 @@ def mutant(text, seed):
     node = random.Random(seed).choice(places(ast.parse(text)))
     lines = text.encode().splitlines(keepends=True)
     line = lines[node.lineno - 1]
-    new = ast.unparse(changed(node)).encode()
-    lines[node.lineno - 1] = (
-        line[: node.col_offset] + b"(" + new + b")" + line[node.end_col_offset :]
-    )
+    new = b"(" + ast.unparse(changed(node)).encode() + b")"
+    lines[node.lineno - 1] = line[: node.col_offset] + new + line[node.end_col_offset :]
     return b"".join(lines).decode()
 
 

@@ -82,9 +82,8 @@ def digest(text):
 
 
 if __name__ == "__main__":
-    for number, (case, form) in enumerate(
-        itertools.product(CASES, (alone, mapped, placed, trained))
-    ):
+    forms = alone, mapped, placed, trained
+    for number, (case, form) in enumerate(itertools.product(CASES, forms)):
         name = f"{case.name} {form.__name__}:"
         try:
             print(name, digest(form(case, number // 4).as_text()), flush=True)

@@ -34,9 +34,8 @@ def of_module(source):
     """``(kind, line, text)`` of the docstrings, comments and other strings of a module."""
     read = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node):
             read.add(node.body[0].value)
             yield "docstring", node.body[0].lineno, ast.get_docstring(node)
         elif node not in read and " " in plain(node):
@@ -51,9 +50,8 @@ def drawn(seed, count):
     kinds = {}
     for path in [*sorted(ROOT.rglob("*.md")), *sorted((ROOT / "boostax").rglob("*.py"))]:
         name = str(path.relative_to(ROOT))
-        parts = (
-            of_module(path.read_text()) if path.suffix == ".py" else [("page", 1, path.read_text())]
-        )
+        text = path.read_text()
+        parts = of_module(text) if path.suffix == ".py" else [("page", 1, text)]
         for kind, line, text in () if name.startswith(GENERATED) else parts:
             sentences = [x for x in split(text) if len(x.split()) > 5]
             kinds.setdefault(kind, []).extend((kind, f"{name}:{line}", x) for x in sentences)

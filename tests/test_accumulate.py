@@ -106,8 +106,7 @@ def test_a_narrow_sum_rounds_once_per_micro_step(normalize, dtype):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_weight_lifts_what_a_narrow_sum_could_not_hold(dtype):
     """2**-26 is nothing in f16, 2**20 times as much is a number; weights may be zero."""
-    options = {"normalize": "weight", "dtype": dtype}
-    tx = boostax.accumulate(optax.sgd(1.0), 3, **options)
+    tx = boostax.accumulate(optax.sgd(1.0), 3, normalize="weight", dtype=dtype)
     history, _ = run(tx, [2.0**-26, np.nan, 2.0**-26], weight=[2.0**20, 0.0, 2.0**20])
     assert history[-1] == -(2.0**-26)
     # The sum must fit, or the window is dropped. Of weights only the ratio counts.
@@ -228,9 +227,8 @@ def test_micro_batches_equal_the_big_batch(count):
 def test_a_batch_that_is_cut_already_is_taken_as_it_lies(count):
     """Micro-batch i has rows i, i + k, ... of a whole batch: to the bit the same."""
     f = jax.value_and_grad(masked_loss, has_aux=True)
-    stack = lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
     whole = BATCH, np.float32(np.random.default_rng(2).random(24) < 0.4)
-    cut = jax.tree.map(stack, whole)
+    cut = jax.tree.map(lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1), whole)
     step = functools.partial(boostax.value_and_grad, masked_loss, has_aux=True)
     for form in (
         lambda count: boostax.train.microbatch(f, count, has_aux=True),

@@ -243,8 +243,7 @@ def test_magnitudes_from_1e_minus_30_to_1e20(seed, replicas, base, spread):
 @given(seed=seeds, replicas=st.sampled_from([2, 5]), base=st.floats(-25, 18), gap=st.floats(0, 20))
 def test_a_tree_of_leaves_of_different_magnitude(seed, replicas, base, gap):
     """In scope "tree" each is as exact as its own entries are."""
-    small = 10 ** max(base - gap, -30)
-    magnitudes = enumerate((10**base, small))
+    magnitudes = enumerate((10**base, 10 ** max(base - gap, -30)))
     leaves = [np.float32(normal([seed, i], replicas, 5) * size) for i, size in magnitudes]
     result = combine(leaves, scope="tree")
     for actual, expected, rows in zip(result, reference.adasum_tree(leaves), leaves, strict=True):

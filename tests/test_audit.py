@@ -47,8 +47,7 @@ def loss_fn(params, batch):
 
 def placed(mesh, tree, *spec):
     sharding = NamedSharding(mesh, P(*spec))
-    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-    return jax.tree.map(typed, tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def scanned(mesh, turns, **options):
@@ -170,8 +169,7 @@ def test_wire_bytes_are_those_of_the_jaxpr_and_a_widened_dtype_is_named(mesh):
     def local(x):
         low = lax.psum(x.astype(jnp.bfloat16), "data").sum()
         codes = lax.all_to_all(x.astype(jnp.int8), "data", 0, 0, tiled=True)
-        part = lax.psum_scatter(x, "data", tiled=True)
-        whole = lax.all_gather(part, "data", tiled=True)
+        whole = lax.all_gather(lax.psum_scatter(x, "data", tiled=True), "data", tiled=True)
         return low.astype(jnp.float32) + codes.sum() + whole.sum()[None]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -359,8 +357,7 @@ def by_nnx(mesh, x):
 
     @nnx.jit
     def step(model, optimizer, x):
-        grads = nnx.grad(lambda model: square(model(x)))(model)
-        optimizer.update(model, grads)
+        optimizer.update(model, nnx.grad(lambda model: square(model(x)))(model))
 
     return step, (model, optimizer, x), nnx.state(model, nnx.Param)
 
@@ -443,7 +440,6 @@ def test_keys_static_arguments_and_arrays_of_numpy_are_arguments():
 # Texts of other compilers, from lines that they wrote.
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8"
-HLO = pathlib.Path(__file__).parent / "hlo"
 
 
 def program(*body):
@@ -452,7 +448,7 @@ def program(*body):
 
 
 def written(name, **changes):
-    text = (HLO / f"{name}.hlo").read_text()
+    text = (pathlib.Path(__file__).parent / f"hlo/{name}.hlo").read_text()
     for old, new in changes.items():
         text = text.replace(old, new)
     return hlo.parse(text)
@@ -690,8 +686,7 @@ def test_no_limit_passes_what_is_not_known(command):
     assert json.loads(told.out, parse_constant=pytest.fail)["flops"] is None
 
 
-a_step = lambda params, batch: params - batch.sum()  # noqa: E731
-jitted = jax.jit(a_step)
+jitted = jax.jit(lambda params, batch: params - batch.sum())
 
 
 @pytest.mark.parametrize("step", ["a_step", "jitted"])

@@ -131,8 +131,7 @@ def test_manual_mode_leaves_the_levels_alone():
     """MindSpore edits its table in place, and the next object of that level inherits it."""
     assert ROWS[-1]["value"] is True  # adasum, of O1
     before = auto("O1").config
-    data = {"boost": {"mode": "manual", "less_bn": False}}
-    assert "less_bn" not in auto(data, level="O1").config
+    assert "less_bn" not in auto({"boost": {"mode": "manual", "less_bn": False}}, level="O1").config
     assert auto("O1").config == before == auto({}, level="O1").config
 
 
@@ -249,9 +248,7 @@ LATER = (
 
 
 @pytest.mark.parametrize(("config", "given", "text"), LATER)
-def test_what_params_and_axes_alone_can_tell_is_refused_when_the_chain_is_built(
-    config, given, text
-):
+def test_what_params_and_axes_alone_can_tell_is_refused_as_the_chain_is_built(config, given, text):
     with pytest.raises((ValueError, TypeError), match=f"^{text}"):
         auto(config).optimizer(*given, axis_name="cores")
 
@@ -344,16 +341,14 @@ WINDOW = {"accumulate": {"every": 2, "drop": "window"}}
 GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}}
 RULES = {"rules": {"layer_0/bias": "last"}}
 FROZEN = {"carry": RULES, "check_updates": True, "freeze": {"groups": 3}}
-RECORDED = {"reduce": "adasum", "dim_reduce": True}
-LOCAL = {"reduce": {"kind": "local", "every": 2}}
 STORED = {"average_params": "window", "dim_reduce": True, "store": {"moments": "bfloat16"}}
 AROUND = "LossScale Accumulate"
 ORDERS = (
     ({}, f"{AROUND} Empty Empty Empty Trace"),
     (WINDOW, "Accumulate LossScale Empty Empty Empty Trace"),
-    (RECORDED, f"{AROUND} Trajectory Adasum Empty Empty Trace"),
+    ({"reduce": "adasum", "dim_reduce": True}, f"{AROUND} Trajectory Adasum Empty Empty Trace"),
     (GROUPED, "GroupLossScale Accumulate AdasumDelta Empty Empty Trace"),
-    (LOCAL, f"{AROUND} LocalUpdates Empty Empty Trace"),
+    ({"reduce": {"kind": "local", "every": 2}}, f"{AROUND} LocalUpdates Empty Empty Trace"),
     (STORED, f"{AROUND} AverageParams Store Trajectory Empty Empty Empty Trace"),
     (FROZEN, f"ScheduledFreeze Carry {AROUND} Empty Empty Empty CheckUpdates"),
 )
@@ -448,11 +443,10 @@ def test_a_step_wants_the_model_that_less_bn_changed():
     before, after = (jax.eval_shape(m.init, jax.random.key(0), x)["params"] for m in (Net(), model))
     boost.make_train_step(loss_fn, inner, after, less_bn=report)
     boost.make_train_step(loss_fn, inner, less_bn=report)
-    head = dataclasses.replace(report, norms=())
     for params, given, text in (
         (after, None, "less_bn must be the report of the changed model, got N"),
         (before, report, "params must be of the changed .* as it was at norm_1"),
-        (before, head, "params of the model as it was at head"),
+        (before, dataclasses.replace(report, norms=()), "params of the model as it was at head"),
     ):
         with pytest.raises(ValueError, match=text):
             boost.make_train_step(loss_fn, inner, params, less_bn=given)
@@ -598,8 +592,7 @@ def test_centralization_stands_behind_the_decay_that_moments_take_in():
     spares = optax.add_decayed_weights(0.1, mask=lambda w: jax.tree.map(lambda _: True, w))
     np.testing.assert_array_equal(update(True, spares, momentum), behind)
     # A decoupled decay stays whole, as there.
-    decoupled = update(True, optax.sgd(0.5), decay)
-    np.testing.assert_allclose(decoupled, -0.5 * alone + own, atol=1e-6)
+    np.testing.assert_allclose(update(True, optax.sgd(0.5), decay), -0.5 * alone + own, atol=1e-6)
 
 
 def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():

@@ -34,8 +34,7 @@ def muon(**options):
 def drawn(params, seed, *lead):
     """Gradients for params, stacked over the replicas."""
     normal = np.random.default_rng(seed).normal
-    draw = lambda x: jnp.asarray(normal(size=(*lead, *x.shape)), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, params)
+    return jax.tree.map(lambda x: jnp.asarray(normal(size=(*lead, *x.shape)), jnp.float32), params)
 
 
 def tree(counts):
@@ -181,32 +180,25 @@ def hyperparameters():
     return optax.inject_hyperparams(optax.contrib.muon)(learning_rate=rate, weight_decay=0.1)
 
 
-INSIDE = {
-    "in a partition": (
-        partitioned,
-        lambda: partitioned(
-            lambda: boostax.by_shape(muon()),
-            lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate)),
-        ),
-    ),
-    "around hyperparameters": (hyperparameters, lambda: boostax.by_shape(hyperparameters())),
-    "around Adafactor": (
-        lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-        lambda: boostax.by_shape(optax.adafactor(0.1, min_dim_size_to_factor=2)),
-    ),
-    "around LAMB": (lambda: optax.lamb(0.1), lambda: boostax.by_shape(optax.lamb(0.1))),
-    "around an optimizer that keeps params": (
-        lambda: optax.contrib.schedule_free_adamw(0.1),
-        lambda: boostax.by_shape(optax.contrib.schedule_free_adamw(0.1)),
-    ),
+def partitioned_by_shape():
+    reduced = lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate))  # noqa: E731
+    return partitioned(lambda: boostax.by_shape(muon()), reduced)
+
+
+WRAPPED = {
+    "around hyperparameters": hyperparameters,
+    "around Adafactor": functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=2),
+    "around LAMB": lambda: optax.lamb(0.1),
+    "around an optimizer that keeps params": lambda: optax.contrib.schedule_free_adamw(0.1),
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", ["in a partition", *WRAPPED])
 def test_it_is_the_optimizer_that_it_wraps(name):
-    alone, dealt = INSIDE[name]
+    alone = WRAPPED.get(name, partitioned)
+    tx = boostax.by_shape(alone()) if name in WRAPPED else partitioned_by_shape()
     params = matrices(6)
-    got, _ = on_global_arrays(dealt(), placed(params, mesh_of(data=4)))
+    got, _ = on_global_arrays(tx, placed(params, mesh_of(data=4)))
     assert_equal(got, reference(alone, params, 4), 2e-6)
 
 
@@ -280,8 +272,7 @@ def test_it_is_described_as_a_reduction():
     params = placed(matrices(3), mesh_of(data=4))
     tx = boostax.dynamic_loss_scale(boostax.accumulate(boostax.by_shape(muon()), 2))
     found = boostax.explain(tx, params)
-    assert [x.role for x in found.parts if x.name == "by_shape"] == ["delta"]
-    assert not found.findings
+    assert [x.role for x in found.parts if x.name == "by_shape"] == ["delta"] and not found.findings
     twice = boostax.explain(optax.chain(boostax.all_reduce(), boostax.by_shape(muon())), params)
     assert any("takes local gradients" in x.fix for x in twice.findings)
 

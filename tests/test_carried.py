@@ -67,9 +67,7 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize(("microbatches", "replicas", "options"), DIVIDED)
-def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
-    microbatches, replicas, options
-):
+def test_histories_of_micro_batches_and_replicas_are_of_one_batch(microbatches, replicas, options):
     """Bit for bit, those of cotangents included. The optimizer made -0.04 of an amax of 9.9."""
     axis = "data" if replicas > 1 else None
     where = {"mesh": mesh_of(data=replicas), "axis_name": axis} if axis else {}
@@ -326,8 +324,7 @@ def test_an_optimizer_that_takes_no_extra_argument_gets_none():
     def update(updates, state, params=None):
         return updates, state
 
-    strict = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    tx = boostax.carry(strict, RULES)
+    tx = boostax.carry(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), RULES)
     boostax.apply_gradients(tx, PLAIN, tx.init(PLAIN), PLAIN)
 
 

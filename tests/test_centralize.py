@@ -104,11 +104,10 @@ def test_f16_saturates_and_what_is_not_finite_stays_so():
 
 
 shapes = hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=5)
-kernels = hnp.arrays(np.float32, shapes, elements=st.floats(-1e3, 1e3, width=32))
 
 
 @draws(40)
-@given(kernels)
+@given(hnp.arrays(np.float32, shapes, elements=st.floats(-1e3, 1e3, width=32)))
 def test_any_kernel_loses_its_mean_for_each_output_unit(g):
     """But one with a single input; a second time there is no mean left."""
     tx, inputs = centralize_gradients(), tuple(range(g.ndim - 1))

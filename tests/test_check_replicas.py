@@ -21,9 +21,8 @@ WORKER = processes.ROOT / "tests" / "workers" / "replicas.py"
 
 
 def bits(tree):
-    return [
-        np.asarray(s.data).tobytes() for x in jax.tree.leaves(tree) for s in x.addressable_shards
-    ]
+    shards = (shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards)
+    return [np.asarray(shard.data).tobytes() for shard in shards]
 
 
 @pytest.fixture(scope="module")
@@ -228,14 +227,8 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
     differences = "seed,rate,rows,code,version"
     with processes.Processes([WORKER, tmp_path], 2, tmp_path, DIFFERENCES=differences) as run:
         printed = run.end()
-    rows = {
-        "seed": "params/w",
-        "rate": "update",
-        "rows": "batch or loss",
-        "code": "batch or loss",
-        "version": "versions",
-    }
-    for name, leaf in rows.items():
+    rows = {"seed": "params/w", "rate": "update", "version": "versions"}
+    for name, leaf in (rows | dict.fromkeys(("rows", "code"), "batch or loss")).items():
         found = printed.split(f"{name}: after call 1, applied 0: ")[1].split("Go back")[0]
         assert f"replica 1: {leaf}" in found, printed
         assert ("batch or loss" in found) == (name in ("rows", "code")), printed

@@ -297,10 +297,8 @@ def test_a_part_that_is_gone_is_named_and_all_else_of_0_2_comes_back(tmp_path, m
 
 
 def test_a_checkpoint_of_0_3_is_read_as_the_error_says(tmp_path):
-    fields = (
-        "scale clean_steps tolerance last_finite skipped_steps skipped_in_a_row growths backoffs"
-    )
-    old = collections.namedtuple("LossScaleState", f"{fields} floor_hits inner_state")
+    fields = "scale clean_steps tolerance last_finite skipped_steps skipped_in_a_row growths "
+    old = collections.namedtuple("LossScaleState", fields + "backoffs floor_hits inner_state")
     tx, params = boostax.dynamic_loss_scale(optax.adam(0.1)), {"w": jnp.ones(3)}
     state = tx.init(params)._replace(skipped=jnp.int32(3), applied=jnp.asarray(True))
     with Checkpointer(tmp_path) as checkpointer:

@@ -57,8 +57,6 @@ def beside(ours, theirs, fields, grads):
 
 
 WINDOW = ("mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state")
-
-
 SKIPS = [(2, None), (3, optax.skip_not_finite), (3, LARGE)]
 SKIPS += [(lambda step: jnp.where(step < 2, 1, 3), optax.skip_not_finite)]
 

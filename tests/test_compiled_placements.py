@@ -34,9 +34,7 @@ def layer_of(mesh, specs, width=512, dtype=jnp.float32):
     return {name: typed(mesh, shapes[name], specs[name], dtype) for name in shapes}
 
 
-def audited(
-    mesh, specs, tx, axis, *, width=512, depth=4, target=None, dtype=jnp.float32, **options
-):
+def audited(mesh, specs, tx, axis, width=512, depth=4, target=None, dtype=jnp.float32, **options):
     """The audit of a train step, from shapes alone."""
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis, **options)
     state = step.init([layer_of(mesh, specs, width, dtype)] * depth)
@@ -67,9 +65,7 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
     held = over(found, "data", ("all-reduce", "reduce-scatter"), least=True)
     gathered = over(found, "data", ("all-gather",))
     sent = found.wire_bytes.most / 4 / found.params
-    print(
-        f"{reduced:.3f} N reduced (held {held:.3f}), {gathered:.3f} N gathered, {sent:.2f} P sent"
-    )
+    print(f"N: {reduced:.3f} reduced (held {held:.3f}), {gathered:.3f} gathered; {sent:.2f} P sent")
     assert held == 0
     assert reduced <= 1.01
     # Weights that are sharded over the batch axis are gathered once per call; new params where the
@@ -152,9 +148,7 @@ def test_f32_params_are_gathered_narrow(dtype, placement, target):
     share, usual = (gathered(x) / (4 * found.params) for x in (found, plain))
     more = (found.temporary_bytes - plain.temporary_bytes) / (4 * found.params)
     sent = found.wire_bytes.most / plain.wire_bytes.most
-    print(
-        f"{share:.3f} of f32's bytes gathered, not {usual:.3f}; {sent:.3f} sent, {more:.2f} P more"
-    )
+    print(f"Of f32's: {share:.3f} gathered, not {usual:.3f}; {sent:.3f} sent, {more:.2f} P more")
     wide = dtype == "bfloat16" and target is None
     assert share <= (1.01 if wide else {"bfloat16": 0.501, "int8": 0.26}[dtype])
     assert more <= 0.01
@@ -191,7 +185,7 @@ def test_shards_cross_the_slices_narrow(name):
     within = sum(x.elements for x in gathered if "fsdp" in x.axes)
     cycles = found.cycles.most / plain.cycles.most
     print(
-        f"{name}: {crossing:.3f} of a mean's bytes, {more:.2f} P more, {cycles:.2f} of its cycles"
+        f"{name}: {crossing:.3f} of a mean's bytes, {cycles:.2f} of its cycles, {more:.2f} P more"
     )
     assert crossing <= BETWEEN_SLICES[name][1]
     assert more <= 1.2

@@ -36,13 +36,9 @@ pytestmark = pytest.mark.compilers
 def on(*targets):
     """One case a target, those of one compiler in one process."""
     names = {CPU: "cpu", V5E: "v5e", H100: "h100"}
-    return pytest.mark.parametrize(
-        "target",
-        [
-            pytest.param(x, id=names[x], marks=pytest.mark.xdist_group(names[x] or "cpu"))
-            for x in targets
-        ],
-    )
+    group = pytest.mark.xdist_group
+    params = [pytest.param(x, id=names[x], marks=group(names[x])) for x in targets]
+    return pytest.mark.parametrize("target", params)
 
 
 everywhere = on(CPU, V5E, H100)
@@ -236,8 +232,7 @@ def test_a_mean_is_the_program_of_pmean_leaf_by_leaf(layers, width, target):
 @everywhere
 @pytest.mark.parametrize("wrapped", ["accumulate", "dynamic_loss_scale"])
 def test_gradients_are_reduced_once_a_step_and_in_the_branch(wrapped, target):
-    calls = WINDOW if wrapped == "accumulate" else 1
-    found = trained(SMALL, STEPS[wrapped](), target, calls=calls)
+    found = trained(SMALL, STEPS[wrapped](), target, calls=WINDOW if wrapped == "accumulate" else 1)
     print(f"{found.reductions:.4f} N, of a held call {found.reduced.least:.0f} elements")
     assert 1.0 <= found.reductions <= 1.001
     # The loss's mean, and a scaler's agreement.
@@ -316,13 +311,12 @@ def test_a_widened_sum_is_told(target):
     mapped = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
     x = jax.ShapeDtypeStruct((8 * 512, 512), jnp.float32, sharding=NamedSharding(mesh, P(AXIS)))
     found = boostax.audit(mapped, x, target=target)
-    dtypes = {c.dtypes: c.widened for c in found.collectives}
     expected = {
         CPU: {("f32",): True, ("s16",): False},
         V5E: {("bf16",): False, ("s16",): False},
         H100: {("bf16",): False, ("s32",): True},
     }
-    assert dtypes == expected[target]
+    assert {c.dtypes: c.widened for c in found.collectives} == expected[target]
     assert any("widens" in str(waste) for waste in found.findings) == (target != V5E)
 
 
@@ -380,9 +374,8 @@ REDUCED_IN_VAIN = ("maxtext", "midgpt", "tunix")
 def test_findings_in_public_train_steps_are_true(name, target):
     build, calls = foreign_steps.STEPS[name], 4 if name == "tunix" else 1
     jitted, args, params = build(cases.mesh_of(target))
-    lowered = jitted.lower(*args)
     options = {"xla_gpu_autotune_level": 0} if target == H100 else {}
-    compiled = lowered.compile(compiler_options=options)
+    compiled = jitted.lower(*args).compile(compiler_options=options)
     # NNX wraps what JAX returns.
     compiled = getattr(compiled, "compiled", compiled)
     found = boostax.audit(compiled, params=params, calls=calls)
@@ -507,23 +500,12 @@ BY_ELEMENT = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, 0.9),
     "nesterov": optax.sgd(0.1, 0.9, nesterov=True),
-    "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
-    "nadam": optax.nadam(0.1),
-    "lion": optax.lion(0.1),
-    "adamax": optax.adamax(0.1),
-    "amsgrad": optax.amsgrad(0.1),
-    "adabelief": optax.adabelief(0.1),
-    "radam": optax.radam(0.1),
-    "rmsprop": optax.rmsprop(0.1),
-    "adagrad": optax.adagrad(0.1),
-    "adadelta": optax.adadelta(0.1),
-    "yogi": optax.yogi(0.1),
-    "adan": optax.adan(0.1),
     "signs": optax.sign_sgd(0.1),
     "muon": optax.contrib.muon(0.1),
 }
+NAMES = "adam adamw nadam lion adamax amsgrad adabelief radam rmsprop adagrad adadelta yogi adan"
+BY_ELEMENT |= {name: getattr(optax, name)(0.1) for name in NAMES.split()}
 
 
 @on(V5E)
@@ -581,8 +563,7 @@ def test_the_recipe_of_muon_keeps_an_eighth_of_its_state():
     kept = (found.argument_bytes - found.params_bytes - batch) / whole
     print(f"{kept:.4f} of the state; {found.reductions:.3f} N and {found.gathers:.3f} N sent")
     assert kept <= 1.02 / 8
-    assert found.reductions <= 1.01
-    assert found.gathers <= 1.01
+    assert found.reductions <= 1.01 and found.gathers <= 1.01
 
 
 # Layers that are scanned in the step.

@@ -18,7 +18,6 @@ def finished(**settings):
     return switched(dim_reduce=True) | {"dim_reduce": settings}
 
 
-FIXED = mindspore.FixedLossScaleManager(16.0, False)
 SENS = {"step_size": 16.0}
 SCALED = {"kind": "static", "scale": 16.0, "skip_nonfinite": False}
 FREEZE = {"param_groups": 5, "freeze_type": 0, "freeze_p": 0.25, "total_steps": 99}
@@ -31,7 +30,7 @@ FILES = {"pca_mat_path": None, "weight_load_dir": None, "rule": "mindspore"}
 CENTRAL = {"centralize": {"multiple_of": 16, "after_decay": True}}
 SPARSE = {"dist_option": "sparseThreshold"}
 LESS_BN = switched(less_bn=True)
-MANAGED = {"loss_scale_manager": FIXED}
+MANAGED = {"loss_scale_manager": mindspore.FixedLossScaleManager(16.0, False)}
 LISTED = READ | FILES | {"n_components": 5, "weight_load_dir": "w"}
 LOADED = DEFAULTS | FILES | {"n_components": 32, "pca_mat_path": "p.npy"}
 CONTINUOUS = {"groups": 5, "kind": "continuous", "freeze_p": 0.25, "total_steps": 99}

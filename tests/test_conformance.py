@@ -60,19 +60,13 @@ DIFFERENT = {
     "less_bn_fn0_gc0-resnet-slow-pynative": ("in PyNative mode it removes no norms", 0.25),
 }
 # Each technique once, alone and beside others.
-QUICK = {
-    "adasum-mlp-momentum",
-    "plain-mlp-adam_decay",
-    "config_01-resnet-slow",
-    "O0_loss_scale_group_True-mlp-momentum",
-    "less_bn_fn0_gc0-mlp-momentum",
-    "less_bn_fn0_gc1-resnet-slow_decay",
-    "freeze_g3_t0_p0.5_n20-mlp-momentum",
-    "freeze_g3_t1_p0.5_n20-mlp-momentum_schedule",
-    "accumulate_3-mlp-momentum",
-    "accumulate_4_less_bn-mlp-momentum",
-    *DIFFERENT,
-}
+NAMES = (
+    "adasum-mlp-momentum plain-mlp-adam_decay config_01-resnet-slow accumulate_3-mlp-momentum "
+    "accumulate_4_less_bn-mlp-momentum O0_loss_scale_group_True-mlp-momentum "
+    "less_bn_fn0_gc0-mlp-momentum less_bn_fn0_gc1-resnet-slow_decay "
+    "freeze_g3_t0_p0.5_n20-mlp-momentum freeze_g3_t1_p0.5_n20-mlp-momentum_schedule"
+)
+QUICK = {*NAMES.split(), *DIFFERENT}
 
 
 def cases():

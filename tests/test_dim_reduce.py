@@ -30,8 +30,7 @@ def shapes(name):
 
 def split(flat, name):
     """A flat vector, or rows of them, as the params."""
-    sizes = np.cumsum([int(np.prod(shape)) for shape in shapes(name)])
-    parts = np.split(flat, sizes[:-1], axis=-1)
+    parts = np.split(flat, np.cumsum([int(np.prod(shape)) for shape in shapes(name)])[:-1], axis=-1)
     lead = np.shape(flat)[:-1]
     return [jnp.asarray(p.reshape(*lead, *s)) for p, s in zip(parts, shapes(name), strict=True)]
 
@@ -108,8 +107,7 @@ def test_ours_does_not_stall_where_mindspores_rule_does(arrays):
             params, state = step(params, state)
         ends[rule] = float(loss(params)), int(state.accepted), int(state.tries)
     assert ends["mindspore"][1] == 0 and ends["mindspore"][0] > 1.4
-    assert ends["boostax"][0] <= 0.30
-    assert ends["boostax"][1] >= 54
+    assert ends["boostax"][0] <= 0.30 and ends["boostax"][1] >= 54
 
 
 def test_first_step_goes_to_the_mean_if_that_is_downhill():

@@ -209,8 +209,7 @@ def halved() -> optax.GradientTransformation:
 )
 def test_what_a_finish_from_files_would_leave_out_is_refused(beside):
     (name,) = beside
-    job = {"dim_reduce": {"weight_load_dir": "weights"}} | beside
-    boost = auto(job, factories=[halved])
+    boost = auto({"dim_reduce": {"weight_load_dir": "weights"}} | beside, factories=[halved])
     text = rf"^Boost.optimizer: config.{name} must be left out with dim_reduce from the first step"
     with pytest.raises(ValueError, match=text):
         boost.make_train_step(loss_fn, INNER, start(), axis_name="data")

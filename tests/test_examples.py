@@ -9,7 +9,6 @@ import processes
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
 
 
 def rows(page):
@@ -46,7 +45,7 @@ LONG = [
     [*LOOPS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
 def test_a_loop_resumes_on_half_of_its_devices(name, reductions, changes):
-    program = (EXAMPLES / "loops" / f"{name}.py").read_text()
+    program = (ROOT / "examples/loops" / f"{name}.py").read_text()
     for old, new in changes:
         for a, b in zip(old, new, strict=True):
             assert program.count(a) == 1

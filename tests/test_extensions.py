@@ -77,8 +77,7 @@ def test_explain_knows_them():
     inner = optax.chain(sign_reduce("data"), optax.adam(1e-3))
     tx = optax.chain(optax.clip(1.0), drop_spikes(inner, axis_name="data"))
     parts = {part.name: part for part in boostax.explain(tx, jnp.zeros(256)).parts}
-    assert parts["sign_reduce"].role == "compressed"
-    assert parts["drop_spikes"].role == "check"
+    assert (parts["sign_reduce"].role, parts["drop_spikes"].role) == ("compressed", "check")
     assert "Signs" not in parts
 
 
@@ -166,9 +165,8 @@ def test_a_bound_on_logits_scales_heads_after_the_update():
     random = np.random.default_rng(0)
     drawn = {name: random.normal(size=(2, *SHAPE)) for name in ("query", "key", "value")}
     with jax.enable_x64(True):
-        params, grads = (
-            {"layer": {k: jnp.asarray(x[i]) for k, x in drawn.items()}} for i in (0, 1)
-        )
+        drawn_64 = {name: jnp.asarray(x) for name, x in drawn.items()}
+        params, grads = ({"layer": {k: x[i] for k, x in drawn_64.items()}} for i in (0, 1))
         tx = bound_logits(optax.sgd(0.5), tau=100.0)
         state, maxima = tx.init(params), {"layer": jnp.asarray(MAXIMA)}
         updates, _ = tx.update(grads, state, params, max_logits=maxima)
@@ -256,8 +254,7 @@ def test_a_configuration_names_them():
     told = {"loss_scale": "dynamic", "accumulate": 2, "sign_reduce": True, "clip": 1.0}
     own = (sign_reduce, drop_spikes)
     boost = boostax.auto(told | {"drop_spikes": {"factor": 4.0}}, factories=own)
-    tx = boost.optimizer(optax.sgd(0.1), axis_name="data")
-    found = boostax.explain(tx, jnp.zeros(8))
+    found = boostax.explain(boost.optimizer(optax.sgd(0.1), axis_name="data"), jnp.zeros(8))
     chain = ["dynamic_loss_scale", "accumulate", "drop_spikes", "sign_reduce"]
     assert [part.name for part in found.parts][:5] == [*chain, "clip_by_global_norm"]
     assert not found.findings

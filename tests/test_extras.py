@@ -111,8 +111,7 @@ def test_what_is_frozen_is_searched_around(name):
     for _ in range(2):
         value, grad = jax.value_and_grad(fn)(alone)
         hide = lambda x: {"a": optax.MaskedNode(), "b": x}  # noqa: E731
-        at = lambda p: fn(p["b"])  # noqa: E731
-        given = wanted(name, value, hide(grad), at)
+        given = wanted(name, value, hide(grad), lambda p: fn(p["b"]))
         updates, state = bare.update(hide(grad), state, hide(alone), **given)
         alone = alone + updates["b"]
     found = by_step(tx, calls=2)

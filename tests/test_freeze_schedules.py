@@ -15,7 +15,6 @@ from boostax.freeze.schedules import FreezeSchedule, freeze_schedule
 
 KINDS = ("interval", "continuous", "progressive", "ramp")
 FRACTIONS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9])
-GROUPS = st.integers(1, 12)
 STEPS = st.integers(1, 400)
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -99,14 +98,13 @@ def table(kind, groups, steps, fraction, seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 @draws(60)
-@given(GROUPS, STEPS, FRACTIONS, SEEDS)
-def test_depths_have_the_share_and_the_range_that_the_kind_promises(
+@given(st.integers(1, 12), STEPS, FRACTIONS, SEEDS)
+def test_depths_have_the_share_and_range_that_the_kind_promises(
     kind, groups, steps, fraction, seed
 ):
     depths, _ = table(kind, groups, steps, fraction, seed)
     assert depths.dtype == np.int32 and depths.shape == (steps,)
-    assert depths[0] == 0
-    assert depths.min() >= 0 and depths.max() < groups
+    assert depths[0] == 0 <= depths.min() and depths.max() < groups
     if kind != "continuous" and groups > 1:
         assert abs(np.count_nonzero(depths) - fraction * steps) <= 1
     if kind in ("progressive", "ramp") and groups > 1:

@@ -50,8 +50,7 @@ def in_a_scan(params, state, x):
         loss, grads = by_scale_loss(params, state, rows)
         return jax.tree.map(jnp.add, total, grads), loss
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    total, losses = jax.lax.scan(slice_of, zeros, x.reshape(2, 4, 3))
+    total, losses = jax.lax.scan(slice_of, jax.tree.map(jnp.zeros_like, params), x.reshape(2, 4, 3))
     return losses.mean(), precision.assume_scaled(jax.tree.map(lambda g: g / 2, total), state)
 
 
@@ -349,8 +348,7 @@ def test_a_loss_inside_a_loss_has_its_own_scale(outer, inner, context):
     args = jnp.float32(3.0), (state_of(outer), state_of(inner)), jnp.float32(5.0)
     run = jax.jit(found) if context == "jit" else found
     (value, scales), grad = run(*args)
-    assert scales == (outer, inner, outer)
-    assert (value, grad) == (15.0, 5.0 * outer)
+    assert (scales, value, grad) == ((outer, inner, outer), 15.0, 5.0 * outer)
 
 
 @pytest.mark.parametrize("scaled", ["outer", "inner", "other"])

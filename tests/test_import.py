@@ -33,8 +33,7 @@ LATE = {"auditing", "compat", "config", "explaining", "testing"}
 
 def test_import_adds_to_optax_nothing_but_its_own_modules():
     """No other package, no trace and no device: the rest is the time to read our own files."""
-    command = [sys.executable, "-c", SCRIPT]
-    added, traced = subprocess.check_output(command, text=True).splitlines()
+    added, traced = subprocess.check_output([sys.executable, "-c", SCRIPT], text=True).splitlines()
     packages = {tuple(name.split(".")[:2]) for name in added.split()}
     assert {package for package, *_ in packages} == {"boostax"} and traced == ""
     assert not {name for _, *rest in packages for name in rest} & LATE
@@ -48,9 +47,8 @@ COMMON = {
     "reshard_state", "scheduled_freeze", "skip_bad_steps", "static_loss_scale", "top_k_reduce",
     "value_and_grad",
 }  # fmt: skip
-NAMESPACES = set(
-    "auditing compat config explaining freeze model precision reduce states subspace train".split()
-)
+PACKAGES = "auditing compat config explaining freeze model precision reduce states subspace train"
+NAMESPACES = set(PACKAGES.split())
 
 
 def test_public_names_are_thirty_two_and_eleven_modules():

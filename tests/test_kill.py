@@ -23,8 +23,7 @@ class Job(processes.Processes):
     def __init__(self, folder, *options, count=1, **variables):
         self.steps = folder / "steps"
         command = [processes.EXAMPLE, self.steps, f"--calls={CALLS}", *options]
-        devices = [f"--device-count={2 // count}"]
-        super().__init__([*command, *devices], count, folder, **variables)
+        super().__init__([*command, f"--device-count={2 // count}"], count, folder, **variables)
 
     def record(self):
         """The checksums of all leaves of the last checkpoint, those of each replica included."""

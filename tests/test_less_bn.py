@@ -86,8 +86,7 @@ def inception(x, conv, norm):
 
 def two_towers(x, conv, norm):
     """A sum of two equals: neither is the shortcut of the other."""
-    a = norm(conv(x, "conv_1"), "norm_1")
-    return nn.relu(a + norm(conv(x, "conv_2"), "norm_2"))
+    return nn.relu(norm(conv(x, "conv_1"), "norm_1") + norm(conv(x, "conv_2"), "norm_2"))
 
 
 def nested(x, conv, norm):

@@ -201,15 +201,13 @@ def test_without_an_outer_optimizer_there_is_no_copy_of_the_params():
     for tx in (partial_average(SGD, 2), local_updates(SGD, 2, None, warmup=1)):
         state = jax.eval_shape(tx.init, params)
         momentum = state.inner_state.local
-        counts = jax.tree.leaves(state._replace(inner_state=None))
-        assert [x.shape for x in counts] == [(), ()]
+        assert [x.shape for x in jax.tree.leaves(state._replace(inner_state=None))] == [(), ()]
         chex.assert_trees_all_equal_shapes(momentum[0].trace, params)
 
 
 def test_a_warm_up_needs_no_outer_optimizer():
-    noise = draw(9, 2, 7)
     tx = local_updates(SGD, 4, None, warmup=3)
-    each, _ = trajectory(tx, noise, "checked")
+    each, _ = trajectory(tx, draw(9, 2, 7), "checked")
     met = [equal_on_all(each["a"][:, t]) for t in range(7)]
     assert met == [True, True, True, False, False, False, True]
 
@@ -238,8 +236,7 @@ def test_local_updates_are_diloco(replicas, mode):
     assert_follows(each, noise, diloco(4))
     for t in range(10):
         assert all(equal_on_all(x[:, t]) == (t in (3, 7)) for x in jax.tree.leaves(each))
-    met = jax.tree.map(lambda x: x[:, 7], each)
-    jax.tree.map(np.testing.assert_array_equal, met, state.anchor)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[:, 7], each), state.anchor)
     assert set(np.asarray(state.since_sync)) == {2} and set(np.asarray(state.syncs)) == {2}
 
 
@@ -265,9 +262,8 @@ def test_fragments_are_synchronized_in_turn_at_steps_far_apart(replicas, mode):
 
 
 def test_another_reduction_may_make_the_outer_gradient():
-    noise = draw(8, 2, 2)
     adasum = local_updates(SGD, 2, reduction=boostax.adasum("data"))
-    each, state = trajectory(adasum, noise, "checked")
+    each, state = trajectory(adasum, draw(8, 2, 2), "checked")
     assert all(equal_on_all(x[:, 1]) for x in jax.tree.leaves(each))
     assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
 

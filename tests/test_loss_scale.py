@@ -166,10 +166,8 @@ def unscaled(grads, scale):
 def test_powers_of_two_unscale_bit_for_bit(dtype, exponent):
     """Every f16 and bf16 number, and as many f32 ones."""
     bits = np.arange(2**16, dtype=np.uint16)
-    if dtype == jnp.float32:
-        grads = (bits.astype(np.uint32) * 65537).view(np.float32)
-    else:
-        grads = bits.view(dtype)
+    bits = bits.astype(np.uint32) * 65537 if dtype == jnp.float32 else bits
+    grads = bits.view(dtype)
     grads = grads[np.isfinite(grads.astype(np.float32))]
     exact = np.ldexp(grads.astype(np.float64), -exponent)
     # XLA flushes subnormal f32; what is 2**48 or more counts as an overflow.
@@ -252,8 +250,7 @@ def test_all_finite_agrees_over_an_axis():
     local = jax.vmap(boostax.precision.all_finite)(x)
     agree = functools.partial(boostax.precision.all_finite, axis_name="i")
     agreed = jax.vmap(agree, axis_name="i")(x)
-    assert local.tolist() == [True, True, False, True]
-    assert agreed.tolist() == [False] * 4
+    assert (local.tolist(), agreed.tolist()) == ([True, True, False, True], [False] * 4)
 
 
 SGD = optax.sgd(0.1)

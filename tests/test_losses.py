@@ -23,8 +23,7 @@ from boostax.testing._losses import TRIALS, _spec
 ROWS, TIME, WIDTH, WORDS = 16, 5, 8, 12
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (ROWS, TIME, WIDTH))
-Y = jax.random.randint(KEY, (ROWS, TIME), 0, WORDS)
-BATCH = {"x": X, "y": Y}
+BATCH = {"x": X, "y": jax.random.randint(KEY, (ROWS, TIME), 0, WORDS)}
 HEADS = {"e": jax.random.normal(KEY, (WIDTH, WIDTH)), "u": jax.random.normal(KEY, (WIDTH, WORDS))}
 REDUCED = optax.chain(boostax.all_reduce(), optax.sgd(0.1))
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -59,9 +58,7 @@ def chunked(p, b):
 
 
 def ode(p, b):
-    def flow(h, t):
-        return jnp.tanh(h @ p["e"]) - h
-
+    flow = lambda h, t: jnp.tanh(h @ p["e"]) - h  # noqa: E731
     return jnp.mean(odeint(flow, b["x"][:, 0], jnp.linspace(0.0, 0.5, 3))[-1] ** 2)
 
 
@@ -74,13 +71,11 @@ def fixed_point(p, b):
     def going(carry):
         return (carry[1] > 1e-3) & (carry[2] < 50)
 
-    def moved(h):
-        return (turn(h), jnp.abs(turn(h) - h).max())
-
     start = jnp.zeros((b["x"].shape[0], WIDTH)), jnp.ones(()), 0
 
     def step(carry):
-        return lax.stop_gradient((*moved(carry[0]), carry[2] + 1))
+        h = turn(carry[0])
+        return lax.stop_gradient((h, jnp.abs(h - carry[0]).max(), carry[2] + 1))
 
     h = lax.stop_gradient(lax.while_loop(going, step, lax.stop_gradient(start))[0])
     return jnp.mean(turn(h) ** 2)

@@ -94,8 +94,7 @@ def of_replica(w, batch):
 
 
 def of_all(w, batch):
-    parts = masked(w, batch, lambda x: lax.psum(x, "data"))
-    part, count = (lax.psum(x, "data") for x in parts)
+    part, count = (lax.psum(x, "data") for x in masked(w, batch, lambda x: lax.psum(x, "data")))
     return part / count, boostax.Aux(metrics={"count": count})
 
 

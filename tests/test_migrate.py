@@ -50,11 +50,8 @@ def assert_same(actual, expected):
 
 
 def buffers(tree):
-    return {
-        shard.data.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves(tree)
-        for shard in leaf.addressable_shards
-    }
+    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
 
 def masked_adam():
@@ -267,8 +264,7 @@ def test_the_report_says_what_was_kept_made_and_dropped():
         "kept:\n"
         "  ScaleByAdamState count, mu/a, nu/a: 0/inner_state -> inner_state/1\n"
         "made anew:\n"
-        "  AccumulateState micro_step, optimizer_steps, skipped, applied, window: "
-        "the root\n"
+        "  AccumulateState micro_step, optimizer_steps, skipped, applied, window: the root\n"
         "  ScaleByAdamState mu/b/w, nu/b/w: inner_state/1\n"
         "dropped:\n"
         "  TraceState trace: 1\n"

@@ -49,8 +49,7 @@ def test_a_momentum_that_is_a_little_less_is_found(monkeypatch):
     program = draw(0) | {"on": [], "manager": None, "bad": {}}
     program["optimizer"] = {"class": "SGD", "learning_rate": 0.05, "momentum": 0.9}
     (before,), sgd = outcomes([program], PYTHON), ours.mindspore.sgd
-    less = lambda **given: sgd(**given | {"momentum": 0.89})  # noqa: E731
-    monkeypatch.setattr(ours.mindspore, "sgd", less)
+    monkeypatch.setattr(ours.mindspore, "sgd", lambda **given: sgd(**given | {"momentum": 0.89}))
     (after,) = outcomes([program], PYTHON)
     assert (before.fate, after.fate) == ("equal", "different")
 

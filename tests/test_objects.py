@@ -59,8 +59,7 @@ PAIRS = [(n, w) for n in GATES for w in WAYS if n not in LABELLED or "NNX" not i
 def test_the_gate_goes_where_the_pair_goes(name, way):
     tx = GATES[name]()
     again = WAYS[way](tx)
-    assert type(again) is type(tx)
-    assert isinstance(gate_of(again), GatedUpdate)
+    assert type(again) is type(tx) and isinstance(gate_of(again), GatedUpdate)
     run = lambda tx: boostax.apply_gradients(drawn(tx), GRADS, tx.init(PARAMS), PARAMS)  # noqa: E731
     jax.tree.map(np.testing.assert_array_equal, run(again), run(tx))
     close = lambda tx: boostax.flush(tx, tx.init(PARAMS), PARAMS)[0]  # noqa: E731

@@ -22,8 +22,7 @@ ROWS = 64
 
 
 def placed(tree, mesh, specs):
-    where = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    return jax.tree.map(where, tree, specs)
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
 
 
 def initial():
@@ -206,9 +205,8 @@ def test_two_replica_axes():
             return jax.lax.scan(step, (params, tx.init(params)), length=4)[0][0]
 
         inner = jax.vmap(train, in_axes=(None, 0), axis_name="data")
-        outer = jax.vmap(inner, in_axes=(None, 0), axis_name="slice")
         split = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), grads)
-        wanted = jax.jit(outer)(params, split)
+        wanted = jax.jit(jax.vmap(inner, in_axes=(None, 0), axis_name="slice"))(params, split)
         there = placed(params, mesh, specs)
         mine = boostax.on_mesh(tx, there, axis_name=names)
         state = mine.init(there)

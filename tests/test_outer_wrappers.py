@@ -93,7 +93,6 @@ def test_a_window_of_weighted_micro_batches_is_none_of_multi_steps():
 PARTS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0), "n": jnp.ones(3)}
 SIDES = {"a": "scaled", "b": "plain", "n": "plain"}
 MASK = {"a": True, "b": False, "n": False}
-GROUPS = {"a": 0, "b": 0, "n": 0}
 
 
 def loss_of_parts(params, x, *, scales=None):
@@ -105,7 +104,7 @@ def loss_of_parts(params, x, *, scales=None):
 SCALERS = {
     "dynamic": boostax.dynamic_loss_scale,
     "static": lambda tx: boostax.static_loss_scale(tx, 1024.0),
-    "group": lambda tx: boostax.precision.group_loss_scale(tx, GROUPS),
+    "group": lambda tx: boostax.precision.group_loss_scale(tx, {"a": 0, "b": 0, "n": 0}),
     "in a chain": lambda tx: optax.chain(optax.identity(), boostax.dynamic_loss_scale(tx)),
     "in a window": lambda tx: boostax.accumulate(boostax.dynamic_loss_scale(tx), 1),
 }

@@ -59,8 +59,7 @@ def by_type(inner, axis):
     """Twice as much where JAX says that a gradient varies."""
 
     def update(grads, state, params=None, **extra):
-        twice = lambda g: g * 2 if axes.varying(g) else g  # noqa: E731
-        return jax.tree.map(twice, grads), state
+        return jax.tree.map(lambda g: g * 2 if axes.varying(g) else g, grads), state
 
     twice = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     return optax.chain(twice, boostax.all_reduce(axis), inner)

@@ -20,7 +20,6 @@ from boostax.chain import parts
 from boostax.chain.parts import UNKNOWN, rows
 from boostax.model import less_bn
 
-PACKAGE = pathlib.Path(boostax.__file__).parent
 MESH = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
 X, DATA = jax.ShapeDtypeStruct((2,), jnp.float32), frozenset(["data"])
 
@@ -159,7 +158,7 @@ def test_what_optax_no_longer_shows_is_unknown_and_not_nothing(monkeypatch, name
 
 
 def test_nothing_needs_what_jax_keeps_to_itself():
-    for path in PACKAGE.rglob("*.py"):
+    for path in pathlib.Path(boostax.__file__).parent.rglob("*.py"):
         assert not re.search(r"^\s*(from|import) (jax\._src|jaxlib)", path.read_text(), re.M), path
 
 

@@ -9,7 +9,6 @@ import pytest
 import boostax
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROJECT = ROOT / "pyproject.toml"
 FILES = sorted(pathlib.Path(boostax.__path__[0]).rglob("*.py"))
 
 
@@ -26,7 +25,7 @@ def test_there_is_one_version():
 
 
 def test_the_classifiers_are_those_of_the_versions_that_are_tested():
-    project = tomllib.loads(PROJECT.read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = [x.rpartition(" ")[2] for x in project["classifiers"] if "Python :: 3." in x]
     assert project["requires-python"] == f">={versions[0]}"
     # A licence is an expression alone: with a classifier beside it an index refuses the upload.

@@ -255,11 +255,10 @@ def test_an_audit_does_not_advise_against_what_was_chosen(name):
 
 # The optimizer in the backward loop.
 
-RATE = optax.linear_schedule(1e-3, 1e-4, 5)
 ADAM = optax.chain(
     optax.scale_by_adam(),
     optax.add_decayed_weights(0.1, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
-    optax.scale_by_learning_rate(RATE),
+    optax.scale_by_learning_rate(optax.linear_schedule(1e-3, 1e-4, 5)),
 )
 GROUPS = {"stack": optax.adam(1e-3), "rest": optax.sgd(1e-2)}
 OPTIMIZERS = {

@@ -33,8 +33,7 @@ def make(mesh, **options):
 
 
 def placed(mesh, name):
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS[name])
-    return jax.device_put(PARAMS, where)
+    return jax.device_put(PARAMS, jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS[name]))
 
 
 def run(step, start, steps=3):

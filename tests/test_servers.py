@@ -229,16 +229,14 @@ def test_what_each_device_sends_is_what_the_docstring_says():
     def sent(tx, mesh):
         run = lambda g: tx.update(g, tx.init(big))[0]  # noqa: E731
         shown = jax.shard_map(run, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P())
-        stacked = {"w": jnp.zeros((8 * 64, 512))}
         found = collections.Counter()
-        for c in costs.collectives(shown, stacked):
+        for c in costs.collectives(shown, {"w": jnp.zeros((8 * 64, 512))}):
             found[c.primitive, c.axes, c.replicas] += c.wire_bytes
         return {key: x / size for key, x in found.items() if x > size / 100}
 
     inside, between = (devices - 1) / devices, (servers - 1) / servers / devices
     delta = functools.partial(boostax.reduce.adasum_delta, axis_name="nodes")
-    two = sent(delta(optax.sgd(1.0), within="cores"), a_mesh(2, 4))
-    assert two == pytest.approx(
+    assert sent(delta(optax.sgd(1.0), within="cores"), a_mesh(2, 4)) == pytest.approx(
         {
             ("psum", ("cores",), devices): 2 * inside,
             ("ppermute", ("nodes",), servers): between,
@@ -302,11 +300,7 @@ REFUSED = [
     (4, (8,), r"one of at most 4 devices, .* got \[8\]\. .* jax.make_mesh\(\(2, 4\), \('server', "),
     (4, (4, 2), r"got \[4, 2\]\. Use the mesh of boost.mesh\(\), jax.make_mesh\(\(2, 4\), "),
     (16, (4, 2), r"got \[4, 2\]\. .* jax.make_mesh\(\(8,\), \('data',\)\), and axis_name="),
-    (
-        3,
-        (8,),
-        r"^Boost: the number of devices must be a multiple of the 3 devices of a server, got",
-    ),
+    (3, (8,), "^Boost: the number of devices must be a multiple of the 3 devices of a server, got"),
 ]
 
 

@@ -67,8 +67,7 @@ def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
     rows = np.full((REPLICAS, size), 0.3, np.float32)
     places = np.random.default_rng(0).permutation(size)[:1000]
     rows[1, places] = 0.75
-    options = {"dist_option": "sparseThreshold", "spars": 0.5, "corr": corr}
-    boost = boostax.auto({"singa": options})
+    boost = boostax.auto({"singa": {"dist_option": "sparseThreshold", "spars": 0.5, "corr": corr}})
     linear = lambda params, batch: jnp.sum(params * batch[0])  # noqa: E731
     with warned(boost.config["reduce"]):
         step = boost.make_train_step(linear, optax.sgd(1.0), mesh=MESH, axis_name="data")
@@ -99,9 +98,8 @@ def test_the_replica_with_most_over_the_threshold_decides_for_all():
 
 
 def test_zeros_need_no_place():
-    tx = boostax.reduce.threshold_reduce("data", 0.0, capacity=0.25)
     rows = jnp.zeros((2, 8)).at[:, 3].set(1.0)
-    mean, state = at_once(tx)(rows)
+    mean, state = at_once(boostax.reduce.threshold_reduce("data", 0.0, capacity=0.25))(rows)
     assert mean[0].tolist() == rows[0].tolist()
     assert state.metrics()["capacity"].tolist() == [0.25, 0.25]
 

@@ -25,15 +25,13 @@ def warmup(step):
     return 0.1 * step
 
 
-LR, DECAY, BETA, EPSILON = (
-    [x, n, 0.7, False] for x, n in ((0.1, 4), (0.1, 5), (0.9, 40), (0.01, 10))
-)
-MOMENTA = {"momentum": [0.95, 30, 0.8, False], "dampening": [0.5, 7, 0.6, True]}
+STARTS = (0.1, 4), (0.1, 5), (0.9, 40), (0.01, 10)
+LR, DECAY, BETA, EPSILON = ([value, steps, 0.7, False] for value, steps in STARTS)
 # All hyper-parameters decay.
 SCHEDULED = {
     name.lower(): {"class": name, "lr": LR, "weight_decay": DECAY} | more
     for name, more in (
-        ("SGD", MOMENTA),
+        ("SGD", {"momentum": [0.95, 30, 0.8, False], "dampening": [0.5, 7, 0.6, True]}),
         ("RMSProp", {"rho": BETA, "epsilon": EPSILON}),
         ("AdaGrad", {"epsilon": EPSILON}),
         ("Adam", {"beta_1": BETA, "beta_2": [0.999, 100, 0.9, False], "epsilon": EPSILON}),
@@ -187,14 +185,8 @@ def test_half_params_and_schedules_go_together_behind_a_gate(name, dtype):
 
 # get_states and set_states.
 
-FIELDS = {
-    "moments": "trace",
-    "running_average": "nu",
-    "history": "sum_of_squares",
-    "m": "mu",
-    "v": "nu",
-    "step_counter": "count",
-}
+FIELDS = {"moments": "trace", "running_average": "nu", "history": "sum_of_squares"}
+FIELDS |= {"m": "mu", "v": "nu", "step_counter": "count"}
 
 
 def cut(grads):

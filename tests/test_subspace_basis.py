@@ -307,8 +307,7 @@ def test_recorded_basis_is_that_of_the_snapshots(count):
 
 def test_writing_a_snapshot_copies_no_buffer():
     tx = optax.chain(record_trajectory(16, every=5), optax.sgd(0.1, momentum=0.9))
-    params = {"a": jnp.zeros((256, 256)), "b": jnp.zeros(4096)}
-    memory = compiled_step(tx, params).memory_analysis()
+    memory = compiled_step(tx, {"a": jnp.zeros((256, 256)), "b": jnp.zeros(4096)}).memory_analysis()
     # One copy of the params, which the step overwrites while they are being recorded.
     assert memory.temp_size_in_bytes < 1.01 * 4 * (256 * 256 + 4096)
     assert memory.alias_size_in_bytes >= 16 * 4 * (256 * 256 + 4096)

@@ -44,8 +44,7 @@ def loss_fn(params, batch):
 
 
 def batches(count, rows=48):
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(count, rows, ROWS)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(count, rows, ROWS)).astype(np.float32)
     y = np.sin(x[..., :4].sum(-1)).astype(np.float32)
     return [(x[i], y[i]) for i in range(count)]
 
@@ -201,8 +200,7 @@ def reads(jaxpr, shape):
 
 @pytest.mark.parametrize("residual", [None, optax.adam(1e-2)])
 def test_basis_is_read_twice(residual):
-    tx = boostax.dim_reduce(basis_of(7), residual=residual)
-    step = boostax.make_train_step(loss_fn, tx)
+    step = boostax.make_train_step(loss_fn, boostax.dim_reduce(basis_of(7), residual=residual))
     traced = step.jaxpr(step.init(start()), batches(1)[0])
     assert reads(traced.jaxpr, (7, ROWS, WIDTH)) == 2
 
@@ -227,8 +225,7 @@ def test_traced_once_and_no_copy_of_the_basis():
     assert traces == once
     memory = step.lower(state, batch).compile().memory_analysis()
     # Two lifts, the moved params and the residual's gradient; the basis is twenty.
-    assert memory.temp_size_in_bytes < 8 * SIZE
-    assert memory.alias_size_in_bytes >= 20 * SIZE
+    assert memory.temp_size_in_bytes < 8 * SIZE and memory.alias_size_in_bytes >= 20 * SIZE
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -284,8 +281,7 @@ def test_trials_leave_the_statistics_alone_and_use_the_same_key():
         value = loss_fn(params, (batch[0] * keep, batch[1]))
         return value, boostax.Aux(model_state=0.9 * model_state + 0.1 * batch[0].mean())
 
-    tx = boostax.dim_reduce(basis_of(7))
-    step = boostax.make_train_step(loss, tx, has_aux=True)
+    step = boostax.make_train_step(loss, boostax.dim_reduce(basis_of(7)), has_aux=True)
     state = step.init(start(), key=jax.random.key(0), model_state=jnp.float32(0.0))
     expected = 0.0
     for batch in batches(4):
@@ -309,14 +305,11 @@ def test_narrow_storage():
     g = jax.tree.map(lambda x: x[0] + 0.5 * x[1], rows)
     np.testing.assert_allclose(project(state.basis, g), [1, 0.5, 0, 0, 0, 0], atol=6e-3)
     update = jax.jit(lambda g, s: tx.update(g, s, LARGE, value=1.0, value_fn=lambda p: 0.5)[0])
-    compiled = update.lower(g, state).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * SIZE
+    assert update.lower(g, state).compile().memory_analysis().temp_size_in_bytes < 4 * SIZE
     assert_close(update(g, state), jax.tree.map(lambda x: -x, g), atol=2e-3)
-    minima = [
-        train(boostax.dim_reduce(basis_of(7), dtype=x), data=batches(1) * 40)[1][-1]["loss"]
-        for x in ("bfloat16", None)
-    ]
-    assert abs(minima[0] / minima[1] - 1) < 0.01
+    forms = (boostax.dim_reduce(basis_of(7), dtype=x) for x in ("bfloat16", None))
+    low, full = (train(form, data=batches(1) * 40)[1][-1]["loss"] for form in forms)
+    assert abs(low / full - 1) < 0.01
 
 
 def test_frozen_leaves_stand_still():

@@ -11,7 +11,6 @@ WRITTEN = {"compilers"}
 PAGES = [page for page in tables.pages() if page.stem not in WRITTEN]
 # Sections of these titles state measurements, and so does every block that links to a record.
 MEASURING = re.compile(r"#+ (?:Measured.*|What it costs|Cost|When .*do(?:es)? not pay)\n")
-RECORD = "benchmarks/results/"
 CODE = re.compile(r"^ *```.*?^ *```$|`+[^`]+`+|(?<=\])\([^)\s]+\)|<!-- .*?-->", re.S | re.M)
 MEASURED = re.compile(r"\d\.\d|\d%|± ")
 # Numbers that are none of a record: the verdicts' rule, and another paper's.
@@ -28,7 +27,7 @@ def measured(text):
     for section in re.split(r"^(?=#+ )", tables.TABLE.sub("", text), flags=re.M):
         blocks = section.split("\n\n")
         if not MEASURING.match(section):
-            blocks = [block for block in blocks if RECORD in block]
+            blocks = [block for block in blocks if "benchmarks/results/" in block]
         found += [CODE.sub("", block) for block in blocks]
     return found
 

@@ -165,8 +165,7 @@ def test_the_five_in_one_step_are_their_formulas(program):
     task = problem()
     for (params, state), (w, *told) in zip(program(*task), formulas(*task), strict=True):
         scaler = state.inner_state
-        length = scaler.applied * scaler.inner_state.length
-        assert [scaler.scale, state.depth, length] == told
+        assert [scaler.scale, state.depth, scaler.applied * scaler.inner_state.length] == told
         np.testing.assert_allclose(flat(params.values()), w, rtol=0, atol=1e-5)
 
 

@@ -87,9 +87,8 @@ def test_a_device_sends_what_the_formula_says(name, replicas):
     params = LOW if name == PARTIAL else PARAMS
     tx, mesh = make(), AbstractMesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,))
     update = lambda grads: tx.update(grads, tx.init(grads), grads)[0]  # noqa: E731
-    program = mapped(update, mesh, out_specs=jax.P(AXIS), check_vma=False)
     stacked = jax.tree.map(lambda x: x.update(shape=(replicas, *x.shape)), params)
-    found = costs.collectives(program, stacked)
+    found = costs.collectives(mapped(update, mesh, out_specs=jax.P(AXIS), check_vma=False), stacked)
     sent = sum(c.wire_bytes * (share if c.conditional else 1) for c in found)
     assert sent == pytest.approx(formula(replicas), rel=rtol)
 

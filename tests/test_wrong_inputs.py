@@ -30,12 +30,8 @@ def like(*shape):
 # Leaves without a gradient
 
 
-NO_GRADIENT = {
-    "int32": jnp.arange(3),
-    "bool": jnp.ones(3, bool),
-    "key<fry>": jax.random.key(0),
-    "uint32": jax.random.PRNGKey(0),
-}
+NO_GRADIENT = {"int32": jnp.arange(3), "bool": jnp.ones(3, bool)}
+NO_GRADIENT |= {"key<fry>": jax.random.key(0), "uint32": jax.random.PRNGKey(0)}
 
 
 @each_gate
@@ -146,8 +142,7 @@ def test_a_metric_by_a_name_of_the_report_is_refused(name):
         value = loss(params, x)
         return value, boostax.Aux(metrics={name: value + 1, "mine": value + 2})
 
-    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
-    step = boostax.make_train_step(told, tx, has_aux=True)
+    step = boostax.make_train_step(told, boostax.dynamic_loss_scale(optax.sgd(0.1)), has_aux=True)
     with pytest.raises(ValueError, match=f"metrics must be by names .* got '{name}'"):
         step(step.init(PARAMS), X)
     if name == "skipped":

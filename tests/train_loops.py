@@ -68,8 +68,7 @@ class Put:
         """One for each call."""
         random = np.random.default_rng(0)
         draw = lambda width: random.normal(size=(ROWS, width)).astype("f")  # noqa: E731
-        calls = self.calls or 2 * self.case.calls
-        return [{"x": draw(8), "y": draw(4)} for _ in range(calls)]
+        return [{"x": draw(8), "y": draw(4)} for _ in range(self.calls or 2 * self.case.calls)]
 
     def chain(self):
         """Technique and optimizer."""
@@ -301,8 +300,7 @@ def reference(put, run):
         return boostax.apply_gradients(tx, grads, state, params)
 
     step = jax.jit(jax.vmap(step, axis_name=axis))
-    repeat = lambda x: jnp.repeat(x[None], put.replicas, 0)  # noqa: E731
-    params = jax.tree.map(repeat, run.params)
+    params = jax.tree.map(lambda x: jnp.repeat(x[None], put.replicas, 0), run.params)
     state = jax.vmap(tx.init, axis_name=axis)(params)
     for batch in put.batches:
         split = jax.tree.map(lambda x: x.reshape(put.replicas, -1, *x.shape[1:]), batch)

@@ -249,10 +249,8 @@ def theirs(spec):
         rows = [p - c[step] for p, c in zip(own, centres, strict=True)]
         if not partial:
             rows = [x[None] / workers for x in reduce(rows)]
-        each = [
-            opt(dict(enumerate(p[r] for p in own)), dict(enumerate(g[r] for g in rows)))
-            for r, opt in enumerate(opts)
-        ]
+        named = lambda leaves, r: dict(enumerate(leaf[r] for leaf in leaves))  # noqa: E731
+        each = [opt(named(own, r), named(rows, r)) for r, opt in enumerate(opts)]
         each = each if partial else each * workers
         own = [np.stack([params[i] for params in each]) for i in range(len(own))]
         for i in fused[step % len(fused)] if partial else ():

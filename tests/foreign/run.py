@@ -43,13 +43,9 @@ SUITES = {
     "optax contrib": Suite("optax", ("contrib/_common_test.py",)),
     "optax sharding": Suite("optax", ("_src/sharding_test.py",)),
     "optax accumulation": Suite(
-        "optax",
-        ("transforms/_accumulation_test.py",),
-        ways=("scaler", "window", "compat"),
+        "optax", ("transforms/_accumulation_test.py",), ("scaler", "window", "compat")
     ),
-    "optax conditionality": Suite(
-        "optax", ("transforms/_conditionality_test.py",), ways=("compat",)
-    ),
+    "optax conditionality": Suite("optax", ("transforms/_conditionality_test.py",), ("compat",)),
     "optax masking": Suite("optax", ("transforms/_masking_test.py",)),
     "optax combining": Suite("optax", ("transforms/_combining_test.py",)),
     "flax nnx optimizer": Suite(
@@ -120,9 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="suites whose name holds this")
     parser.add_argument("--source", action="append", default=[], metavar="PACKAGE=DIR")
-    parser.add_argument(
-        "--write", action="store_true", help="publish them; others stay as recorded"
-    )
+    parser.add_argument("--write", action="store_true", help="publish them; keep the others")
     given = parser.parse_args()
     folders = dict(each.split("=", 1) for each in given.source)
     rows, failures, ours = [], [], 0
@@ -163,11 +157,8 @@ def main() -> int:
             print(rows[-1], flush=True)
             reasons = dict.fromkeys(theirs, "it fails without boostax too") | named
             reasons |= dict.fromkeys(open_ones, "a fault of boostax")
-            failures += [
-                {"suite": name, "boostax": way, "test": test, "reason": reason}
-                for test, reason in reasons.items()
-            ]
             for test, reason in reasons.items():
+                failures.append({"suite": name, "boostax": way, "test": test, "reason": reason})
                 print("  ", test, "-", reason, flush=True)
                 if test in open_ones:
                     print(found[test], flush=True)

@@ -169,10 +169,8 @@ def draw(seed: int) -> Case:
     if chance(0.3):
         moves.append((calls, "flush", 0))
     values = (np.nan, np.inf, -np.inf, LARGE, SPIKE, SPIKE)
-    bad = [
-        (int(rng.integers(calls)), int(rng.integers(8)), one_of(*values))
-        for _ in range(one_of(0, 1, 1, 2, 4))
-    ]
+    count = range(one_of(0, 1, 1, 2, 4))
+    bad = [(int(rng.integers(calls)), int(rng.integers(8)), one_of(*values)) for _ in count]
     return tidy(
         Case(
             seed=seed,

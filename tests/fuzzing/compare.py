@@ -41,11 +41,8 @@ def check(case: Case) -> str:
             ours.call(*given)
             theirs.call(*given)
             if case.quadratic and ours.loss is not None and theirs.loss < LARGEST:
-                loss = float(ours.loss)
-                if not np.isclose(loss, theirs.loss, rtol=1e-4):
-                    raise Difference(
-                        f"call {call}: loss is {loss}, and {theirs.loss} in the reference"
-                    )
+                if not np.isclose(loss := float(ours.loss), theirs.loss, rtol=1e-4):
+                    raise Difference(f"call {call}: loss is {loss}, the reference's {theirs.loss}")
             _compare(case, f"call {call}", ours, theirs)
     return "equal"
 

@@ -164,22 +164,20 @@ class Library:
             self.state = jax.device_put(state, self.train.shardings(state))
             self.carry = self.state.params, self.state.opt_state
             return
+        zero = case.placement == "zero"
         if case.placement in MESHES:
             specs = self._specs()
             place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
             params = jax.tree.map(place, params, specs)
-            self.placed = boostax.on_mesh(
-                self.tx, params, axis_name=AXIS, shard_optimizer=case.placement == "zero"
-            )
+            self.placed = boostax.on_mesh(self.tx, params, axis_name=AXIS, shard_optimizer=zero)
             where = jax.tree.map(lambda x: x.sharding, self.placed.init(params))
             state = jax.device_put(state, where)
         if case.face == "nnx":
             # A new optimizer has a new state; one from elsewhere is put back by its own methods.
             axis, self.model = None if case.placement == "single" else AXIS, _Net(params)
             self.optimizer = boostax.nnx.Optimizer(
-                self.model, self.tx, wrt=nnx.Param, axis_name=axis,
-                shard_optimizer=case.placement == "zero",
-            )  # fmt: skip
+                self.model, self.tx, wrt=nnx.Param, axis_name=axis, shard_optimizer=zero
+            )
             self._in_place()
             return
         if case.placement == "pmap":
@@ -196,8 +194,7 @@ class Library:
         loss = lambda model, batch, **more: self._loss(model.values(), batch, **more)  # noqa: E731
         oracle = optimizer.value_and_grad(loss, has_aux=True, microbatches=self.case.microbatches)
         (value, aux), grads = oracle(model, given, **self._numbers(number))
-        extra = {"weight": aux.weight} if self.case.weighted else {}
-        optimizer.update(model, grads, **extra)
+        optimizer.update(model, grads, **{"weight": aux.weight} if self.case.weighted else {})
         return value
 
     def _taken(self) -> tuple[Tree, Tree]:

@@ -51,11 +51,9 @@ class Reference:
         """The scaled gradients of each replica, and its weights: of a loss, or as handed over."""
         case = self.case
         if not case.loss:
-            wide = {name: v[:, 0].astype(np.float64) * self.scale for name, v in x.items()}
-            grads = [
-                {name: self._rounded(v[r]) for name, v in wide.items()}
-                for r in range(self.replicas)
-            ]
+            wide = {n: v[:, 0].astype(np.float64) * self.scale for n, v in x.items()}
+            replicas = range(self.replicas)
+            grads = [{n: self._rounded(v[r]) for n, v in wide.items()} for r in replicas]
             return grads, weights[:, :1]
         grads = [
             [

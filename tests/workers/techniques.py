@@ -31,8 +31,7 @@ def frozen():
 
 def subspace():
     basis = boostax.subspace.random_basis(example.init_params(), 6)
-    inner = boostax.dim_reduce(basis, axis_name="data")
-    return boostax.dynamic_loss_scale(inner, axis_name="data")
+    return boostax.dynamic_loss_scale(boostax.dim_reduce(basis, axis_name="data"), axis_name="data")
 
 
 def windowed():
