@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bound_axis, checks, gate, trees
+from boostax._core import axes, bound_axis, checks, gate, protocols, trees
 from boostax._core.describe import Holds, describe, elsewhere
 from boostax._core.types import PyTree
 
@@ -146,9 +146,10 @@ class _Carry(NamedTuple):
         opened = state.open & gate.held_open(state.inner_state)
         fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
         pending = gate.Pending(without(grads.raw, found))
-        # ``known_by`` is of scalers, and ``last_finite`` of Optax's ``apply_if_finite``.
         inside = state.inner_state
-        if trees.find(inside, lambda x: hasattr(x, "known_by") or hasattr(x, "last_finite")):
+        # ``last_finite`` is a field of Optax's ``apply_if_finite``.
+        checks_finite = trees.find(inside, lambda x: hasattr(x, "last_finite"))
+        if checks_finite or trees.telling(inside, protocols.Scaler):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.
             below = fits(lambda x: x < jnp.inf)
             pending = pending.times(jnp.where(below, 1.0, jnp.nan).astype(jnp.float32))
