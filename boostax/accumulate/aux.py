@@ -201,27 +201,25 @@ def of_slice(
     """
     loss, aux = result
     by_term = loss
-    combined = as_aux(aux)
+    known = as_aux(aux)
     terms = loss if isinstance(loss, dict) else {}
     got = tuple(terms)
     allowed = f"those of the window around all gradients, without carry: {window or 'none'}"
     hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
     is_valid = window in (None, got)
     checks.require(is_valid, _WHO, "the terms of the loss", got=got, allowed=allowed, hint=hint)
-    means = pairs(_WHO, "Aux.means", combined.means)
+    means = pairs(_WHO, "Aux.means", known.means)
     if terms:
-        twice = [*means.keys() & terms, *["weight"] * (combined.weight is not None)]
+        twice = [*means.keys() & terms, *["weight"] * (known.weight is not None)]
         allowed, hint = "without a weight and the names of terms", "Each term has its count."
         checks.require(not twice, _WHO, "Aux with terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError
-        sums = jnp.stack([x for x, _ in terms.values()])
-        n = jnp.stack([*counts.values()])
+        sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
         by_term = sums / jnp.where(n == 0, least, n).astype(sums.dtype)
         loss = jnp.where(n == 0, 0, by_term).sum()
         means = means | terms
-    aux = as_given(combined._replace(means=means), own_of(aux), aux) if means else aux
-    return loss, by_term, aux
+    return loss, by_term, as_given(known._replace(means=means), own_of(aux), aux) if means else aux
 
 
 def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
@@ -269,12 +267,9 @@ def over_replicas(
 
 
 def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    def on_leaf(leaf: jax.typing.ArrayLike) -> jax.Array:
-        x = jnp.asarray(leaf)
-        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        return fn(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return jax.tree.map(on_leaf, tree)
+    counted = {jnp.dtype(bool): jnp.int32}
+    tree = jax.tree.map(lambda x: jnp.asarray(x, counted.get(jnp.result_type(x))), tree)
+    return jax.tree.map(lambda x: fn(x) if trees.is_inexact(x.dtype) else x, tree)
 
 
 def addends(tree: PyTree, narrow: jnp.dtype) -> PyTree:

@@ -12,7 +12,7 @@ References:
 
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +105,7 @@ def carry(
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
     hint = "Try {'router/bias': 'last'}."
-    given_rules: object = rules
-    by_words: dict[str, Rule] = dict(rules) if isinstance(given_rules, Mapping) else {}
+    by_words: dict[str, Rule] = dict(rules) if isinstance(cast(object, rules), Mapping) else {}
     is_valid = bool(by_words) and all(words.strip("/") for words in by_words)
     allowed = "a mapping of paths to rules"
     checks.require_type(is_valid, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
@@ -270,7 +269,5 @@ def _set_carried(trained: PyTree, params: PyTree, window: PyTree, is_applied: ja
     return put(trained, axes.unify(chosen, old))
 
 
-def _map(
-    fn: Callable[..., PyTree], tree: PyTree, is_leaf: Callable[..., bool] | None = None
-) -> PyTree:
+def _map(fn: Callable[..., PyTree], tree: PyTree, is_leaf: Callable | None = None) -> PyTree:
     return tree_map_with_path(lambda path, x: fn(trees.path_name(path), x), tree, is_leaf=is_leaf)

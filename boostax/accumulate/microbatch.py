@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import KeyPath, tree_map_with_path
+from jax.tree_util import KeyPath, tree_leaves_with_path
 
 from boostax._core import axes, bcoo, checks, trees
 from boostax._core.types import PyTree
@@ -179,16 +179,14 @@ def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the
     rows.
     """
+    arrays = jax.tree.map(jnp.asarray, batch)
     if count == "stacked":
-        return jax.tree.map(jnp.asarray, batch), stacked_count(batch, _WHO), 0
+        return arrays, stacked_count(batch, _WHO), 0
     hint = f"{PAD} Or choose another number; microbatches='stacked' takes [slices, rows, ...]."
-
-    def split_leaf(path: KeyPath, x: jax.typing.ArrayLike) -> jax.Array:
-        x = jnp.asarray(x)
+    for path, x in tree_leaves_with_path(arrays):
         require_even(_WHO, path, x.shape, count, f"microbatches={count}", hint=hint)
-        return x.reshape(x.shape[0] // count, count, *x.shape[1:])
-
-    return tree_map_with_path(split_leaf, batch), count, 1
+    slices = jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays)
+    return slices, count, 1
 
 
 def require_even(

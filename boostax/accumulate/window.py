@@ -8,8 +8,6 @@ transformation with its collectives is compiled into a branch that only the last
 """
 
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple
 
@@ -186,9 +184,8 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    if not callable(every):
-        hint = "It counts micro-steps per update; a schedule may be a function."
-        every = checks.positive_int(_WHO, "every", every, hint)
+    hint = "It counts micro-steps per update; a schedule may be a function."
+    every = every if callable(every) else checks.positive_int(_WHO, "every", every, hint)
     hint = "Losses that are means over a varying number of tokens need 'weight'."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
     kind: PyTree = "weight" if terms else normalize
@@ -273,8 +270,8 @@ class _Windows(NamedTuple):
         old = state.window.local if isinstance(state.window, PerReplica) else state.window
         require_like(_WHO, "the window", old, new)
         seed = formats.fold(state.optimizer_steps, state.micro_step) if self.stochastic else None
-        add = functools.partial(_summed, state.micro_step == 0, seed)
-        sums = tree_map_with_path(add, old, new)
+        is_first = state.micro_step == 0
+        sums = tree_map_with_path(lambda *leaf: _summed(is_first, seed, *leaf), old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
         call = _Call(state, params, apply, elsewhere(extra, _refused))
@@ -322,9 +319,7 @@ class _Windows(NamedTuple):
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
         """Close the window if ``ends``; else return the inner state, which is not applied."""
         unchanged = call.state.inner_state, jnp.asarray(False)
-        return self._run_if(
-            ends, functools.partial(self._close, sums, count, call), unchanged, call
-        )
+        return self._run_if(ends, lambda: self._close(sums, count, call), unchanged, call)
 
     def _run_if(self, ok: jax.Array, work: Callable, state: PyTree, call: _Call) -> Stepped:
         how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
@@ -345,10 +340,8 @@ class _Windows(NamedTuple):
         if window.weight is not None:
             weight = window.weight
             weight = jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
-            ok, by_weight = factor(
-                jnp.where(ok, weight, jnp.nan) if is_checked else weight, self.names
-            )
-            factors = [by_weight]
+            weight = jnp.where(ok, weight, jnp.nan) if is_checked else weight
+            ok, *factors = factor(weight, self.names)
         elif is_checked:
             ok = axes.agree(ok, self.names)
 
@@ -359,7 +352,7 @@ class _Windows(NamedTuple):
                 # reduction to memory.
                 shares: list[PyTree] = []
                 for i, x in enumerate(factors[0]):
-                    term = jax.tree.map(operator.itemgetter(i), window.grads)
+                    term = jax.tree.map(lambda g, i=i: g[i], window.grads)
                     shares.append(Pending(term, (x,)).value())
                 grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
             with averaged(self.averaged):
@@ -402,9 +395,7 @@ def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
         checks.absent("apply_gradients", "weight", weight, allowed, hint)
 
 
-def _next(
-    state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.Array
-) -> AccumulateState:
+def _next(state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.Array) -> PyTree:
     inner_state, applied = closed
     steps = gate.counted(state.optimizer_steps, applied)
     skipped = gate.counted(state.skipped, ended & ~applied)
@@ -478,8 +469,7 @@ def flush(
       >>> float(w)
       -2.0
     """
-    arrays = trees.arrays(params)
-    opt_state = trees.arrays(opt_state)
+    arrays, opt_state = trees.arrays(params), trees.arrays(opt_state)
     trained = trees.without_gradient(trees.aside(arrays), True)
     call = "boostax.flush(tx, opt_state, params)"
     with mismatch.explaining(mismatch.require_state, "flush", call, tx, opt_state, trained):
