@@ -198,7 +198,7 @@ class Optimizer(nnx.Optimizer[_M]):
                 changed = jax.tree.map(lambda new, old: new is not old, new, model_state)
                 value, loss_aux = auxiliary.loss_and_aux(result, has_aux)
                 combined = auxiliary.as_aux(loss_aux)._replace(model_state=new)
-                return value, auxiliary.Beside(combined, auxiliary.own_of(loss_aux))
+                return value, auxiliary.Joint(combined, auxiliary.own_of(loss_aux))
 
             active = self._active(params, opt_state) if active is None else active
             gradients_of = value_and_grad(loss, has_aux=True, **how)
@@ -207,12 +207,12 @@ class Optimizer(nnx.Optimizer[_M]):
             extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
             # A mean over three replicas would round unchanged variables, too.
-            mean = aux.told.model_state
+            mean = aux.combined.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
             # An overflow in the forward pass affects the statistics even if gradients are skipped.
             keep = all_finite(new)
             nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, others))
-            aux = auxiliary.as_given(aux.told._replace(model_state=None), aux.own, loss_aux)
+            aux = auxiliary.as_given(aux.combined._replace(model_state=None), aux.other, loss_aux)
             return ((value, aux) if has_aux else value), grads
 
         return fn

@@ -33,11 +33,10 @@ Gradients stay local to each replica: replica :math:`r` multiplies its gradient 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
@@ -80,27 +79,27 @@ class Aux(NamedTuple):
     means: PyTree = {}  # noqa: RUF012
 
 
-class Beside(NamedTuple):
+class Joint(NamedTuple):
     """An ``Aux`` together with another auxiliary tree that passes through."""
 
-    told: Aux
-    own: PyTree
+    combined: Aux
+    other: PyTree
 
 
 def as_aux(aux: PyTree) -> Aux:
     """Return the ``Aux`` in ``aux``, or an empty one."""
-    aux = aux.told if isinstance(aux, Beside) else aux
+    aux = aux.combined if isinstance(aux, Joint) else aux
     return aux if isinstance(aux, Aux) else Aux()
 
 
 def own_of(aux: PyTree) -> PyTree:
     """Return the part of ``aux`` that passes through."""
-    return aux.own if isinstance(aux, Beside) else () if isinstance(aux, Aux) else aux
+    return aux.other if isinstance(aux, Joint) else () if isinstance(aux, Aux) else aux
 
 
-def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
+def as_given(aux: Aux, other: PyTree, like: PyTree) -> PyTree:
     """Return both parts in the structure of ``like``, the aux that the loss returned."""
-    return Beside(told, own) if isinstance(like, Beside) else told if isinstance(like, Aux) else own
+    return Joint(aux, other) if isinstance(like, Joint) else aux if isinstance(like, Aux) else other
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:
@@ -115,29 +114,32 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
     return Aux(metrics=aux)
 
 
-def pairs(who: str, argument: str, tree: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+def pairs(who: str, argument: str, tree: PyTree) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Return sums and counts by name, in f32 or wider."""
     allowed = "a dict of names to pairs (sum, count)"
     hint = "Return {'ce': (ce.sum(), tokens), 'z': (0.1 * z.sum(), rows)}."
-    paired = lambda x: isinstance(x, tuple) and len(x) == 2  # noqa: E731
-    fits = isinstance(tree, Mapping) and all(map(paired, tree.values()))
-    checks.require_type(fits, who, argument, got=tree, allowed=allowed, hint=hint)
-    wide = lambda x: trees.as_dtype(x, jnp.promote_types(jnp.result_type(x), jnp.float32))  # noqa: E731
+    entries = [*tree.values()] if isinstance(tree, Mapping) else [None]
+    is_valid = all(isinstance(x, tuple) and len(x) == 2 for x in entries)
+    checks.require_type(is_valid, who, argument, got=tree, allowed=allowed, hint=hint)
+
+    def wide(x: jax.typing.ArrayLike) -> jax.Array:
+        return trees.as_dtype(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+
     return {name: (wide(x), wide(count)) for name, (x, count) in sorted(tree.items())}
 
 
 def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
     """Return ``aux`` with quotients of the summed pairs, and the terms' counts as its weight."""
-    told = as_aux(aux)
-    counts = {name: told.means[name][1] / replicas for name in terms}
-    means = {name: drop_empty(divide(x, n), n) for name, (x, n) in told.means.items()}
-    return as_given(told._replace(weight=counts or told.weight, means=means), own_of(aux), aux)
+    combined = as_aux(aux)
+    weight = {name: combined.means[name][1] / replicas for name in terms} or combined.weight
+    means = {name: drop_empty(divide(x, n), n) for name, (x, n) in combined.means.items()}
+    return as_given(combined._replace(weight=weight, means=means), own_of(aux), aux)
 
 
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Multiply floating leaves by ``weight``, in f32 or wider; integers are counts and stay.
+    """Multiply floating leaves by ``weight``, in f32 or wider; return integers unchanged.
 
-    Token counts in f16 would overflow at 65504, and be rounded from 2048 on.
+    Integers are counts. Token counts in f16 would overflow at 65504, and be rounded from 2048 on.
     """
     tree = _map_floating(trees.at_least_float32, tree)
     return drop_empty(_map_floating(lambda x: x * weight.astype(x.real.dtype), tree), weight)
@@ -174,9 +176,10 @@ def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
     factor, because XLA:CPU writes a copy of the sums for a division. With a weight for each term,
     at least one weight must be usable; the factor of a term with count 0 is 0.
     """
-    summed, replicas = total(weight, names), axes.size(names) if names else 1
+    summed = total(weight, names)
     usable = summed >= LEAST
-    return usable.any() & (summed >= 0).all(), jnp.where(usable, replicas / summed, 0)
+    scaled = jnp.where(usable, (axes.size(names) if names else 1) / summed, 0)
+    return usable.any() & (summed >= 0).all(), scaled
 
 
 def any_items(weight: PyTree) -> jax.Array:
@@ -188,46 +191,52 @@ class UncountedError(Exception):
     """Signal that ends the first of two traces of a loss of terms."""
 
 
-def of_slice(result: Any, counts: Any, apart: Any = None, least: float = 1.0) -> Any:
+def of_slice(
+    result: PyTree, counts: PyTree, window: tuple[str, ...] | None = None, least: float = 1.0
+) -> tuple[PyTree, PyTree, PyTree]:
     """Return the loss of a slice (the mean over slices is the full loss), its terms, and the aux.
 
-    ``apart`` names the terms of the window in the state; ``None`` without a window. A window
+    ``window`` names the terms of the window in the state; ``None`` without a window. A window
     divides at its end, so here its terms ``[terms]`` with count 0 are divided by ``least``.
     """
     loss, aux = result
-    terms, told, by_term = loss if isinstance(loss, dict) else {}, as_aux(aux), loss
-    got, hint = tuple(terms), f"Pass accumulate(..., normalize={tuple(terms) or 'mean'!r})."
-    allowed = f"those of the window around all gradients, without carry: {apart or 'none'}"
-    is_valid = apart in (None, got)
+    by_term = loss
+    known = as_aux(aux)
+    terms = loss if isinstance(loss, dict) else {}
+    got = tuple(terms)
+    allowed = f"those of the window around all gradients, without carry: {window or 'none'}"
+    hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
+    is_valid = window in (None, got)
     checks.require(is_valid, _WHO, "the terms of the loss", got=got, allowed=allowed, hint=hint)
-    means = pairs(_WHO, "Aux.means", told.means)
+    means = pairs(_WHO, "Aux.means", known.means)
     if terms:
-        twice = [*means.keys() & terms, *["weight"] * (told.weight is not None)]
+        twice = [*means.keys() & terms, *["weight"] * (known.weight is not None)]
         allowed, hint = "without a weight and the names of terms", "Each term has its count."
         checks.require(not twice, _WHO, "Aux with terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError
         sums, n = jnp.stack([x for x, _ in terms.values()]), jnp.stack([*counts.values()])
         by_term = sums / jnp.where(n == 0, least, n).astype(sums.dtype)
-        loss, means = jnp.where(n == 0, 0, by_term).sum(), means | terms
-    return loss, by_term, as_given(told._replace(means=means), own_of(aux), aux) if means else aux
+        loss = jnp.where(n == 0, 0, by_term).sum()
+        means = means | terms
+    return loss, by_term, as_given(known._replace(means=means), own_of(aux), aux) if means else aux
 
 
-def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, PyTree]:
+def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     """Return the loss (a scalar in f32 or wider, or a dict of terms) and the aux; refuse others."""
-    pair = isinstance(result, tuple) and len(result) == 2
-    loss: Any = result[0] if has_aux and pair else result
-    aux = result[1] if has_aux and pair else Aux()
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    loss: PyTree = result[0] if has_aux and is_pair else result
+    aux = result[1] if has_aux and is_pair else Aux()
     checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
-    if pair == has_aux and hasattr(loss, "items") and loss:
+    if is_pair == has_aux and hasattr(loss, "items") and loss:
         terms = pairs(_WHO, "the terms of the loss", loss)
         return {name: (x.sum(), n.sum()) for name, (x, n) in terms.items()}, aux
-    scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
-    fits = isinstance(loss, float) or (scalar and pair == has_aux)
+    is_scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
+    valid = isinstance(loss, float) or (is_scalar and is_pair == has_aux)
     allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
     hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
-    checks.require_type(fits, _WHO, "the result of loss_fn", got=got, allowed=allowed, hint=hint)
+    checks.require_type(valid, _WHO, "the result of loss_fn", got=got, allowed=allowed, hint=hint)
     return trees.at_least_float32(jnp.asarray(loss)), aux
 
 
@@ -235,46 +244,40 @@ def over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Average loss and ``Aux`` by the replicas' weights; weight gradients, but keep them local."""
-    told, replicas = as_aux(aux), axes.size(names)
-    local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-    summed = jnp.float32(replicas) if told.weight is None else total(local, names)
-    # The mean weight over the replicas is equal on all replicas, and a window's weights sum to
-    # the number of all tokens.
-    weight = None if told.weight is None else summed / replicas
+    combined = as_aux(aux)
+    weight = combined.weight
+    local = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
+    summed = jnp.float32(axes.size(names)) if weight is None else total(local, names)
     if weight is not None:
+        # The mean weight over the replicas is equal on all replicas, and a window's weights sum
+        # to the number of all tokens.
+        weight = summed / axes.size(names)
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
-    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), summed)
-    means = jax.tree.map(lambda x: total(x, names), told.means)
+    loss, metrics = divide(lax.psum(weigh((loss, combined.metrics), local), names), summed)
+    means = jax.tree.map(lambda x: total(x, names), combined.means)
 
     def mean(x: jax.Array) -> jax.Array:
-        """Average statistics; cast counters to equal; leave keys unchanged."""
+        # Statistics are averaged, and counters become equal. Keys do not change.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)
 
-    told = Aux(weight, jax.tree.map(mean, told.model_state), metrics, means)
-    return loss, as_given(told, own_of(aux), aux), grads
+    combined = Aux(weight, jax.tree.map(mean, combined.model_state), metrics, means)
+    return loss, as_given(combined, own_of(aux), aux), grads
 
 
 def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    def on_leaf(leaf: jax.typing.ArrayLike) -> jax.Array:
-        x = jnp.asarray(leaf)
-        if jnp.issubdtype(x.dtype, jnp.bool_):
-            x = x.astype(jnp.int32)
-        return fn(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return jax.tree.map(on_leaf, tree)
+    counted = {jnp.dtype(bool): jnp.int32}
+    tree = jax.tree.map(lambda x: jnp.asarray(x, counted.get(jnp.result_type(x))), tree)
+    return jax.tree.map(lambda x: fn(x) if trees.is_inexact(x.dtype) else x, tree)
 
 
-def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
+def addends(tree: PyTree, narrow: jnp.dtype) -> PyTree:
     """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
 
     Then a sum narrower than f32 rounds once per addition. If the gradient were rounded before its
     weight is applied, the weight would multiply the rounding error, and values that are small
     before weighting would underflow.
     """
-
-    def addend(g: jax.Array) -> jax.Array:
-        return g.astype(jnp.promote_types(trees.wide_dtype(g), trees.buffer_dtype(g, narrow)))
-
-    return jax.tree.map(addend, tree)
+    dtypes = jax.tree.map(lambda g: jnp.promote_types(trees.wide_dtype(g), narrow), tree)
+    return jax.tree.map(lambda g, dtype: g.astype(dtype), tree, dtypes)

@@ -12,14 +12,17 @@ References:
 
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_map_with_path
+from jax.typing import ArrayLike
 
-from boostax._core import axes, bound_axis, checks, gate, protocols, trees
-from boostax._core.describe import Holds, describe, elsewhere
+from boostax._core import axes, bound_axis, checks, gate, norms, protocols, trees
+from boostax._core.describe import Holds, Stepped, describe, elsewhere
+from boostax._core.gate import Pending
 from boostax._core.types import PyTree
 
 Rule = Literal["max", "sum", "last"]
@@ -42,8 +45,8 @@ class CarryState(NamedTuple):
       inner_state: state of the inner transformation, which has no carried leaves.
     """
 
-    open: jax.Array
-    window: dict[Rule, PyTree]
+    open: jax.Array  # [] bool
+    window: dict[Rule, PyTree]  # shapes and dtypes of the carried leaves
     inner_state: optax.OptState
     holds = Holds(params=True)
 
@@ -101,9 +104,16 @@ def carry(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    how = _Carry(tx, _checked(rules), names)
+    hint = "Try {'router/bias': 'last'}."
+    by_words: dict[str, Rule] = dict(rules) if isinstance(cast(object, rules), Mapping) else {}
+    is_valid = bool(by_words) and all(words.strip("/") for words in by_words)
+    allowed = "a mapping of paths to rules"
+    checks.require_type(is_valid, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
+    for rule in by_words.values():
+        checks.choice(_WHO, "rules", rule, Rule, hint)
+    part = _Carry(tx, {words.strip("/"): rule for words, rule in by_words.items()}, names)
     described = describe(_WHO, "carry", names, inner={"inner_state": tx})
-    return gate.gated(how.init, described(how.step), how.flush)
+    return gate.gated(part.init, described(part.step), part.flush)
 
 
 class _Carry(NamedTuple):
@@ -115,77 +125,69 @@ class _Carry(NamedTuple):
 
     def init(self, params: PyTree) -> CarryState:
         """Return the first state, without an open window."""
-        found, every = resolve(self.rules, params), trees.names(params)
-        idle = [words for words in self.rules if not resolve({words: "last"}, params)]
+        unused = [words for words in self.rules if not resolve({words: "last"}, params)]
         # scheduled_freeze calls init with only some of the params; the others are masked.
-        fits = not idle or any(map(trees.is_masked, trees.nodes(params)))
+        is_valid = not unused or any(map(trees.is_masked, trees.nodes(params)))
         hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
-        checks.require(fits, _WHO, "rules", got=idle, allowed="paths of params", hint=hint)
+        checks.require(is_valid, _WHO, "rules", got=unused, allowed="paths of params", hint=hint)
+        rules = resolve(self.rules, params)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        windows: dict[Rule, PyTree] = {}
+        window: dict[Rule, PyTree] = {}
         for rule in sorted(set(self.rules.values())):
-            windows[rule] = without(zeros, [name for name in every if found.get(name) != rule])
-        inner_state = gate.init_inner(self.tx, without(params, found))
-        return CarryState(jnp.asarray(False), windows, inner_state)
+            window[rule] = without(zeros, [x for x in trees.names(params) if rules.get(x) != rule])
+        inner_state = gate.init_inner(self.tx, without(params, rules))
+        return CarryState(jnp.asarray(False), window, inner_state)
 
     def step(
-        self, grads: gate.Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, CarryState]:
+        self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: PyTree
+    ) -> Stepped:
         """Run the inner step on the leaves that are not carried, then set the carried leaves."""
         hint = "Write carry(dynamic_loss_scale(...)), and boostax.apply_gradients for tx.update."
         allowed = "set by boostax.apply_gradients with carry outermost"
         got = "a wrapper that multiplies gradients or adds updates"
         is_valid = apply and not grads.factors
         checks.require(is_valid, _WHO, "carried leaves", got=got, allowed=allowed, hint=hint)
-        found = resolve(self.rules, params)
-        new = values(grads.raw, found)
+        rules = resolve(self.rules, params)
+        new = values(grads.raw, rules)
         if self.names:
             axes.require_bound(self.names, _WHO)
-            new = {name: _over_replicas(found[name], x, self.names) for name, x in new.items()}
+            new = {name: _over_replicas(rules[name], x, self.names) for name, x in new.items()}
+        old_inner = state.inner_state
         # The caller may have replaced the inner state by one without an open window.
-        opened = state.open & gate.held_open(state.inner_state)
-        fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
-        pending = gate.Pending(without(grads.raw, found))
-        inside = state.inner_state
-        # Optax's ``apply_if_finite`` has a field ``last_finite``.
-        skips = trees.find(inside, lambda x: hasattr(x, "last_finite"))
-        if skips or trees.telling(inside, protocols.Scaler):
+        was_open = state.open & gate.held_open(old_inner)
+        pending = Pending(without(grads.raw, rules))
+        # ``last_finite`` is a field of Optax's ``apply_if_finite``.
+        checks_finite = trees.find(old_inner, lambda x: hasattr(x, "last_finite"))
+        if checks_finite or trees.telling(old_inner, protocols.Scaler):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.
-            below = fits(lambda x: x < jnp.inf)
-            pending = pending.times(jnp.where(below, 1.0, jnp.nan).astype(jnp.float32))
+            is_below = norms.all_true([(x < jnp.inf).all() for x in new.values()])
+            pending = pending.times(jnp.where(is_below, 1.0, jnp.nan).astype(jnp.float32))
         extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
-            extra["grad"] = without(extra["grad"], found)
-        others = without(params, found)
-
-        def merged(name: str, old: jax.Array) -> jax.Array:
+            extra["grad"] = without(extra["grad"], rules)
+        others = without(params, rules)
+        combined: Carried = {}
+        for name, old in [x for tree in state.window.values() for x in trees.named(tree)]:
             x = new[name].astype(old.dtype)
-            return jnp.where(opened, combine(found[name], old, x), x)
+            combined[name] = jnp.where(was_open, combine(rules[name], old, x), x)
+        trained, inner = gate.run(self.tx, pending, old_inner, others, apply=True, extra=extra)
+        is_finite = norms.all_true([jnp.isfinite(x).all() for x in new.values()])
+        is_used = gate.outermost_passed(inner) & is_finite
+        window: dict[Rule, PyTree] = {}
+        for rule, tree in state.window.items():
+            window[rule] = _map(lambda name, old: jnp.where(is_used, combined[name], old), tree)
+        is_open = was_open | is_used
+        params = _set_carried(trained, params, window, gate.passed(inner) & is_open)
+        return params, CarryState(is_open & gate.held_open(inner), window, inner)
 
-        both = {name: merged(name, x) for name, x in _named(state.window).items()}
-        trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
-        took = gate.outermost_passed(inner) & fits(jnp.isfinite)
-        kept = lambda name, old: jnp.where(took, both[name], old)  # noqa: E731
-        window: dict[Rule, PyTree] = {rule: _map(kept, x) for rule, x in state.window.items()}
-        have = opened | took
-        params = _settled(trained, params, window, gate.passed(inner) & have)
-        return params, CarryState(have & gate.held_open(inner), window, inner)
-
-    def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
+    def flush(self, state: CarryState, params: PyTree, **extra: PyTree) -> Stepped:
         """Close the open windows inside, and set their carried leaves."""
         others = without(params, resolve(self.rules, params))
         trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
-        params = _settled(trained, params, state.window, state.open & gate.passed(inner_state))
-        still = state.open & gate.held_open(inner_state)
-        return params, state._replace(open=still, inner_state=inner_state)
-
-
-def require_outside(inner_state: PyTree, who: str) -> None:
-    """Refuse ``carry`` inside a transformation that sums gradients."""
-    inside = trees.find(inner_state, lambda node: isinstance(node, CarryState))
-    allowed, hint = "without carry, which must be outermost", f"Write boostax.carry({who}(...))."
-    got = "a wrapper that sums new values"
-    checks.require(not inside, who, "inner", got=got, allowed=allowed, hint=hint)
+        is_applied = state.open & gate.passed(inner_state)
+        params = _set_carried(trained, params, state.window, is_applied)
+        is_open = state.open & gate.held_open(inner_state)
+        return params, state._replace(open=is_open, inner_state=inner_state)
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
@@ -194,8 +196,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     Raises:
       ValueError: the optimizer would treat leaves of Flax's collection as gradients.
     """
-    found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
-    windows = [window for state in found for window in state.window.items()]
+    states = trees.find(opt_state, lambda node: isinstance(node, CarryState))
+    windows = [window for state in states for window in state.window.items()]
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
     got = f"one that takes the new values {sorted(missing)} for gradients"
@@ -209,18 +211,19 @@ def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     if not rules:
         return {}
     # The first matching rule applies, so the rules are written in reverse order.
-    names, last_first = trees.names(tree), reversed([*rules.items()])
+    names = trees.names(tree)
+    last_first = reversed([*rules.items()])
     return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
 
 
-def without(tree: PyTree, found: Container[str]) -> PyTree:
+def without(tree: PyTree, names: Container[str]) -> PyTree:
     """Return a tree with ``optax.MaskedNode`` for carried leaves."""
-    return _map(lambda name, x: optax.MaskedNode() if name in found else x, tree)
+    return _map(lambda name, x: optax.MaskedNode() if name in names else x, tree)
 
 
-def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
+def values(tree: PyTree, names: Container[str]) -> Carried:
     """Return the leaves of ``tree`` that ``carry`` overwrites."""
-    return {name: x for name, x in trees.named(tree) if name in found}
+    return {name: x for name, x in trees.named(tree) if name in names}
 
 
 def put(tree: PyTree, carried: Carried) -> PyTree:
@@ -239,13 +242,13 @@ def nothing(rule: Rule, like: jax.Array) -> jax.Array:
     return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
 
 
-def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
+def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: ArrayLike) -> Carried:
     """Return the new values, or neutral values for a batch of zero weight, whose loss is 0/0."""
-    found = resolve(rules, grads)
-    new = values(grads, found)
-    none = {name: nothing(found[name], x) for name, x in new.items()}
-    none |= {name: x for name, x in values(params, found).items() if found[name] == "last"}
-    return {name: jnp.where(jnp.asarray(weight) > 0, x, none[name]) for name, x in new.items()}
+    by_name = resolve(rules, grads)
+    new = values(grads, by_name)
+    empty = {name: nothing(by_name[name], x) for name, x in new.items()}
+    empty |= {name: x for name, x in values(params, by_name).items() if by_name[name] == "last"}
+    return {name: jnp.where(jnp.asarray(weight) > 0, x, empty[name]) for name, x in new.items()}
 
 
 def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -257,30 +260,14 @@ def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
     return jax.lax.psum(axes.to_varying(x, names), names)
 
 
-def _named(window: dict[Rule, PyTree]) -> Carried:
-    """Return the values of a window by path."""
-    return {name: x for tree in window.values() for name, x in trees.named(tree)}
-
-
-def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:
+def _set_carried(trained: PyTree, params: PyTree, window: PyTree, is_applied: jax.Array) -> PyTree:
     """Return the ``trained`` params with the carried values of a closed window."""
-    new = _named(window)
+    new = {name: x for tree in window.values() for name, x in trees.named(tree)}
     old = values(params, new)
-    chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}
+    chosen = {name: jnp.where(is_applied, x, old[name]) for name, x in new.items()}
     # Per-replica params have a varying type.
     return put(trained, axes.unify(chosen, old))
 
 
-def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> PyTree:
-    named = lambda path, x: fn(trees.path_name(path), x)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
-
-
-def _checked(rules: Any) -> Rules:
-    hint, allowed = "Try {'router/bias': 'last'}.", "a mapping of paths to rules"
-    given: dict[str, Rule] = dict(rules) if isinstance(rules, Mapping) else {}
-    fits = bool(given) and all(words.strip("/") for words in given)
-    checks.require_type(fits, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
-    for rule in given.values():
-        checks.choice(_WHO, "rules", rule, Rule, hint)
-    return {words.strip("/"): rule for words, rule in given.items()}
+def _map(fn: Callable[..., PyTree], tree: PyTree, is_leaf: Callable | None = None) -> PyTree:
+    return tree_map_with_path(lambda path, x: fn(trees.path_name(path), x), tree, is_leaf=is_leaf)

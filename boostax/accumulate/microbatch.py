@@ -5,12 +5,13 @@ The result equals that of the whole batch, with the activations of one slice in 
 are summed locally in f32, so a reduction over replicas runs once, after the scan.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import KeyPath, tree_leaves_with_path
 
 from boostax._core import axes, bcoo, checks, trees
 from boostax._core.types import PyTree
@@ -21,6 +22,7 @@ _WHO = "microbatch"
 # "stacked": the batch already has a leading dimension of micro-batches.
 Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
+Shape = tuple[int, ...]
 PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
 SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
 
@@ -98,72 +100,69 @@ def microbatch(
     if count == 1:
         return value_and_grad_fn
 
-    def wrapped(params: PyTree, batch: PyTree, /, *args: Any, **kwargs: Any) -> Any:
-        slices, number, axis = split(batch, count, _WHO)
-        micro_batch = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+    def wrapped(params: PyTree, batch: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        slices, number, axis = _split(batch, count)
         key = kwargs.pop("key", None)
         # A micro-batch gets these keyword arguments from the previous micro-batch.
-        popped = {k: kwargs.pop(k, None) for k in ("model_state", "threaded")}
-        first = {k: x for k, x in popped.items() if x is not None}
-        given_aux: PyTree = Aux()
+        names = "model_state", "threaded"
+        first = {k: x for k in names if (x := kwargs.pop(k, None)) is not None}
+        last_aux: PyTree = Aux()
 
         def evaluate(index: jax.Array, state: dict[str, PyTree]) -> _Terms:
-            nonlocal given_aux
-            given = kwargs | ({} if key is None else {"key": jax.random.fold_in(key, index)})
-            rows = jax.tree.map(lambda x: micro_batch(x, index), slices)
-            value, grads, *threaded = value_and_grad_fn(params, rows, *args, **given, **state)
-            loss, given_aux = value if has_aux else (value, Aux())
+            nonlocal last_aux
+            keyed = kwargs | ({} if key is None else {"key": jax.random.fold_in(key, index)})
+            rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, axis, False), slices)
+            value, grads, *threaded = value_and_grad_fn(params, rows, *args, **keyed, **state)
+            loss, last_aux = value if has_aux else (value, Aux())
+            aux = as_aux(last_aux)
             grads = bcoo.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
-            known, grads = as_aux(given_aux), addends(carried.without(grads, new), narrow)
-            weight = jnp.asarray(1.0 if known.weight is None else known.weight, jnp.float32)
-            loss, metrics, means = trees.at_least_float32((loss, known.metrics, known.means))
+            grads = addends(carried.without(grads, new), narrow)
+            weight = jnp.asarray(1.0 if aux.weight is None else aux.weight, jnp.float32)
+            loss, metrics, means = trees.at_least_float32((loss, aux.metrics, aux.means))
             sums = _Sums(loss, metrics, grads, weight, means)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight, means=means)
             state = state | dict(zip(("threaded",), threaded, strict=False))
-            if known.model_state is not None:
-                state = state | {"model_state": known.model_state}
-            return sums, new, state, own_of(given_aux)
+            if aux.model_state is not None:
+                state = state | {"model_state": aux.model_state}
+            return sums, new, state, own_of(last_aux)
 
         total, new, state, stacked = _scan(evaluate, number, first, rules, narrow)
         mean = divide(total, total.weight) if normalize == "mean" else total
-        grads = carried.put(mean.grads, new)
+        weight = None if as_aux(last_aux).weight is None else total.weight
+        aux = Aux(weight, state.get("model_state"), mean.metrics, total.means)
+        value = (mean.loss, as_given(aux, stacked, last_aux)) if has_aux else mean.loss
         threaded = (state["threaded"],) if "threaded" in state else ()
-        if not has_aux:
-            return mean.loss, grads, *threaded
-        weight = None if as_aux(given_aux).weight is None else total.weight
-        combined = Aux(weight, state.get("model_state"), mean.metrics, total.means)
-        return (mean.loss, as_given(combined, stacked, given_aux)), grads, *threaded
+        return value, carried.put(mean.grads, new), *threaded
 
     return wrapped
 
 
 def _scan(
-    evaluate: Callable[..., _Terms], number: int, first: dict[str, PyTree], rules: Any, narrow: Any
+    fn: Callable[..., _Terms], number: int, first: PyTree, rules: carried.Rules, narrow: jnp.dtype
 ) -> _Terms:
-    """Sum the results of ``evaluate`` over the micro-batches."""
-    replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), first)
+    """Sum the results of ``fn`` over the micro-batches."""
+    replay, (like, new, after, _) = trees.trace_once(fn, jnp.int32(0), first)
     state = axes.unify(first, after)
     if axes.types(state) != axes.types(first):
         # The new model state varies over replicas, so the initial state must have a varying type,
         # too.
-        replay, (like, new, *_) = trees.trace_once(evaluate, jnp.int32(0), state)
+        replay, (like, new, *_) = trees.trace_once(fn, jnp.int32(0), state)
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
-    found = carried.resolve(rules, new)
-    none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in new.items()}
+    by_name = carried.resolve(rules, new)
+    empty = {k: carried.nothing(by_name[k], axes.zeros(x)) for k, x in new.items()}
 
-    def body(carry: tuple[Any, ...], index: jax.Array) -> tuple[Any, PyTree]:
+    def body(carry: tuple[PyTree, ...], index: jax.Array) -> tuple[PyTree, PyTree]:
         sums, old, state = carry
         added, new, state, aux = replay(index, state)
         sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, added)
-        new = {k: carried.combine(found[k], old[k], x) for k, x in new.items()}
+        new = {k: carried.combine(by_name[k], old[k], x) for k, x in new.items()}
         return (sums, new, state), aux
 
-    indices = jnp.arange(number, dtype=jnp.int32)
-    (total, new, state), stacked = jax.lax.scan(body, (zeros, none, state), indices)
-    return total, new, state, stacked
+    total, stacked = lax.scan(body, (zeros, empty, state), jnp.arange(number, dtype=jnp.int32))
+    return *total, stacked
 
 
 def require_count(who: str, microbatches: Count) -> Count:
@@ -174,27 +173,24 @@ def require_count(who: str, microbatches: Count) -> Count:
     return checks.positive_int(who, "microbatches", microbatches, hint)
 
 
-def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
+def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
 
     Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the
     rows.
     """
-
+    arrays = jax.tree.map(jnp.asarray, batch)
     if count == "stacked":
-        return jax.tree.map(jnp.asarray, batch), stacked_count(batch, who), 0
+        return arrays, stacked_count(batch, _WHO), 0
     hint = f"{PAD} Or choose another number; microbatches='stacked' takes [slices, rows, ...]."
-
-    def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        require_even(who, path, x.shape, count, f"microbatches={count}", hint=hint)
-        return x.reshape(x.shape[0] // count, count, *x.shape[1:])
-
-    return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
+    for path, x in tree_leaves_with_path(arrays):
+        require_even(_WHO, path, x.shape, count, f"microbatches={count}", hint=hint)
+    slices = jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays)
+    return slices, count, 1
 
 
 def require_even(
-    who: str, path: Any, shape: Any, count: int, by: str, dim: int = 0, hint: str = PAD
+    who: str, path: KeyPath, shape: Shape, count: int, by: str, dim: int = 0, hint: str = PAD
 ) -> None:
     """Refuse a leaf of a batch whose rows, or slices, do not divide by ``count``."""
     if len(shape) > dim and shape[dim] > 0 and not shape[dim] % count:
@@ -206,10 +202,9 @@ def require_even(
 
 def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
     """Return the number of micro-batches of a stacked batch with at least ``least`` dimensions."""
-    shapes = [(name, jnp.shape(x)) for name, x in trees.named(batch)]
-    numbers = {shape[:1] for _, shape in shapes}
-    fits = len(numbers) == 1 and () not in numbers and (0,) not in numbers
-    fits = fits and all(len(shape) >= least for _, shape in shapes)
+    shapes = {name: jnp.shape(x) for name, x in trees.named(batch)}
+    numbers = {shape[:1] for shape in shapes.values()}
+    valid = len(numbers) == 1 and (0,) not in numbers and min(map(len, shapes.values())) >= least
     allowed = "[micro-batches, rows, ...] in every leaf, of one number of micro-batches"
-    checks.require(fits, who, "a stacked batch", got=dict(shapes), allowed=allowed, hint=SAME)
+    checks.require(valid, who, "a stacked batch", got=shapes, allowed=allowed, hint=SAME)
     return numbers.pop()[0]

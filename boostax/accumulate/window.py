@@ -8,14 +8,13 @@ transformation with its collectives is compiled into a branch that only the last
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.tree_util import KeyPath, tree_map_with_path
 
 from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
@@ -24,7 +23,7 @@ from boostax._core.protocols import SumsGradients
 from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import Params, PyTree
 from boostax.accumulate.aux import MOST, addends, factor, weigh
-from boostax.accumulate.carried import CarryState, require_outside
+from boostax.accumulate.carried import CarryState
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
 
@@ -47,8 +46,8 @@ class Window(NamedTuple):
       weight: f32 scalar with ``normalize="weight"``, f32 ``[terms]`` with terms, else ``None``.
     """
 
-    grads: PyTree
-    weight: PyTree
+    grads: PyTree  # shapes of the params, or [terms, *shape]; accumulator dtype
+    weight: PyTree  # [] float32, for each term
 
 
 class AccumulateState(NamedTuple):
@@ -65,11 +64,11 @@ class AccumulateState(NamedTuple):
       inner_state: state of the inner transformation.
     """
 
-    micro_step: jax.Array
-    optimizer_steps: jax.Array
+    micro_step: jax.Array  # [] int32
+    optimizer_steps: jax.Array  # [] int32
     skipped: jax.Array  # [] int32
     applied: jax.Array  # [] bool
-    window: PerReplica | Window | None
+    window: PerReplica | Window | None  # [replicas, ...] in a PerReplica
     inner_state: optax.OptState
     holds = Holds(("micro_step", "window"), "micro_step", "optimizer_steps")
 
@@ -185,12 +184,11 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    if not callable(every):
-        hint = "It counts micro-steps per update; a schedule may be a function."
-        every = checks.positive_int(_WHO, "every", every, hint)
+    hint = "It counts micro-steps per update; a schedule may be a function."
+    every = every if callable(every) else checks.positive_int(_WHO, "every", every, hint)
     hint = "Losses that are means over a varying number of tokens need 'weight'."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
-    kind: Any = "weight" if terms else normalize
+    kind: PyTree = "weight" if terms else normalize
     checks.choice(_WHO, "normalize", kind, Kind, hint)
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     hint = "Only dtype='bfloat16' can be 'stochastic' too."
@@ -200,14 +198,19 @@ def accumulate(
     checks.choice(_WHO, "sums", sums, Sums, hint)
     names = axes.canonical(_WHO, axis_name)
     local, averaged = (names, ()) if sums == "local" else ((), names)
-    how = _Windows(tx, every, kind, narrow, rounding == "stochastic", local, averaged, terms)
+    part = _Windows(tx, every, kind, narrow, rounding == "stochastic", local, averaged, terms)
     what = "" if sums == "local" else "Reduce gradients in each call, sum, then run `inner` once"
     described = describe(_WHO, "window", names, inner={"inner_state": tx}, what=what)
-    return gate.gated(how.init, described(how.step), how.flush)
+    return gate.gated(part.init, described(part.step), part.flush)
 
 
-# The inner state after a window is closed, and whether the window's result was applied.
-_Closed = tuple[Any, jax.Array]
+class _Call(NamedTuple):
+    """The arguments of a call that may run ``inner``."""
+
+    state: AccumulateState
+    params: PyTree
+    apply: bool
+    extra: dict[str, PyTree]
 
 
 class _Windows(NamedTuple):
@@ -216,29 +219,32 @@ class _Windows(NamedTuple):
     tx: optax.GradientTransformationExtraArgs
     every: Every
     normalize: Normalize
-    narrow: np.dtype[Any]
+    narrow: jnp.dtype
     stochastic: bool
     names: tuple[str, ...]
     averaged: tuple[str, ...]
     terms: tuple[str, ...]
 
-    def init(self, params: PyTree) -> PyTree:
+    def init(self, params: PyTree) -> AccumulateState:
         """Return the first state: no window is open."""
         with averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
-        require_outside(inner_state, _WHO)
+        carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
+        allowed = "without carry, which must be outermost"
+        hint = "Write boostax.carry(accumulate(...))."
+        got = "a wrapper that sums new values"
+        checks.require(not carries, _WHO, "inner", got=got, allowed=allowed, hint=hint)
         window = None
         # Only a Python 1 needs no buffer; a schedule or a traced value may become larger.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
             # Around optax.lookahead, gradients are of the fast params only.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
-            weight: PyTree = jnp.zeros((), jnp.float32) if self.normalize == "weight" else None
-            if self.terms:
-                weight = {x: jnp.zeros((), jnp.float32) for x in self.terms}
+            weight: PyTree = jnp.float32(0) if self.normalize == "weight" else None
+            weight = {x: jnp.float32(0) for x in self.terms} or weight
             window = Window(trees.buffers(fast, self.narrow, len(self.terms) or None), weight)
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
-        a, b, c = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return AccumulateState(a, b, c, jnp.asarray(False), window, inner_state)
+        step, steps, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return AccumulateState(step, steps, skipped, jnp.asarray(False), window, inner_state)
 
     def step(
         self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any
@@ -248,49 +254,48 @@ class _Windows(NamedTuple):
         if self.averaged and self.normalize != "weight":
             # The raw gradient is sent, because the product with its factors would first be written
             # to memory.
-            grads = grads._replace(raw=self._over_replicas(trees.at_least_float32(grads.raw)))
+            raw = trees.at_least_float32(grads.raw)
+            mean = jax.tree.map(lambda x: reduced(x, self.averaged, "after"), raw)
+            grads = grads._replace(raw=mean)
         new = self._added(addends(grads.value(), self.narrow), extra.pop("weight", None))
         if self.averaged and self.normalize == "weight":
-            new = self._over_replicas(new)
+            # A sum of weights stays correct if the number of replicas changes; a mean would not.
+            new = jax.tree.map(lambda x: reduced(x, self.averaged, "never"), new)
         count = state.micro_step + 1
         if state.window is None:
-            value, closed = self._close(new, count, state, params, apply, extra)
+            value, closed = self._close(new, count, _Call(state, params, apply, extra))
             return value, _next(state, jnp.zeros_like(count), closed, jnp.asarray(True))
         if "grad" in extra:
             _refused(extra["grad"])
-        old = _local(state.window)
+        old = state.window.local if isinstance(state.window, PerReplica) else state.window
         require_like(_WHO, "the window", old, new)
         seed = formats.fold(state.optimizer_steps, state.micro_step) if self.stochastic else None
-        add = functools.partial(_summed, state.micro_step == 0, seed)
-        sums = jax.tree_util.tree_map_with_path(add, old, new)
+        is_first = state.micro_step == 0
+        sums = tree_map_with_path(lambda *leaf: _summed(is_first, seed, *leaf), old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        rest = params, apply, elsewhere(extra, _refused)
-        value, closed = self._close_if(ends, sums, count, state, *rest)
+        call = _Call(state, params, apply, elsewhere(extra, _refused))
+        value, closed = self._close_if(ends, sums, count, call)
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
-    def _over_replicas(self, tree: PyTree) -> PyTree:
-        """Return the mean over the replicas, or the sum of weighted gradients and weights."""
-        # A sum of weights stays correct if the number of replicas changes; a mean would not.
-        divide = "never" if self.normalize == "weight" else "after"
-        return jax.tree.map(lambda x: reduced(x, self.averaged, divide), tree)
-
-    def flush(self, state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
+    def flush(self, state: AccumulateState, params: PyTree, **extra: PyTree) -> Stepped:
         """Close an open window, and the open windows inside ``inner``."""
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
         # A scaler inside checked the mark of these gradients when they were added.
-        sums = handshake.assume_scaled(_local(state.window), state.inner_state)
-        ends, count = state.is_open(), state.micro_step
-        params, (inner, applied) = self._close_if(ends, sums, count, state, params, True, extra)
+        sums = state.window.local if isinstance(state.window, PerReplica) else state.window
+        sums = handshake.assume_scaled(sums, state.inner_state)
+        ends = state.is_open()
+        call = _Call(state, params, True, extra)
+        params, (inner, applied) = self._close_if(ends, sums, state.micro_step, call)
         with averaged(self.averaged):
             params, inner = gate.flush_inner(self.tx, inner, params, extra)
-        return params, _next(state, jnp.zeros_like(count), (inner, applied), ends)
+        return params, _next(state, jnp.zeros_like(state.micro_step), (inner, applied), ends)
 
-    def _added(self, grads: PyTree, weight: Any) -> Window:
-        """Return the sums of a window that holds only this gradient."""
+    def _added(self, grads: PyTree, weight: PyTree) -> Window:
+        """Return the sums of a window that contains only this gradient."""
         if self.normalize != "weight":
             allowed = f"left out with normalize={self.normalize!r}"
             hint = "normalize='weight' averages by it: boostax.Aux(weight=...) asks for that."
@@ -298,68 +303,66 @@ class _Windows(NamedTuple):
             return Window(grads, None)
         hint = "Call update(..., weight=aux.weight) with the aux of boostax.value_and_grad."
         allowed = f"given (counts of {self.terms or 'tokens'}) with this normalize"
-        known = tuple(sorted(weight)) if isinstance(weight, dict) else ()
-        fits = weight is not None and known == self.terms
-        checks.require(fits, _WHO, "weight", got=known or weight, allowed=allowed, hint=hint)
-
-        def checked(x: Any) -> jax.Array:
-            x = axes.to_varying(jnp.asarray(x, jnp.float32), self.names + self.averaged)
-            # A bad weight becomes NaN, in the sum of the weights but not in the sum of the
-            # gradients.
-            return jnp.where((x >= 0) & (x < MOST), x, jnp.nan)
-
-        weight = jax.tree.map(checked, weight)
+        terms = tuple(sorted(weight)) if isinstance(weight, dict) else ()
+        is_valid = weight is not None and terms == self.terms
+        checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
+        weight = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weight)
+        weight = axes.to_varying(weight, self.names + self.averaged)
+        # A bad weight becomes NaN, in the sum of the weights but not in the sum of the gradients.
+        weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < MOST), x, jnp.nan), weight)
         if not self.terms:
             return Window(weigh(grads, weight), weight)
-        counts = self._divisor(weight)
+        counts = jnp.stack([weight[name] for name in self.terms])
         # A term with count 0 may have a nonzero sum, whose gradient was not divided.
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
-    def _divisor(self, weight: PyTree) -> jax.Array:
-        """Return the weight, or the weights ``[terms]`` in the order of the gradients' terms."""
-        return jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
+    def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
+        """Close the window if ``ends``; else return the inner state, which is not applied."""
+        unchanged = call.state.inner_state, jnp.asarray(False)
+        return self._run_if(ends, lambda: self._close(sums, count, call), unchanged, call)
 
-    def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, *rest: Any) -> Stepped:
-        state, params, apply, _ = rest
-        held = state.inner_state, jnp.asarray(False)
-        work = functools.partial(self._close, sums, count, *rest)
-        return gate.run_or_hold(ends, work, params, held, apply=apply, who=_WHO, names=self.names)
+    def _run_if(self, ok: jax.Array, work: Callable, state: PyTree, call: _Call) -> Stepped:
+        how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
+        return gate.run_or_hold(ok, work, call.params, state, **how)
 
-    def _close(
-        self, window: Window, count: jax.Array, state: AccumulateState, *rest: Any
-    ) -> tuple[PyTree, _Closed]:
-        """Normalise the sums, and run ``inner`` on them if they are usable."""
-        (params, apply, extra), names, inner_state = rest, self.names, state.inner_state
+    def _close(self, window: Window, count: jax.Array, call: _Call) -> Stepped:
+        """Normalise the sums, and run ``inner`` on them if they are usable.
+
+        The result has the inner state, and a flag: whether the window's result was applied.
+        """
+        state, params, apply, extra = call
+        inner = state.inner_state
         # With the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
         # must get such a sum, because a scaler needs overflows to lower the scale.
-        judged = float(jnp.finfo(self.narrow).max) < MOST and not gate.gates_in(inner_state)
-        ok = norms.all_finite(window.grads) if judged else jnp.asarray(True)
-        factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
+        is_checked = float(jnp.finfo(self.narrow).max) < MOST and not gate.gates_in(inner)
+        ok = norms.all_finite(window.grads) if is_checked else jnp.asarray(True)
+        factors = [1.0 / count.astype(jnp.float32)] if self.normalize == "mean" else []
         if window.weight is not None:
-            weight = self._divisor(window.weight)
-            weight = jnp.where(ok, weight, jnp.nan) if judged else weight
-            ok, by_weight = factor(weight, names)
-            factors = (by_weight,)
-        elif judged:
-            ok = axes.agree(ok, names)
+            weight = window.weight
+            weight = jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
+            weight = jnp.where(ok, weight, jnp.nan) if is_checked else weight
+            ok, *factors = factor(weight, self.names)
+        elif is_checked:
+            ok = axes.agree(ok, self.names)
 
-        def run_on() -> Stepped:
-            grads = Pending(window.grads, factors)
+        def run_inner() -> Stepped:
+            grads = Pending(window.grads, tuple(factors))
             if self.terms:
                 # XLA fuses a sum term by term with the optimizer, but writes the result of a
                 # reduction to memory.
-                of = lambda i, x: Pending(jax.tree.map(lambda g: g[i], window.grads), (x,)).value()  # noqa: E731
-                shares = [of(*pair) for x in factors for pair in enumerate(x)]
+                shares: list[PyTree] = []
+                for i, x in enumerate(factors[0]):
+                    term = jax.tree.map(lambda g, i=i: g[i], window.grads)
+                    shares.append(Pending(term, (x,)).value())
                 grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
             with averaged(self.averaged):
-                return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
+                return gate.run(self.tx, grads, inner, params, apply=apply, extra=extra)
 
-        how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
-        if_ok = functools.partial(gate.run_or_hold, ok, run_on, params, inner_state, **how)
-        value, new_state = if_ok() if judged or window.weight is not None else run_on()
+        is_sure = window.weight is None and not is_checked
+        value, new = run_inner() if is_sure else self._run_if(ok, run_inner, inner, call)
         # The flag is computed outside the branch: XLA:GPU copies all operands of a branch that
         # returns a constant flag.
-        return value, (new_state, ok & gate.passed(new_state))
+        return value, (new, ok & gate.passed(new))
 
 
 def _refused(params: PyTree) -> PyTree:
@@ -376,29 +379,23 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
     have the dimension of terms.
     """
     masks = optax.MaskedState, optax.ConditionallyTransformState, CarryState
-    apart = [trees.nodes(x) for x in trees.find(opt_state, lambda x: isinstance(x, masks))]
-    bypassed = {id(node) for nodes in apart for node in nodes}
+    masked = trees.find(opt_state, lambda x: isinstance(x, masks))
+    bypassed = {id(node) for state in masked for node in trees.nodes(state)}
     windows = trees.find(opt_state, lambda x: isinstance(x, Window | optax.MultiStepsState))
     weights = [None if id(x) in bypassed else getattr(x, "weight", None) for x in windows]
-    found: set[Any] = {tuple(sorted(x)) if isinstance(x, dict) else () for x in weights}
-    return None if not found else found.pop() if len(found) == 1 else ()
+    terms = {tuple(sorted(x)) if isinstance(x, dict) else () for x in weights}
+    return None if not terms else terms.pop() if len(terms) == 1 else ()
 
 
-def require_weighted(opt_state: PyTree, weight: Any) -> None:
+def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
     """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
-    others = trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState))
-    hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
-    got, allowed = weight if others else None, "left out around optax.MultiSteps"
-    checks.absent("apply_gradients", "weight", got, allowed, hint)
+    if trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState)):
+        hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
+        allowed = "left out around optax.MultiSteps"
+        checks.absent("apply_gradients", "weight", weight, allowed, hint)
 
 
-def _local(window: PerReplica | Window) -> Window:
-    return window.local if isinstance(window, PerReplica) else window
-
-
-def _next(
-    state: AccumulateState, count: jax.Array, closed: _Closed, ended: jax.Array
-) -> AccumulateState:
+def _next(state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.Array) -> PyTree:
     inner_state, applied = closed
     steps = gate.counted(state.optimizer_steps, applied)
     skipped = gate.counted(state.skipped, ended & ~applied)
@@ -406,7 +403,7 @@ def _next(
 
 
 def _summed(
-    first: jax.Array, seed: jax.Array | None, path: tuple[Any, ...], old: jax.Array, new: jax.Array
+    first: jax.Array, seed: jax.Array | None, path: KeyPath, old: jax.Array, new: jax.Array
 ) -> jax.Array:
     """Add a gradient to a window's sum, or begin the sum with the first one."""
     total = axes.placed_like(old.astype(new.dtype) + new, old)
@@ -472,13 +469,13 @@ def flush(
       >>> float(w)
       -2.0
     """
-    opt_state, params = trees.arrays(opt_state), trees.arrays(params)
-    own = trees.without_gradient(trees.aside(params), True)
-    given = "flush", "boostax.flush(tx, opt_state, params)", tx, opt_state, own
-    with mismatch.explaining(mismatch.require_state, *given):
+    arrays, opt_state = trees.arrays(params), trees.arrays(opt_state)
+    trained = trees.without_gradient(trees.aside(arrays), True)
+    call = "boostax.flush(tx, opt_state, params)"
+    with mismatch.explaining(mismatch.require_state, "flush", call, tx, opt_state, trained):
         tx = optax.with_extra_args_support(tx)
-        new, opt_state = gate.flush_inner(tx, opt_state, own, extra_args)
-    return trees.put_back(new, params), opt_state
+        new, opt_state = gate.flush_inner(tx, opt_state, trained, extra_args)
+    return trees.put_back(new, arrays), opt_state
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import KeyPath, tree_map_with_path
 from jax.typing import DTypeLike
 
 from boostax._core import checks, gate, mismatch, protocols, replicas, trees, types
@@ -49,9 +50,9 @@ class AverageParamsState(NamedTuple):
       inner_state: state of the inner transformation.
     """
 
-    steps: jax.Array
-    averaged: jax.Array
-    averages: PyTree
+    steps: jax.Array  # [] int32
+    averaged: jax.Array  # [] int32
+    averages: PyTree  # shapes of the params, float32; or [size, *shape], the storage dtype
     inner_state: optax.OptState
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
@@ -63,20 +64,26 @@ class AverageParamsState(NamedTuple):
         return {"averaged": self.averaged}
 
 
-def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
-    """Return the average with a new sample ``p``; without ``weight``, the new snapshots."""
-    p = p.astype(average.dtype)
-    if weight is None:
-        return lax.dynamic_update_index_in_dim(average, p, averaged % len(average), 0)
-    n = (averaged + 1).astype(average.real.dtype)
-    # The first params overwrite the average, so no NaN stays.
-    return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
+def _sampled(
+    state: AverageParamsState, inner: PyTree, due: jax.Array, new: Callable, weight: Callable | None
+) -> PyTree:
+    """Return the averages with the new params if ``due``; without ``weight``, the snapshots."""
 
+    def add(average: jax.Array, p: jax.Array) -> jax.Array:
+        p = p.astype(average.dtype)
+        if weight is None:
+            return lax.dynamic_update_index_in_dim(average, p, state.averaged % len(average), 0)
+        n = (state.averaged + 1).astype(average.real.dtype)
+        # The first params overwrite the average, so a NaN before them has no effect.
+        return jnp.where(state.averaged == 0, p, average + weight(n) * (p - average))
 
-def _masters(params: PyTree, inner_state: PyTree) -> PyTree:
-    """Return the params, or their f32 masters if ``store`` is inside."""
-    stored = trees.telling(inner_state, protocols.KeepsMasters)
-    return stored[0].master_params(params) if stored else params
+    def write() -> Stepped:
+        params = new()
+        for stored in trees.telling(inner, protocols.KeepsMasters)[:1]:
+            params = stored.master_params(params)
+        return (), jax.tree.map(add, state.averages, params)
+
+    return gate.run_or_hold(due, write, (), state.averages, apply=True, who=_WHO)[1]
 
 
 @checks.arguments
@@ -147,46 +154,44 @@ def average_params(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "kind", kind, Kind, "'ema' is the usual one.")
+    allowed = f"left out with kind {kind!r}"
     for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
-        fits, allowed = kind == owner or value is None, f"left out with kind {kind!r}"
-        checks.require(fits, _WHO, name, got=value, allowed=allowed, hint=f"It is for {owner!r}.")
-    decay, slots = 0.999 if decay is None else decay, 5 if size is None else size
+        valid = kind == owner or value is None
+        checks.require(valid, _WHO, name, got=value, allowed=allowed, hint=f"It is for {owner!r}.")
+    decay = 0.999 if decay is None else decay
+    slots = 5 if size is None else size
     checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
     checks.positive_int(_WHO, "size", slots, "It counts snapshots in memory; 5 are usual.")
     checks.positive_int(_WHO, "every", every, "It counts applied steps from one to the next.")
     checks.natural(_WHO, "start", start, "It counts applied steps before the first.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
-    fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
-    allowed = f"'float32' with kind {kind!r}"
-    checks.require(fits, _WHO, "dtype", got=dtype, allowed=allowed, hint=hint)
+    valid = kind == "lawa" or jnp.finfo(narrow).bits >= 32
+    allowed, hint = f"'float32' with kind {kind!r}", "A small move is rounded away."
+    checks.require(valid, _WHO, "dtype", got=dtype, allowed=allowed, hint=hint)
     # The logarithm is taken on the host, because rounding a decay near 1 to f32 would lose most of
     # the digits of ``1 - decay``.
     log = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
     # The weights of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
-    unbiased = lambda n: (1 - decay) / -jnp.expm1(n * log)  # noqa: E731
-    weight = {"ema": unbiased, "window": lambda n: 1 / n}.get(kind)
+    weights = {"ema": lambda n: (1 - decay) / -jnp.expm1(n * log), "window": lambda n: 1 / n}
+    weight = weights.get(kind)
 
     def init_fn(params: PyTree) -> AverageParamsState:
         inner_state = gate.init_inner(tx, params)
         allowed = "an optimizer that keeps params equal on all replicas"
-        got, fits = "local_updates or partial_average", not replicas.owns_params(inner_state)
+        got = "local_updates or partial_average"
         hint = "Their last synchronization averages over the replicas instead."
-        checks.require(fits, _WHO, "inner", got=got, allowed=allowed, hint=hint)
+        valid = not replicas.owns_params(inner_state)
+        checks.require(valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
         averages = trees.buffers(params, narrow, None if weight else slots)
-        steps, averaged = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return AverageParamsState(steps, averaged, averages, inner_state)
+        return AverageParamsState(jnp.int32(0), jnp.int32(0), averages, inner_state)
 
-    def take_in(
-        state: AverageParamsState, inner_state: PyTree, moved: jax.Array, new: Callable[[], PyTree]
-    ) -> AverageParamsState:
-        one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
-        heavy = lambda: ((), jax.tree.map(one, state.averages, new()))  # noqa: E731
+    def after(state: AverageParamsState, inner: PyTree, moved: jax.Array, new: Callable) -> PyTree:
         # If every step is sampled, XLA fuses a branch on ``moved`` with the optimizer's branch.
         due = moved & (state.steps >= start) if start else moved
         due = due & ((state.steps - start) % every == 0) if every > 1 else due
-        _, averages = gate.run_or_hold(due, heavy, (), state.averages, apply=True, who=_WHO)
-        steps, averaged = gate.counted(state.steps, moved), gate.counted(state.averaged, due)
-        return AverageParamsState(steps, averaged, averages, inner_state)
+        averages = _sampled(state, inner, due, new, weight)
+        steps = gate.counted(state.steps, moved)
+        return AverageParamsState(steps, gate.counted(state.averaged, due), averages, inner)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
@@ -194,14 +199,16 @@ def average_params(
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         value, inner = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
-        new = lambda: value if apply else trees.applied(params, value)  # noqa: E731
-        return value, take_in(state, inner, gate.passed(inner), lambda: _masters(new(), inner))
 
-    def flush_fn(state: AverageParamsState, params: PyTree, **extra: Any) -> Stepped:
-        waiting = gate.held_open(state.inner_state)
+        def new_params() -> PyTree:
+            return value if apply else trees.applied(params, value)
+
+        return value, after(state, inner, gate.passed(inner), new_params)
+
+    def flush_fn(state: AverageParamsState, params: PyTree, **extra: PyTree) -> Stepped:
+        was_open = gate.held_open(state.inner_state)
         params, inner = gate.flush_inner(tx, state.inner_state, params, extra)
-        moved, new = waiting & gate.passed(inner), lambda: _masters(params, inner)
-        return params, take_in(state, inner, moved, new)
+        return params, after(state, inner, was_open & gate.passed(inner), lambda: params)
 
     return gate.gated(init_fn, step_fn, flush_fn)
 
@@ -231,26 +238,27 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
       >>> boostax.model.averaged_params(jnp.ones(2), tx.init(jnp.ones(2))).tolist()
       [1.0, 1.0]
     """
-    who, hint = "averaged_params", "Put boostax.model.average_params around the optimizer."
+    who = "averaged_params"
     mismatch.require_order(who, "averaged_params(params, opt_state)", params=params)
+    hint = "Put boostax.model.average_params around the optimizer."
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
-    params, averaged = trees.arrays(params), state.averaged
+    params = trees.arrays(params)
     # A module has leaves besides its params.
     averages = dict(trees.named(state.averages))
-    hint = "Pass the averaged params, or their module."
     odd = sorted(averages.keys() - trees.names(params))
+    hint = "Pass the averaged params, or their module."
     allowed = "those of the optimizer"
     checks.require(not odd, who, "params", got=f"none at {odd[:4]}", allowed=allowed, hint=hint)
 
-    def new(path: Any, p: Any) -> Any:
-        kept = averages.get(name := trees.path_name(path))
-        if kept is None:
+    def average_of(path: KeyPath, p: jax.Array) -> jax.Array:
+        average = averages.get(name := trees.path_name(path))
+        if average is None:
             return p
-        if jnp.ndim(kept) > jnp.ndim(p):
+        if jnp.ndim(average) > jnp.ndim(p):
             # Slots that are not yet written are zero.
-            total = kept.astype(trees.wide_dtype(kept)).sum(0)
-            kept = total / jnp.clip(averaged, 1, len(kept)).astype(total.real.dtype)
-        trees.require_shapes(who, "params", {name: p}, {name: kept}, hint)
-        return jnp.where(averaged > 0, kept.astype(p.dtype), p)
+            total = average.astype(trees.wide_dtype(average)).sum(0)
+            average = total / jnp.clip(state.averaged, 1, len(average)).astype(total.real.dtype)
+        trees.require_shapes(who, "params", {name: p}, {name: average}, hint)
+        return jnp.where(state.averaged > 0, average.astype(p.dtype), p)
 
-    return jax.tree_util.tree_map_with_path(new, params)
+    return tree_map_with_path(average_of, params)

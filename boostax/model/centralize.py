@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove from each kernel's gradient its mean over the inputs, for every output unit."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath, tree_map_with_path
 
 from boostax._core import checks, trees
 from boostax._core.describe import Stepped, describe
@@ -17,7 +17,6 @@ from boostax._core.groups import few, matches
 from boostax._core.types import PyTree
 from boostax.model import layouts
 
-Path = tuple[Any, ...]
 Known = Literal["auto", "stacked"]
 Rule = int | Sequence[int] | Known | None
 Axes = Literal["auto"] | Mapping[str, Rule] | Callable[[str, jax.Array], Rule]
@@ -26,7 +25,7 @@ _WHO = "centralize_gradients"
 _HINT = "0 averages over the first axis, (0, 1) over the first two, None over none."
 
 
-def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
+def centralized(g: jax.Array, dims: tuple[int, ...], multiple_of: int = 1) -> jax.Array:
     """Subtract the mean over ``dims`` if it has several elements and ``multiple_of`` fits."""
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
@@ -35,23 +34,23 @@ def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
     return trees.saturate(wide - jnp.mean(wide, dims, keepdims=True), jnp.result_type(g))
 
 
-def _dims(rules: Any, kernels: layouts.Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
+def _dims(rules: Any, kernels: layouts.Kernels, path: KeyPath, leaf: PyTree) -> tuple[int, ...]:
     """Return the axes to average over, the input channels last; empty for an unchanged leaf."""
-    name, ndim, rule = trees.path_name(path), np.ndim(leaf), None
-    if callable(rules):
-        rule = rules(name, leaf)
-    elif not kernels.is_vector(path, ndim):
+    name = trees.path_name(path)
+    ndim = np.ndim(leaf)
+    rule = rules(name, leaf) if callable(rules) else None
+    if not callable(rules) and not kernels.is_vector(path, ndim):
         rule = next((rule for pattern, rule in rules.items() if matches(name, pattern)), "auto")
     if rule is None:
         return ()
     if isinstance(rule, str):
         return kernels.inputs(path, ndim, int(_known(rule) == "stacked"))
     allowed = f"different axes of {name or 'the root'!r}, which has {ndim}"
-    several: Any = rule if isinstance(rule, (tuple, list)) else (rule,)
+    several = rule if isinstance(rule, (tuple, list)) else (rule,)
     numbers = [checks.integer(_WHO, "axes", dim, allowed, _HINT) for dim in several]
     dims = sorted({dim + ndim if dim < 0 else dim for dim in numbers})
-    fits = len(dims) == len(numbers) and all(0 <= dim < ndim for dim in dims)
-    checks.require(fits, _WHO, "axes", got=rule, allowed=allowed, hint=_HINT)
+    valid = len(dims) == len(numbers) and all(0 <= dim < ndim for dim in dims)
+    checks.require(valid, _WHO, "axes", got=rule, allowed=allowed, hint=_HINT)
     return kernels.ordered(tuple(dims))
 
 
@@ -129,9 +128,9 @@ def centralize_gradients(
       over all axes but the first, which in Flax's layouts include the outputs.
     """
     rules: Any = {} if isinstance(axes, str) and axes == "auto" else axes
+    valid = callable(rules) or isinstance(rules, Mapping)
     allowed, hint = "'auto', a dict of rules by pattern, or a function", "Try {'*/qkv': 0}."
-    fits = callable(rules) or isinstance(rules, Mapping)
-    checks.require_type(fits, _WHO, "axes", got=axes, allowed=allowed, hint=hint)
+    checks.require_type(valid, _WHO, "axes", got=axes, allowed=allowed, hint=hint)
     patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
     if layout is not None:
         checks.choice(_WHO, "layout", layout, layouts.LayoutName, "None reads kernels as Flax's.")
@@ -139,25 +138,25 @@ def centralize_gradients(
     checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
 
     def dims_of(tree: PyTree) -> PyTree:
-        dims = functools.partial(_dims, rules, layouts.Kernels(layout, tree))
-        return jax.tree_util.tree_map_with_path(dims, tree)
+        kernels = layouts.Kernels(layout, tree)
+        return tree_map_with_path(lambda path, leaf: _dims(rules, kernels, path, leaf), tree)
 
     @describe(_WHO, "centralize")
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, _WHO)
         trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
-        one = lambda g, dims: centralized(g, dims, least)  # noqa: E731
-        return jax.tree.map(one, updates, dims_of(updates)), state
+        dims = dims_of(updates)
+        return jax.tree.map(lambda g, x: centralized(g, x, least), updates, dims), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
         # A pattern may match only masked params.
         masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
-            fits = any(matches(name, pattern) for name in names)
+            valid = any(matches(name, pattern) for name in names)
             hint = f"It matches none; there are {few(names)}."
             allowed = "patterns that match params"
-            checks.require(fits, _WHO, "axes", got=pattern, allowed=allowed, hint=hint)
+            checks.require(valid, _WHO, "axes", got=pattern, allowed=allowed, hint=hint)
         dims_of(params)
         return optax.EmptyState()
 

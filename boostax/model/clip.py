@@ -73,8 +73,8 @@ class AdaGCState(NamedTuple):
         infinite before the first finite gradient.
     """
 
-    steps: jax.Array
-    norms: PyTree
+    steps: jax.Array  # [] int32
+    norms: PyTree  # [] float32 for each leaf
 
 
 def adagc(
@@ -131,19 +131,20 @@ def adagc(
     checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
 
     def init_fn(params: PyTree) -> AdaGCState:
-        first = jax.tree.map(lambda _: jnp.full((), jnp.inf, jnp.float32), params)
-        return AdaGCState(jnp.zeros((), jnp.int32), first)
+        return AdaGCState(jnp.int32(0), jax.tree.map(lambda _: jnp.float32(jnp.inf), params))
 
     @describe(who, "norm clip")
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
-        length = lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32)  # noqa: E731
-        sizes, early = jax.tree.map(length, updates), state.steps < warmup
-        whole = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
+        sizes = jax.tree.map(
+            lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32), updates
+        )
+        early = state.steps < warmup
+        global_norm = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
             # Where other leaves' gradients do not exist, there is no global norm.
-            total = size if axes.bound().partial else whole
+            total = size if axes.bound().partial else global_norm
             finite = jnp.isfinite(total)
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)
             by_leaf = jnp.where(past > 0, jnp.minimum(size, factor * past), size)
@@ -153,7 +154,7 @@ def adagc(
             return (g.astype(share.dtype) * share).astype(g.dtype), jnp.where(finite, moved, past)
 
         both = jax.tree.map(clipped, updates, sizes, state.norms)
-        new, kept = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
-        return new, AdaGCState(gate.counted(state.steps, jnp.isfinite(whole)), kept)
+        new, running = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
+        return new, AdaGCState(gate.counted(state.steps, jnp.isfinite(global_norm)), running)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -4,14 +4,14 @@
 import dataclasses
 import functools
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+from jax.tree_util import KeyPath
 
 from boostax._core import checks, trees
 from boostax._core.types import PyTree
 
-Path = tuple[Any, ...]
 LayoutName = Literal["linen", "nnx", "equinox", "haiku", "torch"]
 
 
@@ -65,43 +65,44 @@ class Kernels:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The layout of the tree, a row of the table."""
+        """The layout of the tree, an element of the table."""
         modules = self.name is None and trees.find(self.tree, lambda x: bool(_classes(x)))
         return LAYOUTS["equinox" if modules else self.name or "linen"]
 
-    def is_vector(self, path: Path, ndim: int) -> bool:
+    def is_vector(self, path: KeyPath, ndim: int) -> bool:
         """Return whether a leaf has no inputs: a bias, a scale, a leaf of a norm."""
         leaf, classes = _parts(path)[-1], _classes(self._module(path), "nn.")
         named = leaf.endswith(("bias", "scale")) or leaf in self.layout.vectors
         norm = bool(classes) and classes.isdisjoint({*_EQUINOX_KERNELS, "Embedding"})
         return ndim < 2 or named or norm
 
-    def inputs(self, path: Path, ndim: int, lead: int = 0) -> tuple[int, ...]:
+    def inputs(self, path: KeyPath, ndim: int, lead: int = 0) -> tuple[int, ...]:
         """Return the input dimensions, the channels last; empty if a leaf is not a kernel.
 
         The first ``lead`` dimensions are stacked layers.
         """
         *modules, leaf = _parts(path)
-        row, holder = self.layout, self._module(path)
-        if classes := _classes(holder, "nn."):
+        layout = self.layout
+        module = self._module(path)
+        if classes := _classes(module, "nn."):
             # Equinox stacks layers by vmap, which adds leading dimensions.
-            lead = ndim - 2 - getattr(holder, "num_spatial_dims", 0)
+            lead = ndim - 2 - getattr(module, "num_spatial_dims", 0)
             table = classes.isdisjoint(_EQUINOX_KERNELS)
         else:
             word = modules[-1].lower() if modules else ""
-            table = ndim - lead == 2 and any(x in word for x in row.tables)
+            table = ndim - lead == 2 and any(x in word for x in layout.tables)
             table = table or leaf.endswith(("embedding", "embeddings"))
-        if ndim - lead < 2 or row.kernels not in leaf or table or self.is_vector(path, ndim):
+        if ndim - lead < 2 or layout.kernels not in leaf or table or self.is_vector(path, ndim):
             return ()
         transposed = any("transpose" in module.lower() for module in modules)
         either = _EITHER.fullmatch(leaf) or (transposed and leaf == "w")
         allowed = f"given where a kernel may be of several, as {trees.path_name(path)!r}"
         hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
-        fits = bool(self.name or classes or not either)
-        checks.require(fits, "centralize_gradients", "layout", got=None, allowed=allowed, hint=hint)
-        if row is _FLAX and ndim - lead == 3 and _PROJECTION.fullmatch("/".join([*modules, leaf])):
+        ok = bool(self.name or classes or not either)
+        checks.require(ok, "centralize_gradients", "layout", got=None, allowed=allowed, hint=hint)
+        if layout is _FLAX and ndim - lead == 3 and _PROJECTION.fullmatch("/".join(_parts(path))):
             return (lead,)
-        outputs = row.transposed if transposed else row.outputs
+        outputs = layout.transposed if transposed else layout.outputs
         outputs += ndim if outputs < 0 else lead
         return self.ordered(tuple(dim for dim in range(lead, ndim) if dim != outputs))
 
@@ -109,7 +110,7 @@ class Kernels:
         """Return the input dimensions in ascending order, but the channels last."""
         return dims if self.layout.outputs else (*dims[1:], *dims[:1])
 
-    def _module(self, path: Path) -> Any:
+    def _module(self, path: KeyPath) -> PyTree:
         """Return the module that holds a leaf, in a tree of modules of Equinox."""
         if self.layout is not LAYOUTS["equinox"]:
             return None
@@ -126,7 +127,7 @@ def _classes(node: object, within: str = "") -> set[str]:
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(prefix)}
 
 
-def _parts(path: Path) -> list[str]:
+def _parts(path: KeyPath) -> list[str]:
     """Return the components of a path, without the ``value`` of NNX variables and Flax's boxes.
 
     Modules of Haiku have slashes in their names, and state dicts of PyTorch have dots.

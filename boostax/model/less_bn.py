@@ -106,8 +106,8 @@ class Flow(NamedTuple):
         """Return the flow of the value that ``node`` computes from this value."""
         if not self.nodes:
             return self
-        one = frozenset([node])
-        return Flow(self.nodes | one, one if node.kind == "norm" else self.norms, one)
+        nodes = frozenset([node])
+        return Flow(self.nodes | nodes, nodes if node.kind == "norm" else self.norms, nodes)
 
 
 def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
@@ -120,7 +120,7 @@ def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
 
 
 def examine(
-    run: Callable[..., PyTree], fixed: PyTree, data: tuple[Any, Any], paths: Sequence[str] = ()
+    apply: Callable[..., PyTree], fixed: PyTree, data: PyTree, paths: Sequence[str] = ()
 ) -> LessBNReport:
     """Keep or remove every norm of a marked model by the flow of data in its traced program.
 
@@ -128,15 +128,15 @@ def examine(
     the fork and fewer products than the other operand. A concatenation ends a branch if one operand
     has no product beyond the fork. Then
 
-    - a norm in the branch stays if it reaches the end without passing another norm;
+    - a norm in the branch is kept if it reaches the end without passing another norm;
     - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
-      concatenation it stays, because no other norm normalises the shortcut's channels.
+      concatenation it is kept, because no other norm normalises the shortcut's channels.
 
     A norm in several branches is decided at the end of the innermost branch. A norm outside all
     branches stays. Bodies of loops (once), branches, ``jit`` and ``remat`` are included.
 
     Args:
-      run: ``run(fixed, args, kwargs)``, the marked model.
+      apply: ``apply(fixed, args, kwargs)``, the marked model.
       fixed: values that do not depend on the data: params, statistics, keys.
       data: ``args`` and ``kwargs``. Values without a shape are passed on unchanged.
       paths: all norms, read after the trace. Norms that the trace does not contain stay.
@@ -149,36 +149,35 @@ def examine(
     """
     allowed = "a sample of what the module takes"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
-    return _judged(*interpret.of_data("less_bn", run, fixed, data, allowed, hint), paths)
+    return _report(*interpret.of_data("less_bn", apply, fixed, data, allowed, hint), paths)
 
 
-def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:
+def _report(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:
     """Return the norms and the head of a program whose last inputs are the data."""
     nodes = [Node(number, "input") for number in range(data)]
     verdicts: dict[Node, Norm] = {}
 
     def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
-        name, label = eqn.primitive.name, str(eqn.params.get("name"))
+        name = eqn.primitive.name
         if name in _ENDS:
             # An inner branch ends first, so its verdicts are kept.
             verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
-        found, product = _union(inputs), name in _PRODUCTS
-        if product or label.startswith(_PREFIX):
-            words = ["product"] if product else label.split(":", 2)[1:]
+        result = _union(inputs)
+        label = str(eqn.params.get("name"))
+        if name in _PRODUCTS or label.startswith(_PREFIX):
+            words = ["product"] if name in _PRODUCTS else label.split(":", 2)[1:]
             nodes.append(Node(len(nodes), *words))
-            found = found.through(nodes[-1])
-        return [found] * len(eqn.outvars)
+            result = result.through(nodes[-1])
+        return [result] * len(eqn.outvars)
 
-    fixed = [Flow()] * (len(program.jaxpr.invars) - data)
-    inputs = [*fixed, *(Flow(frozenset([node])) for node in nodes)]
+    inputs = [Flow()] * (len(program.jaxpr.invars) - data) + [Flow(frozenset([x])) for x in nodes]
     outputs = interpret.flow(program, inputs, results, _union, nothing=Flow(), once=True)
     norms: dict[str, Norm] = {}
     for node in (node for node in nodes if node.kind == "norm"):
         norm = verdicts.get(node, Norm(node.path, False, "in no residual branch"))
         # A norm that is called twice is removed only if both calls may be removed.
         norms[node.path] = min(norms.get(node.path, norm), norm, key=lambda norm: norm.removed)
-    for path in paths:
-        norms.setdefault(path, Norm(path, False, "not met in the trace"))
+    norms |= {x: Norm(x, False, "not met in the trace") for x in paths if x not in norms}
     heads = [node.path for node in sorted(_union(outputs).sites) if node.kind == "dense"]
     return LessBNReport(tuple(norms.values()), heads[-1] if heads else None)
 
@@ -196,16 +195,16 @@ def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
     def verdict(node: Node) -> Norm:
         if node in branch.norms:
             return Norm(node.path, False, f"last of its branch to {_ENDS[name]}")
-        ends = ", ".join(_beside(node.path, end.path) for end in sorted(branch.norms))
+        ends = ", ".join(_relative(node.path, end.path) for end in sorted(branch.norms))
         if node in branch.nodes:
             return Norm(node.path, True, f"{ends} is the last of its branch")
         return Norm(node.path, True, f"on the shortcut; {ends} stays")
 
-    judged = _union(beyond).nodes if name == "add" and branch.norms else branch.nodes
-    return {node: verdict(node) for node in judged if node.kind == "norm"}
+    decided = _union(beyond).nodes if name == "add" and branch.norms else branch.nodes
+    return {node: verdict(node) for node in decided if node.kind == "norm"}
 
 
-def _beside(path: str, other: str) -> str:
+def _relative(path: str, other: str) -> str:
     """Return the path ``other``, without the module's path if both lie in the same module."""
     parent, _, name = other.rpartition("/")
     return name if parent == path.rpartition("/")[0] else other
@@ -288,7 +287,7 @@ def less_bn(
 
 def changed(
     module: Any,
-    data: tuple[Any, Any],
+    data: PyTree,
     normalized_head: bool = True,
     remove: Remove = None,
     multiplier: float = 1.0,
@@ -300,31 +299,31 @@ def changed(
     checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "It starts at 1.")
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
     hint = "Pass the model itself, once; remove= chooses further norms."
-    fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
-    checks.require_type(fits, _WHO, "module", got=type(module), allowed=allowed, hint=hint)
-    found = flax.structure(module, data)
-    norms = found.norms if remove is None else _chosen(found.norms, remove)
-    report = LessBNReport(norms, found.head if normalized_head else None)
+    valid = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
+    checks.require_type(valid, _WHO, "module", got=type(module), allowed=allowed, hint=hint)
+    report = flax.structure(module, data)
+    norms = report.norms if remove is None else _chosen(report.norms, remove)
+    report = LessBNReport(norms, report.head if normalized_head else None)
     allowed = "False for a model that no Dense ends"
     hint = "Only a Dense whose result leaves the model with no other product behind it is one."
-    fits = not (strict and normalized_head) or report.head is not None
-    checks.require(fits, _WHO, "normalized_head", got=normalized_head, allowed=allowed, hint=hint)
-    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms) or "none"
+    valid = not (strict and normalized_head) or report.head is not None
+    checks.require(valid, _WHO, "normalized_head", got=normalized_head, allowed=allowed, hint=hint)
     allowed = "a choice that removes a BatchNorm"
-    hint = f"Nothing would change. BatchNorms: {kept}."
-    fits = not strict or normalized_head or bool(report.removed)
-    checks.require(fits, _WHO, "remove", got=remove, allowed=allowed, hint=hint)
+    reasons = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms) or "none"
+    hint = f"Nothing would change. BatchNorms: {reasons}."
+    valid = not strict or normalized_head or bool(report.removed)
+    checks.require(valid, _WHO, "remove", got=remove, allowed=allowed, hint=hint)
     return flax.without(module, report.removed, report.head, multiplier), report
 
 
-def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
+def _chosen(norms: tuple[Norm, ...], remove: Remove) -> tuple[Norm, ...]:
     """Return the norms with the verdicts of the argument ``remove``."""
     if callable(remove):
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
         return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)
     hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
     reasons: dict[str, str] = {}
-    for pattern in map(str, remove):
+    for pattern in map(str, remove or ()):
         hits = [x.path for x in norms if groups.matches(x.path, pattern)]
         allowed = "patterns that match BatchNorms"
         checks.require(bool(hits), _WHO, "remove", got=pattern, allowed=allowed, hint=hint)

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from boostax._core.types import PyTree
 from boostax.model.less_bn import LessBNReport, examine, mark
 from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear
 
+Layer = nn.BatchNorm | nn.Dense | nnx.BatchNorm | nnx.Linear
+Model = nn.Module | nnx.Module
 MODULES = (nn.Module, nnx.Module)
 _SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
 
@@ -40,10 +43,10 @@ class LessBN(nn.Module):
         """Keep the paths of the params."""
         nn.share_scope(self, self.module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return ``module(*args, **kwargs)`` without the removed norms."""
 
-        def replaced(layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
+        def replaced(layer: Any, path: str, x: jax.Array, result: Callable) -> jax.Array:
             if path != self.head:
                 return x if path in self.removed else result()
             same = {name: getattr(layer, name) for name in _SAME}
@@ -58,23 +61,25 @@ class LessBN(nn.Module):
 class Identity(nnx.Module):
     """The replacement of an NNX BatchNorm, which takes the same arguments and returns its input."""
 
-    def __call__(self, x: jax.Array, use_running_average: Any = None, *, mask: Any = None) -> Any:
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, *, mask: PyTree = None
+    ) -> jax.Array:
         """Return ``x``."""
         return x
 
 
-def structure(module: Any, data: tuple[Any, Any]) -> LessBNReport:
+def structure(module: Model, data: PyTree) -> LessBNReport:
     """Return the report of ``examine`` on ``module``, called with the arguments in ``data``."""
     paths: list[str] = []
-
-    def initialized(key: jax.Array, args: Any, kwargs: Any) -> Any:
-        with _intercepted(functools.partial(_marked, paths)):
-            return module.init_with_output(key, *args, **kwargs)[0]
-
     if isinstance(module, nn.Module):
+
+        def initialized(key: jax.Array, args: PyTree, kwargs: PyTree) -> PyTree:
+            with _intercepted(functools.partial(_marked, paths)):
+                return module.init_with_output(key, *args, **kwargs)[0]
+
         return examine(initialized, jax.random.key(0), data, paths)
 
-    def marking(path: str, node: Any) -> Any:
+    def marking(path: str, node: object) -> object:
         if isinstance(node, (nnx.BatchNorm, nnx.Linear)):
             paths.extend([path] * isinstance(node, nnx.BatchNorm))
             setattr(node, "boostax_path", path)  # noqa: B010
@@ -82,11 +87,11 @@ def structure(module: Any, data: tuple[Any, Any]) -> LessBNReport:
         return node
 
     graph, state = nnx.split(_edited(module, marking))
-    call = lambda state, args, kwargs: nnx.merge(graph, state)(*args, **kwargs)  # noqa: E731
-    return examine(call, state, data, paths)
+    merge = functools.partial(nnx.merge, graph)
+    return examine(lambda state, args, kwargs: merge(state)(*args, **kwargs), state, data, paths)
 
 
-def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
+def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Callable) -> jax.Array:
     """Return the input of a BatchNorm or the result of a Dense, marked."""
     if isinstance(layer, (nn.Dense, nnx.Linear)):
         return mark("dense", result(), path)
@@ -97,22 +102,22 @@ def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[]
 
 
 @functools.cache
-def _marking_class(cls: Any) -> Any:
+def _marking_class(cls: type) -> type:
     """Make a subclass whose call marks the trace; cached, because NNX keeps all classes alive."""
 
-    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        result = lambda: cls.__call__(self, x, *args, **kwargs)  # noqa: E731
-        return _marked([], self, self.boostax_path, x, result)
+    def call(self: Any, x: jax.Array, *args: PyTree, **kwargs: PyTree) -> jax.Array:
+        call_of = functools.partial(cls.__call__, self, x, *args, **kwargs)
+        return _marked([], self, self.boostax_path, x, call_of)
 
     return type(cls)(cls.__name__, (cls,), {"__call__": call})
 
 
-def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier: float) -> Any:
+def without(module: Model, removed: tuple[str, ...], head: str | None, multiplier: float) -> Model:
     """Return the model without the norms ``removed``, and with a normalised ``head``."""
     if isinstance(module, nn.Module):
         return LessBN(module, removed, head, multiplier)
 
-    def replaced(path: str, node: Any) -> Any:
+    def replaced(path: str, node: Any) -> object:
         if path in removed:
             return Identity()
         return NormalizedLinear(node, multiplier=multiplier) if path == head else node
@@ -120,24 +125,23 @@ def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier:
     return _edited(module, replaced)
 
 
-def _intercepted(replacement: Callable[..., Any], root: int = 0) -> Any:
+def _intercepted(replacement: Callable[..., jax.Array], root: int = 0) -> Any:
     """Call ``replacement(layer, path, x, result)`` in place of linen's BatchNorms and Denses.
 
     Paths begin below a module whose own path has ``root`` components; ``result()`` is the layer's
     result.
     """
 
-    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        layer, result = context.module, lambda: next_fun(*args, **kwargs)
+    def intercept(call: Callable, args: PyTree, kwargs: PyTree, context: Any) -> PyTree:
+        layer = context.module
         if context.method_name != "__call__" or not isinstance(layer, (nn.BatchNorm, nn.Dense)):
-            return result()
+            return call(*args, **kwargs)
         x = args[0] if args else kwargs["inputs" if isinstance(layer, nn.Dense) else "x"]
-        return replacement(layer, "/".join(layer.path[root:]), x, result)
+        return replacement(layer, "/".join(layer.path[root:]), x, lambda: call(*args, **kwargs))
 
     return nn.intercept_methods(intercept)
 
 
-def _edited(module: Any, edit: Callable[[str, Any], Any]) -> Any:
+def _edited(module: nnx.Module, edit: Callable[[str, object], object]) -> nnx.Module:
     """Return a copy of an NNX model with each node replaced by ``edit(path, node)``."""
-    named = lambda path, node: edit("/".join(map(str, path)), node)  # noqa: E731
-    return nnx.recursive_map(named, nnx.clone(module))
+    return nnx.recursive_map(lambda path, x: edit("/".join(map(str, path)), x), nnx.clone(module))

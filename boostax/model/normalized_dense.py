@@ -59,8 +59,7 @@ def normalized_dense(
     dtype = jnp.result_type(x, kernel) if dtype is None else jnp.dtype(dtype)
     y = jnp.dot(unit(x, -1).astype(dtype), unit(kernel, 0).astype(dtype), precision=precision)
     y = y.astype(trees.wide_dtype(y))
-    y = y if bias is None else y + bias
-    return (y * multiplier).astype(dtype)
+    return ((y if bias is None else y + bias) * multiplier).astype(dtype)
 
 
 class NormalizedDense(nn.Module):
@@ -106,10 +105,11 @@ class NormalizedDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Return ``[..., features]`` from ``[..., inputs]``."""
-        shape, stored = (jnp.shape(inputs)[-1], self.features), self.param_dtype
-        kernel: Any = self.param("kernel", self.kernel_init, shape, stored)
-        multiplier: Any = self.param("multiplier", self.multiplier_init, (), stored)
-        bias: Any = self.param("bias", self.bias_init, shape[1:], stored) if self.use_bias else None
+        shape = (jnp.shape(inputs)[-1], self.features)
+        dtype = self.param_dtype
+        kernel: Any = self.param("kernel", self.kernel_init, shape, dtype)
+        multiplier: Any = self.param("multiplier", self.multiplier_init, (), dtype)
+        bias: Any = self.param("bias", self.bias_init, shape[1:], dtype) if self.use_bias else None
         return normalized_dense(inputs, kernel, multiplier, bias, self.dtype, self.precision)
 
 
@@ -137,6 +137,6 @@ class NormalizedLinear(nnx.Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Return ``[..., out_features]`` from ``[..., in_features]``."""
-        kernel, multiplier = self.kernel[...], self.multiplier[...]
         bias = None if self.bias is None else self.bias[...]
-        return normalized_dense(inputs, kernel, multiplier, bias, self.dtype, self.precision)
+        params = self.kernel[...], self.multiplier[...], bias
+        return normalized_dense(inputs, *params, self.dtype, self.precision)
