@@ -5,7 +5,6 @@
 on each replica or server of replicas.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from boostax.reduce import collectives, exchange, pairwise
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.mean import reduced, reduction
 from boostax.reduce.on_shards import on_shards
-from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
 Scope = Literal["leaf", "tree"]
 
@@ -118,15 +116,14 @@ def adasum(
       https://arxiv.org/abs/2006.02924, 2020. Results equal Horovod's for powers of two.
     """
     who = "adasum"
-    across = axes.canonical(who, axis_name)
-    inside = axis_of_server(who, within)
-    names = across + inside
+    levels = Levels(axes.canonical(who, axis_name), axis_of_server(who, within))
+    names = levels.names
     options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, who)
         axes.require_bound(options.shards, who, "shard_axes")
-        return combined(updates, Levels(across, inside), options)
+        return combined(updates, levels, options)
 
     update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(options.init, update)
@@ -213,13 +210,15 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     sent = [_sent(x, levels, other, options) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
-        names = *axes.with_shards(x, levels.names), *options.shards
-        return collectives.total(x, tuple(dict.fromkeys(names)))
+        # With ``check_vma=False`` no axes are known, and the sum is over all axes.
+        known = axes.varying(x)
+        names = dict.fromkeys((*axes.with_shards(x, levels.names), *options.shards))
+        return lax.psum(x, tuple(name for name in names if not known or name in known))
 
     rows = [x for _, x in sent]
     together = options.scope == "tree" and bool(rows)
     groups = [pairwise.join_rows(rows, copies)] if together else rows
-    sums = [combine_replicas(x, total, together=together) for x in groups]
+    sums = [pairwise.combine_replicas(x, total, together=together) for x in groups]
     parts = iter([x for row, _ in sums for x in row])
     fastest_first = tuple(filter(None, (levels.across, levels.inside)))
     # Empty leaves are equal on all replicas, and are not communicated.
@@ -232,14 +231,13 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     overall, ratios = _orthogonality(groups, [norms for _, norms in sums])
     by_index = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
     orthogonal = jnp.ones((), jnp.float32)
-    by_leaf = treedef.unflatten([by_index.get(i, orthogonal) for i in range(len(leaves))])
-    state = AdasumState(overall, by_leaf if options.leaf_metrics else None)
-    return treedef.unflatten(result), state
+    ratios = treedef.unflatten([by_index.get(i, orthogonal) for i in range(len(leaves))])
+    return treedef.unflatten(result), AdasumState(overall, ratios if options.leaf_metrics else None)
 
 
 def _sent(
     leaves: Arrays, levels: Levels, shards: Names, options: Options
-) -> tuple[list[exchange.Chunk], Rows]:
+) -> tuple[list[exchange.Chunk], pairwise.Rows]:
     """Return the chunks of leaves, and this device's slice of every replica's chunks."""
     inside = levels.inside
     devices = axes.size(inside)
@@ -255,7 +253,7 @@ def _sent(
     return chunks, exchange.exchange(chunks, arrays, levels.across, options.wire, inside + shards)
 
 
-def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
+def _orthogonality(groups: list[pairwise.Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
     """Return the orthogonality overall and of every leaf, from norms of ``combine_replicas``."""
     if not groups:
         return jnp.ones((), jnp.float32), []
@@ -264,7 +262,7 @@ def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, li
     pairs = [wide.astype(jnp.float32) for wide in norms]
     overall = jnp.zeros(2, jnp.float32)
     for pair, unit in zip(pairs, units, strict=True):
-        overall += (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
+        overall += (pair * pairwise.power_of_two(2 * (unit - top), pair.dtype)).sum(1)
     return _ratio(*overall), [_ratio(*leaf) for pair in pairs for leaf in zip(*pair, strict=True)]
 
 

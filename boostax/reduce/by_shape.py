@@ -13,13 +13,12 @@ from jax import lax
 
 from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.placement import Path
 from boostax._core.replicas import PerReplica
 from boostax._core.types import PyTree
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.mean import all_reduce, reduction
-from boostax.reduce.on_shards import on_rows
+from boostax.reduce.on_shards import Path, on_rows
 
 _WHO = "by_shape"
 # Extra arguments about all params, while a replica's optimizer gets a part of the params.

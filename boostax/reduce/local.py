@@ -89,14 +89,13 @@ class _Rounds(NamedTuple):
         checks.require(is_valid, self.who, "params", got=got, allowed=allowed, hint=hint)
         wide = trees.at_least_float32(params)
         parts = [_part(wide, group) for group in self.members(params)]
-        outer = self.outer or optax.identity()
         inner = gate.init_optimizer(self.who, self.inner, params)
         return LocalUpdatesState(
             since_sync=jnp.zeros((), jnp.int32),
             syncs=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(_copy, params) if self.outer else None,
             reduction_state=tuple(self.reduce.init(part) for part in parts),
-            outer_state=tuple(trees.first_state(outer, part) for part in parts),
+            outer_state=tuple(trees.first_state(self.outer or optax.identity(), x) for x in parts),
             inner_state=replicas.PerReplica(axes.to_varying(inner, self.names)),
         )
 
@@ -307,8 +306,7 @@ def local_updates(
     outer_tx = None if outer is None else checks.transformation(who, "outer", outer)
     reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
-    rounds = _Rounds(who, names, tx, every, members, reduce, outer_tx, warmup)
-    return rounds.transformation()
+    return _Rounds(who, names, tx, every, members, reduce, outer_tx, warmup).transformation()
 
 
 def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
@@ -414,9 +412,9 @@ def partitioning(
     else:
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
         labels = jax.tree.leaves(partitions)
-        numbers = {checks.integer(who, argument, x, allowed, hint) for x in labels}
-        count = len(numbers)
-        is_valid = count > 0 and numbers == set(range(count))
+        labels = {checks.integer(who, argument, x, allowed, hint) for x in labels}
+        count = len(labels)
+        is_valid = count > 0 and labels == set(range(count))
         checks.require(is_valid, who, argument, got=partitions, allowed=allowed, hint=hint)
 
     def members(params: PyTree) -> list[list[int]]:
@@ -450,5 +448,4 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
         return labels
 
     limits = range(max(sizes), sum(sizes) + 1)
-    least = bisect.bisect_left(limits, True, key=lambda limit: runs(limit)[-1] < count)
-    return runs(limits[least])
+    return runs(limits[bisect.bisect_left(limits, True, key=lambda limit: runs(limit)[-1] < count)])

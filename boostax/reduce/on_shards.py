@@ -81,11 +81,10 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
         return grads
 
     def require_local(differs: PyTree) -> None:
-        is_local = any(jax.tree.leaves(differs[1]))
+        valid = any(jax.tree.leaves(differs[1]))
         got = f"equal gradients over {', '.join(names)}"
-        allowed = "local to each replica"
         hint = "Remove the reduction before it."
-        checks.require(is_local, who, "gradients", got=got, allowed=allowed, hint=hint)
+        checks.require(valid, who, "gradients", got=got, allowed="local to each replica", hint=hint)
 
     for name in names:
         # The index is batched, so the rule is called.
