@@ -55,9 +55,9 @@ class InTurn(Codec):
     def reduce(self, leaves, state, names):
         pairs = zip(leaves, state.values, strict=True)
         sent = [jnp.where(jnp.arange(len(x))[:, None] == n % len(x), x, 0) for x, n in pairs]
-        held = [x - y for x, y in zip(leaves, sent, strict=True)]
+        residuals = [x - y for x, y in zip(leaves, sent, strict=True)]
         state = PerLeaf([n + 1 for n in state.values])
-        return Message([lax.pmean(x, names) for x in sent], held, state)
+        return Message([lax.pmean(x, names) for x in sent], residuals, state)
 
 
 def in_turn(axis_name, **options):

@@ -56,7 +56,7 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
     class Forgetful(Signs):
         def reduce(self, leaves, state, names):
             message = super().reduce(leaves, state, names)
-            return message._replace(held=[jnp.zeros_like(x) for x in leaves])
+            return message._replace(residuals=[jnp.zeros_like(x) for x in leaves])
 
     sent = lambda axis: compress(Forgetful(), name="forgetful", axis_name=axis)  # noqa: E731
     make = lambda inner, axis: optax.chain(sent(axis), inner)  # noqa: E731

@@ -79,8 +79,8 @@ def test_of_each_run_the_largest_are_chosen_and_put_back(block):
     runs, chosen = (np.sort(y.reshape(len(positions), -1)) for y in sizes)
     np.testing.assert_array_equal(chosen[:, -view.sent :], runs[:, -view.sent :])
     assert not chosen[:, : -view.sent].any()
-    chosen = sparse.taken(view.rows(x), positions)
-    back = sparse.cells(sparse.plus(jnp.zeros(view.shape), positions, chosen))
+    chosen = sparse.elements_at(view.rows(x), positions)
+    back = sparse.cells(sparse.add_at(jnp.zeros(view.shape), positions, chosen))
     np.testing.assert_array_equal(view.leaf(back), np.where(mask, x, 0))
 
 

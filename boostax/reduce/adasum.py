@@ -5,7 +5,6 @@
 on each replica or server of replicas.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from boostax.reduce import collectives, exchange, pairwise
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.mean import reduced, reduction
 from boostax.reduce.on_shards import on_shards
-from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
 Scope = Literal["leaf", "tree"]
 
@@ -37,13 +35,13 @@ class AdasumState(NamedTuple):
       leaf_orthogonality: a tree like the params with the same number for each leaf, or ``None``.
     """
 
-    orthogonality: jax.Array
-    leaf_orthogonality: PyTree
+    orthogonality: jax.Array  # [] float32
+    leaf_orthogonality: PyTree  # a [] float32 for each param, or None
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        by_name = {f"orthogonality/{name}": x for name, x in trees.named(self.leaf_orthogonality)}
-        return {"orthogonality": self.orthogonality, **by_name}
+        by_leaf = {f"orthogonality/{name}": x for name, x in trees.named(self.leaf_orthogonality)}
+        return {"orthogonality": self.orthogonality, **by_leaf}
 
 
 @reduction
@@ -118,32 +116,31 @@ def adasum(
       https://arxiv.org/abs/2006.02924, 2020. Results equal Horovod's for powers of two.
     """
     who = "adasum"
-    across = axes.canonical(who, axis_name)
-    inside = axis_of_server(who, within)
-    names = across + inside
-    wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
+    levels = Levels(axes.canonical(who, axis_name), axis_of_server(who, within))
+    names = levels.names
+    options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, who)
-        axes.require_bound(wanted.shards, who, "shard_axes")
-        return combined(updates, Levels(across, inside), wanted)
+        axes.require_bound(options.shards, who, "shard_axes")
+        return combined(updates, levels, options)
 
     update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
-    return optax.GradientTransformationExtraArgs(wanted.init, update)
+    return optax.GradientTransformationExtraArgs(options.init, update)
 
 
-def axis_of_server(who: str, within: Any) -> Names:
+def axis_of_server(who: str, within: axes.AxisName | int | None) -> Names:
     """Return the axes of ``within``; answer a number of devices with the mesh to write instead."""
-    mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
-    hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
-    allowed = "a mesh axis name or a tuple of them"
-    is_valid = not isinstance(within, int)
-    checks.require(is_valid, who, "within", got=within, allowed=allowed, hint=hint)
+    if isinstance(within, int):
+        mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
+        hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
+        allowed = "a mesh axis name or a tuple of them"
+        raise ValueError(checks.message(who, "within", allowed, within, hint))
     return axes.canonical(who, within, "within")
 
 
 class Options(NamedTuple):
-    """The arguments of ``adasum`` besides the axes of the replicas."""
+    """The arguments of ``adasum`` except the axes of the replicas."""
 
     shards: Any
     scope: Scope
@@ -153,9 +150,9 @@ class Options(NamedTuple):
 
     def init(self, params: PyTree) -> AdasumState:
         """Return the state before the first step: -1 means unknown."""
-        unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
-        by_leaf = jax.tree.map(unknown, params) if self.leaf_metrics else None
-        return AdasumState(unknown(None), by_leaf)
+        measured = params if self.leaf_metrics else None
+        by_leaf = jax.tree.map(lambda _: jnp.full((), -1.0, jnp.float32), measured)
+        return AdasumState(jnp.full((), -1.0, jnp.float32), by_leaf)
 
     def checked(self, who: str, names: Names) -> "Options":
         """Check the arguments; return them as axes, dtypes and numbers.
@@ -168,10 +165,10 @@ class Options(NamedTuple):
         checks.choice(who, "scope", self.scope, Scope, "The paper combines leaf by leaf.")
         wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
         axes.canonical(who, names + shards, "axis_name, within and shard_axes")
-        hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
-        fits = self.scope == "leaf" or not shards
+        is_valid = self.scope == "leaf" or not shards
         allowed = "'leaf' with shard_axes"
-        checks.require(fits, who, "scope", got=self.scope, allowed=allowed, hint=hint)
+        hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
+        checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 
@@ -200,61 +197,63 @@ class Levels(NamedTuple):
         return lax.dynamic_slice_in_dim(x, axes.index(self.inside) * length, length, dim)
 
 
-def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
+def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     """Return the AdaSum of a tree, and a state that measures how parallel the trees were."""
-    names, shards = levels.names, wanted.shards
-    fastest_first = tuple(filter(None, (levels.across, levels.inside)))
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     # The type of a leaf shows its sharded axes if JAX tracks varying axes.
-    others = [axes.varying(leaves[kind[0]]) - frozenset(names) for kind in kinds]
-    over = [tuple(sorted(other)) or shards for other in others]
+    others = [axes.varying(leaves[kind[0]]) - frozenset(levels.names) for kind in kinds]
+    over = [tuple(sorted(other)) or options.shards for other in others]
     every = {name for other in over for name in other}
     copies = [axes.size(tuple(every - set(other))) for other in over]
     reals = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
-    sent = [_sent(x, levels, other, wanted) for x, other in zip(reals, over, strict=True)]
+    sent = [_sent(x, levels, other, options) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
-        return collectives.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
+        # With ``check_vma=False`` no axes are known, and the sum is over all axes.
+        known = axes.varying(x)
+        names = dict.fromkeys((*axes.with_shards(x, levels.names), *options.shards))
+        return lax.psum(x, tuple(name for name in names if not known or name in known))
 
     rows = [x for _, x in sent]
-    together = wanted.scope == "tree" and bool(rows)
+    together = options.scope == "tree" and bool(rows)
     groups = [pairwise.join_rows(rows, copies)] if together else rows
-    done = [combine_replicas(x, total, together=together) for x in groups]
-    buckets = iter([x for row, _ in done for x in row])
+    sums = [pairwise.combine_replicas(x, total, together=together) for x in groups]
+    parts = iter([x for row, _ in sums for x in row])
+    fastest_first = tuple(filter(None, (levels.across, levels.inside)))
     # Empty leaves are equal on all replicas, and are not communicated.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind, real, (chunks, _) in zip(kinds, reals, sent, strict=True):
-        parts = [next(buckets) for _ in chunks]
-        whole = exchange.delivered(chunks, parts, fastest_first, wanted.wire, real)
-        for i, x in zip(kind, whole, strict=True):
+        slices = [next(parts) for _ in chunks]
+        gathered = exchange.delivered(chunks, slices, fastest_first, options.wire, real)
+        for i, x in zip(kind, gathered, strict=True):
             result[i] = exchange.like(x, leaves[i])
-    overall, ratios = _orthogonality(groups, [norms for _, norms in done])
-    known = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
-    one = jnp.ones((), jnp.float32)
-    by_leaf = treedef.unflatten([known.get(i, one) for i in range(len(leaves))])
-    return treedef.unflatten(result), AdasumState(overall, by_leaf if wanted.leaf_metrics else None)
+    overall, ratios = _orthogonality(groups, [norms for _, norms in sums])
+    by_index = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
+    orthogonal = jnp.ones((), jnp.float32)
+    ratios = treedef.unflatten([by_index.get(i, orthogonal) for i in range(len(leaves))])
+    return treedef.unflatten(result), AdasumState(overall, ratios if options.leaf_metrics else None)
 
 
 def _sent(
-    leaves: Arrays, levels: Levels, shards: Names, wanted: Options
-) -> tuple[list[exchange.Chunk], Rows]:
+    leaves: Arrays, levels: Levels, shards: Names, options: Options
+) -> tuple[list[exchange.Chunk], pairwise.Rows]:
     """Return the chunks of leaves, and this device's slice of every replica's chunks."""
-    across, inside, wire = levels.across, levels.inside, wanted.wire
+    inside = levels.inside
     devices = axes.size(inside)
-    chunks = exchange.chunks(leaves, axes.size(across) * devices, wanted.bucket_bytes)
+    chunks = exchange.chunks(leaves, axes.size(levels.across) * devices, options.bucket_bytes)
     arrays = [chunk.array(leaves) for chunk in chunks]
     if levels.averaged:
         arrays = [levels.slice_inside(x.array(leaves), x.dim) for x in chunks]
-    elif inside and wire is None:
+    elif inside and options.wire is None:
         arrays = [collectives.scatter(x.array(leaves) / devices, inside, x.dim) for x in chunks]
     elif inside:
-        near = exchange.exchange(chunks, arrays, inside, wire, shards, by_leaf=False)
+        near = exchange.exchange(chunks, arrays, inside, options.wire, shards, by_leaf=False)
         arrays = exchange.mean(near, "before")
-    return chunks, exchange.exchange(chunks, arrays, across, wire, inside + shards)
+    return chunks, exchange.exchange(chunks, arrays, levels.across, options.wire, inside + shards)
 
 
-def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
+def _orthogonality(groups: list[pairwise.Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
     """Return the orthogonality overall and of every leaf, from norms of ``combine_replicas``."""
     if not groups:
         return jnp.ones((), jnp.float32), []
@@ -263,7 +262,7 @@ def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, li
     pairs = [wide.astype(jnp.float32) for wide in norms]
     overall = jnp.zeros(2, jnp.float32)
     for pair, unit in zip(pairs, units, strict=True):
-        overall += (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
+        overall += (pair * pairwise.power_of_two(2 * (unit - top), pair.dtype)).sum(1)
     return _ratio(*overall), [_ratio(*leaf) for pair in pairs for leaf in zip(*pair, strict=True)]
 
 
@@ -281,7 +280,7 @@ class AdasumDeltaState(NamedTuple):
       adasum: the ``AdasumState`` of the updates.
     """
 
-    inner_state: PerReplica
+    inner_state: PerReplica  # the states of ``inner``, one for each replica or server
     adasum: AdasumState
 
     def server_parts(self) -> list[PerReplica]:
@@ -362,37 +361,37 @@ def adasum_delta(
     inside = axis_of_server(who, within)
     levels = Levels(replicas, inside, averaged=bool(inside))
     names = levels.names
-    wanted = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
+    options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        own = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
-        return AdasumDeltaState(PerReplica(own), wanted.init(params))
+        local = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
+        return AdasumDeltaState(PerReplica(local), options.init(params))
 
     @describe("adasum", "adasum", names)
     def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
-        return combined(deltas, levels, wanted)
+        return combined(deltas, levels, options)
 
-    mean = f"Run inner on the mean gradient over {', '.join(inside)}"
-    what = f"{mean}, and combine the updates by AdaSum" if inside else ""
+    mean = f"Run inner on the mean gradient over {', '.join(inside)}, "
+    what = mean + "and combine the updates by AdaSum" if inside else ""
 
     @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, who)
-        axes.require_bound(wanted.shards, who, "shard_axes")
-        kept = state.inner_state.local
+        axes.require_bound(options.shards, who, "shard_axes")
+        old = state.inner_state.local
         # A gate inside would run steps at different times on different replicas.
-        gate.refuse_gates(who, gate.gates_in(kept))
+        gate.refuse_gates(who, gate.gates_in(old))
         # With one copy of the inner state per server, updates are typed as equal inside the server.
-        varies = frozenset[str]().union(*axes.types(kept))
+        varies = frozenset[str]().union(*axes.types(old))
         over = (*replicas, *(name for name in inside if name in varies))
         # The inner optimizer computes in f32 or wider, as inside a gate.
-        own = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
+        local = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
         wide = trees.at_least_float32(updates)
         if inside:
             wide = axes.to_varying(jax.tree.map(lambda x: reduced(x, inside, "after"), wide), over)
-        deltas, inner_state = tx.update(wide, kept, own, **extra)
-        require_like(who, "the moment", (kept, deltas), (inner_state, updates))
-        inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)
+        deltas, inner_state = tx.update(wide, old, local, **extra)
+        require_like(who, "the moment", (old, deltas), (inner_state, updates))
+        inner_state = axes.unify(trees.cast_like(inner_state, old), old)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
         deltas = collectives.to_each(deltas, names) if inside else deltas
         result, adasum_state = on_shards(who, names, combine)(deltas, state.adasum)

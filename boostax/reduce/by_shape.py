@@ -2,7 +2,8 @@
 """Distribute matrices over replicas: each orthogonalises 1/n of them, and gathers all updates."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +18,14 @@ from boostax._core.types import PyTree
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.mean import all_reduce, reduction
-from boostax.reduce.on_shards import on_rows
+from boostax.reduce.on_shards import Path, on_rows
 
 _WHO = "by_shape"
 # Extra arguments about all params, while a replica's optimizer gets a part of the params.
 _OF_PARAMS = "value_fn", "obj_fn", "grad"
 
 
-class Dealt(NamedTuple):
+class Distributed(NamedTuple):
     """The tree of params that ``by_shape``'s inner optimizer gets on a replica, or of its moments.
 
     Attributes:
@@ -33,8 +34,11 @@ class Dealt(NamedTuple):
       rest: the other leaves at their own paths, with ``optax.MaskedNode`` for the matrices.
     """
 
-    by_shape: tuple[Any, ...]
+    by_shape: tuple[PyTree, ...]
     rest: PyTree
+
+
+_is_distributed: Callable[[object], bool] = Distributed.__instancecheck__
 
 
 class ByShapeState(NamedTuple):
@@ -47,12 +51,13 @@ class ByShapeState(NamedTuple):
         a tree with arrays ``[slots, ...]`` for the matrices that the replica owns.
     """
 
-    order: tuple[jax.Array, ...]
-    inner_state: PyTree
+    order: tuple[jax.Array, ...]  # each [matrices] uint32
+    inner_state: PyTree  # float32 or wider, [slots, m, n] for the matrices of a shape
 
     def distributed_items(self) -> list[tuple[PerReplica, int]]:
         """Return the distributed parts and the number of their items, for ``reshard_state``."""
-        views, counts = trees.find(self.inner_state, _is_dealt), [*map(len, self.order)]
+        views = trees.find(self.inner_state, _is_distributed)
+        counts = [len(paths) for paths in self.order]
         return [pair for x in views for pair in zip(x.by_shape, counts, strict=True)]
 
 
@@ -63,158 +68,162 @@ class _Shape(NamedTuple):
       indices: their indices among the leaves.
       path: the path of the first matrix.
       names: the replica axes; empty for a single replica, if no axis is bound.
+      replicas: the number of replicas.
     """
 
     indices: list[int]
-    path: tuple[Any, ...]
+    path: Path
     names: Names
+    replicas: int
 
     @property
     def slots(self) -> int:
-        """The number of matrices that each replica owns."""
+        """Return the number of matrices that each replica owns."""
         return -(-len(self.indices) // self.replicas)
 
     @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return axes.size(self.names) if self.names else 1
-
-    @property
-    def few(self) -> bool:
-        """Whether padding to full slots would more than double the bytes."""
+    def mostly_padding(self) -> bool:
+        """Return whether padding to full slots would more than double the bytes."""
         return 2 * len(self.indices) < self.slots * self.replicas
 
-    def chosen(self, leaves: Any) -> Arrays:
+    def chosen(self, leaves: Arrays | Mapping[int, jax.Array]) -> Arrays:
         """Select this replica's matrices from leaves that are equal on all replicas."""
-        mine = [leaves[i] for i in self.indices]
+        matrices = [leaves[i] for i in self.indices]
         if self.replicas == 1:
-            return mine
-        here, mine = axes.index(self.names), axes.to_varying(mine, self.names)
-        mine += [mine[-1]] * (self.slots * self.replicas - len(mine))
-        return [lax.select_n(here, *mine[i :: self.slots]) for i in range(self.slots)]
+            return matrices
+        replica = axes.index(self.names)
+        matrices = axes.to_varying(matrices, self.names)
+        matrices += [matrices[-1]] * (self.slots * self.replicas - len(matrices))
+        return [lax.select_n(replica, *matrices[i :: self.slots]) for i in range(self.slots)]
 
     def means(self, leaves: Arrays) -> Arrays:
         """Return the means of the matrices that this replica owns."""
-        if self.few:
+        if self.mostly_padding:
             return self.chosen({i: lax.pmean(leaves[i], self.names) for i in self.indices})
-        mine = [leaves[i] for i in self.indices]
-        spare = self.slots * self.replicas - len(mine)
+        padding = self.slots * self.replicas - len(self.indices)
 
-        def deal(mine: Arrays) -> jax.Array:
-            stack = jnp.stack([*mine, *[jnp.zeros_like(mine[0])] * spare])
+        def scattered(matrices: Arrays) -> jax.Array:
+            stack = jnp.stack([*matrices, *[jnp.zeros_like(matrices[0])] * padding])
             return collectives.scatter(stack, self.names, 0) / self.replicas
 
-        return list(on_rows(_WHO, self.names, self.path, deal, mine, scatter=True))
+        matrices = [leaves[i] for i in self.indices]
+        return list(on_rows(_WHO, self.names, self.path, scattered, matrices, scatter=True))
 
-    def gathered(self, rows: Arrays, dtype: Any) -> Arrays:
+    def gathered(self, rows: Arrays, dtype: jax.typing.DTypeLike) -> Arrays:
         """Gather each replica's matrices; the result is equal on all replicas."""
         rows = [x.astype(dtype) for x in rows]
-        if self.few:
-            here = axes.index(self.names)
-            mine = [jnp.where(here == i, rows[0], 0) for i, _ in enumerate(self.indices)]
-            return [lax.psum(x, self.names) for x in mine]
         count = len(self.indices)
-        call = lambda rows: list(collectives.gather_along(rows, self.names, 0)[:count])  # noqa: E731
-        return on_rows(_WHO, self.names, self.path, call, jnp.stack(rows), scatter=False)
+        if self.mostly_padding:
+            replica = axes.index(self.names)
+            matrices = [jnp.where(replica == i, rows[0], 0) for i in range(count)]
+            return [lax.psum(x, self.names) for x in matrices]
 
+        def gather(rows: jax.Array) -> list[jax.Array]:
+            return list(collectives.gather_along(rows, self.names, 0)[:count])
 
-def _is_dealt(node: Any) -> bool:
-    return isinstance(node, Dealt)
+        return on_rows(_WHO, self.names, self.path, gather, jnp.stack(rows), scatter=False)
 
 
 def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
     """Group the matrices by shape and dtype; a single matrix of a shape is not distributed."""
-    found: dict[Any, dict[int, Any]] = {}
+    replicas = axes.size(names) if names else 1
+    groups: dict[object, dict[int, Path]] = {}
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
-            found.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
-    several = [x for x in found.values() if len(x) > 1]
-    return [_Shape([*x], next(iter(x.values())), names) for x in several]
+            groups.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
+    several = [[*paths.items()] for paths in groups.values() if len(paths) > 1]
+    return [_Shape([i for i, _ in x], x[0][1], names, replicas) for x in several]
 
 
 def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
     """Return the leaves that are not distributed."""
     leaves, treedef = jax.tree.flatten(tree)
-    taken = {i for shape in shapes for i in shape.indices}
-    return trees.masked(tree, treedef.unflatten([i not in taken for i, _ in enumerate(leaves)]))
+    matrices = {i for shape in shapes for i in shape.indices}
+    return trees.masked(tree, treedef.unflatten([i not in matrices for i in range(len(leaves))]))
 
 
-def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Dealt:
+def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Distributed:
     """Return this replica's matrices of a tree that is equal on all replicas, and the rest."""
     leaves = jax.tree.leaves(tree)
-    return Dealt(tuple(tuple(x.chosen(leaves)) for x in shapes), _rest(tree, shapes))
+    return Distributed(tuple(tuple(x.chosen(leaves)) for x in shapes), _rest(tree, shapes))
 
 
-def _changed(change: Callable[[Any], Sequence[Any]], state: PyTree) -> PyTree:
+def _changed(change: Callable[[PyTree], Sequence[PyTree]], state: PyTree) -> PyTree:
     """Apply ``change`` to the arrays of the distributed matrices in a state."""
-    new = lambda x: x._replace(by_shape=tuple(change(x.by_shape))) if _is_dealt(x) else x  # noqa: E731
-    return jax.tree.map(new, state, is_leaf=_is_dealt)
+
+    def changed(x: PyTree) -> PyTree:
+        return x._replace(by_shape=tuple(change(x.by_shape))) if _is_distributed(x) else x
+
+    return jax.tree.map(changed, state, is_leaf=_is_distributed)
 
 
 def _packed(state: PyTree, names: Names) -> PyTree:
     """Stack the arrays of one shape's matrices in a ``PerReplica``."""
-    stack = lambda *slots: axes.to_varying(jnp.stack(slots), names)  # noqa: E731
+
+    def stack(*slots: jax.Array) -> jax.Array:
+        return axes.to_varying(jnp.stack(slots), names)
+
     return _changed(lambda parts: [PerReplica(jax.tree.map(stack, *x)) for x in parts], state)
 
 
 def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
     """Invert ``_packed``; refuse a state for another number of replicas."""
+    slots = [shape.slots for shape in shapes]
 
-    def unpack(parts: Any) -> list[Any]:
-        slots = [shape.slots for shape in shapes]
+    def unpack(parts: tuple[PerReplica, ...]) -> list[PyTree]:
         got = [[len(x) for x in jax.tree.leaves(part)] for part in parts]
-        fits = len(got) == len(slots) and all({*g} <= {n} for g, n in zip(got, slots, strict=True))
-        hint = "Use stack_replicas(tx.init(params), n) or boostax.reshard_state(state, n)."
-        allowed = f"one with {slots} matrices of each shape on a replica"
-        checks.require(fits, _WHO, "state", got=got, allowed=allowed, hint=hint)
-        one = lambda part, i: jax.tree.map(lambda x: x[i], part.local)  # noqa: E731
-        return [tuple(one(x, i) for i in range(n)) for x, n in zip(parts, slots, strict=True)]
+        if len(got) != len(slots) or any({*g} - {n} for g, n in zip(got, slots, strict=True)):
+            allowed = f"one with {slots} matrices of each shape on a replica"
+            hint = "Use stack_replicas(tx.init(params), n) or boostax.reshard_state(state, n)."
+            raise ValueError(checks.message(_WHO, "state", allowed, got, hint))
+        pairs = zip(parts, slots, strict=True)
+        return [tuple(jax.tree.map(itemgetter(i), x.local) for i in range(n)) for x, n in pairs]
 
     return _changed(unpack, state)
 
 
-def _require_apart(tx: gate.Extended, view: Dealt) -> None:
+def _require_separate(tx: gate.Extended, view: Distributed) -> None:
     """Refuse an optimizer whose update of a matrix depends on other matrices."""
     # Two matrices of a shape are enough for this test, even if a replica owns only one.
     two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
     matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
     mixed = False
-    for x in jax.tree.leaves(gate.sources(tx, two), is_leaf=_is_dealt):
-        slots = [slot for shape in x.by_shape for slot in shape] if _is_dealt(x) else []
-        own = [facts <= {i} for i, slot in enumerate(slots) for facts in jax.tree.leaves(slot)]
-        rest = jax.tree.leaves(x.rest if _is_dealt(x) else x)
-        mixed |= not all(own) or not all(map(matrices.isdisjoint, rest))
+    for x in jax.tree.leaves(gate.sources(tx, two), is_leaf=_is_distributed):
+        slots = [slot for shape in x.by_shape for slot in shape] if _is_distributed(x) else []
+        facts = [(i, sources) for i, slot in enumerate(slots) for sources in jax.tree.leaves(slot)]
+        rest = jax.tree.leaves(x.rest if _is_distributed(x) else x)
+        mixed |= any(sources - {i} for i, sources in facts) or any(matrices & x for x in rest)
+    got = "one that reads several gradients"
     allowed = "an optimizer that computes the update of a matrix from its own gradient"
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
-    got = "one that reads several gradients"
     checks.require(not mixed, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 
 
 def _require_pathless(
-    tx: gate.Extended, params: PyTree, state: PyTree, view: Dealt, shapes: Sequence[_Shape]
+    tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
 ) -> None:
-    """Refuse an optimizer that chooses params by their paths, which are others in a ``Dealt``."""
-    own = _kept(jax.eval_shape(tx.init, params), params) if shapes else {}
-    dealt = _kept(state, view)
+    """Refuse an optimizer that chooses params by their paths, which a ``Distributed`` changes."""
+    by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
+    by_slot = _parts_of_params(state, view)
     slots = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
     allowed = "an optimizer that chooses params without their paths"
     hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
-    for i, (name, kept) in enumerate(own.items()):
+    for i, (name, parts) in enumerate(by_path.items()):
         got = f"one that treats {name!r} otherwise where it has its path"
-        fits = kept == dealt.get(slots.get(i, f"rest/{name}"))
-        checks.require(fits, _WHO, "inner", got=got, allowed=allowed, hint=hint)
+        is_valid = parts == by_slot.get(slots.get(i, f"rest/{name}"))
+        checks.require(is_valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 
 
-def _kept(state: PyTree, params: PyTree) -> dict[str, set[str]]:
+def _parts_of_params(state: PyTree, params: PyTree) -> dict[str, set[str]]:
     """Return for the path of each param the parts of the state that have an array for it."""
-    found: dict[str, set[str]] = {name: set() for name in trees.names(params)}
+    parts: dict[str, set[str]] = {name: set() for name in trees.names(params)}
     for name in trees.names(state):
         # The longest end that is the path of a param.
-        ends = (name[at:] for at in range(len(name)) if at == 0 or name[at - 1] == "/")
-        end = next(filter(found.__contains__, ends), None)
+        ends = (name[i:] for i in range(len(name)) if i == 0 or name[i - 1] == "/")
+        end = next(filter(parts.__contains__, ends), None)
         if end is not None:
-            found[end].add(name.removesuffix(end))
-    return found
+            parts[end].add(name.removesuffix(end))
+    return parts
 
 
 @reduction
@@ -286,30 +295,31 @@ def by_shape(
         view = _chosen(trees.at_least_float32(params), shapes)
         state = gate.init_optimizer(_WHO, tx, view)
         _require_pathless(tx, trees.at_least_float32(params), state, view, shapes)
-        _require_apart(tx, view)
+        _require_separate(tx, view)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
         order = [jnp.array([paths[i] for i in shape.indices], jnp.uint32) for shape in shapes]
         return ByShapeState(tuple(order), _packed(state, names))
 
     @describe(_WHO, "delta", names, inner={"inner_state": tx})
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, _WHO)
         leaves, treedef = jax.tree.flatten(updates)
-        shapes, wide = _shapes(updates, names), trees.at_least_float32(updates)
+        shapes = _shapes(updates, names)
+        wide = trees.at_least_float32(updates)
         means = all_reduce(names).update(_rest(wide, shapes), optax.EmptyState())[0]
         owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
-        own = None if params is None else _chosen(trees.at_least_float32(params), shapes)
+        local = None if params is None else _chosen(trees.at_least_float32(params), shapes)
         extra = {name: x for name, x in extra.items() if name not in _OF_PARAMS}
-        kept = _unpacked(state.inner_state, shapes)
-        made, new = tx.update(Dealt(owned, means), kept, own, **extra)
-        new = axes.unify(trees.cast_like(new, kept), kept)
-        found = dict[int, jax.Array]()
-        for shape, rows in zip(shapes, made.by_shape, strict=True):
+        old = _unpacked(state.inner_state, shapes)
+        deltas, inner_state = tx.update(Distributed(owned, means), old, local, **extra)
+        inner_state = axes.unify(trees.cast_like(inner_state, old), old)
+        by_index = dict[int, jax.Array]()
+        for shape, rows in zip(shapes, deltas.by_shape, strict=True):
             dtype = jnp.result_type(*[leaves[i] for i in shape.indices])
-            found |= zip(shape.indices, shape.gathered(rows, dtype), strict=True)
-        others = iter(jax.tree.leaves(made.rest))
-        result = [found[i] if i in found else next(others) for i, _ in enumerate(leaves)]
+            by_index |= zip(shape.indices, shape.gathered(rows, dtype), strict=True)
+        rest = iter(jax.tree.leaves(deltas.rest))
+        result = [by_index[i] if i in by_index else next(rest) for i in range(len(leaves))]
         result = trees.cast_like(treedef.unflatten(result), updates)
-        return result, ByShapeState(state.order, _packed(new, names))
+        return result, ByShapeState(state.order, _packed(inner_state, names))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -4,14 +4,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import axes, checks
+from boostax._core import axes
 from boostax._core.types import PyTree
 
 Arrays = Sequence[jax.Array]
@@ -37,19 +37,19 @@ class Message(NamedTuple):
 
     Attributes:
       means: for each leaf the mean over the replicas of the sent parts, equal on all replicas.
-      held: for each leaf the residual, which is the part that this replica did not send. The mean
-        over the replicas of ``leaf - held`` is ``means``, up to rounding.
+      residuals: for each leaf the part that this replica did not send. The mean over the replicas
+        of ``leaf - residual`` is ``means``, up to rounding.
       state: the codec's new state, the same on all replicas.
-      late: corrections of ``held`` by a codec of boostax; empty for a codec of your own.
+      late: corrections of ``residuals`` by a codec of boostax; empty for a codec of your own.
       capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on the
         wire; ``None`` if the share is fixed.
     """
 
-    means: list[jax.Array]
-    held: list[jax.Array]
+    means: list[jax.Array]  # shapes and dtypes of the leaves
+    residuals: list[jax.Array]  # shapes and dtypes of the leaves
     state: PyTree
     late: list[Late | None] | tuple[()] = ()
-    capacity: Any = None
+    capacity: Any = None  # [] float32, or None
 
 
 class PerLeaf(NamedTuple):
@@ -60,17 +60,16 @@ class PerLeaf(NamedTuple):
         optimizer's state, where the path gives the leaf.
     """
 
-    values: Any
+    values: PyTree
 
 
-def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
+def map_per_leaf(fn: Callable[..., PyTree], state: PyTree, *others: PyTree) -> PyTree:
     """Apply ``fn`` to the values of every ``PerLeaf``; copy all other nodes from the last tree."""
 
-    def inside(*nodes: Any) -> Any:
-        is_per_leaf = isinstance(nodes[0], PerLeaf)
-        return PerLeaf(fn(*(x.values for x in nodes))) if is_per_leaf else nodes[-1]
+    def mapped(*args: PyTree) -> PyTree:
+        return PerLeaf(fn(*(x.values for x in args))) if isinstance(args[0], PerLeaf) else args[-1]
 
-    return jax.tree.map(inside, state, *others, is_leaf=lambda x: isinstance(x, PerLeaf))
+    return jax.tree.map(mapped, state, *others, is_leaf=lambda x: isinstance(x, PerLeaf))
 
 
 class Codec:
@@ -140,35 +139,10 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
     def branch(send: Callable[[], Message]) -> Message:
         message = send()
         # Branches must agree on the axes over which their results vary.
-        held, late = axes.to_varying((message.held, list(message.late)), names)
-        return message._replace(held=held, late=late)
+        residuals, late = axes.to_varying((message.residuals, list(message.late)), names)
+        return message._replace(residuals=residuals, late=late)
 
     return jax.lax.switch(index, [functools.partial(branch, send) for send in sends])
-
-
-def staged(
-    who: str, argument: str, value: Any, make: Callable[[Any], Codec], check: Callable[..., Any]
-) -> Codec:
-    """Make a codec from a number, or a ``Staged`` from a mapping of first steps to numbers.
-
-    Args:
-      who: the factory, for errors.
-      argument: name of its argument.
-      value: a number such as 0.01, or a mapping such as ``{0: 0.25, 200: 0.01}``.
-      make: returns the codec of a number.
-      check: raises for a number out of range: ``check(who, argument, number)``.
-    """
-    if not isinstance(value, Mapping):
-        check(who, argument, value)
-        return make(value)
-    starts = tuple(sorted(value))
-    is_valid = bool(starts) and starts[0] == 0 and not any(isinstance(s, bool) for s in starts)
-    allowed = "a mapping from steps, beginning with 0, to values"
-    hint = "Try {0: 0.25, 200: 0.01}."
-    checks.require(is_valid, who, argument, got=dict(value), allowed=allowed, hint=hint)
-    for start in starts:
-        check(who, f"{argument}[{start}]", value[start])
-    return Staged(starts, tuple(make(value[start]) for start in starts))
 
 
 def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:

@@ -77,19 +77,12 @@ def ring(x: jax.Array, name: str) -> jax.Array:
     """
     count = lax.axis_size(name)
     replica = lax.axis_index(name)
-    neighbours = [(i, (i + 1) % count) for i in range(count)]
 
     def row(distance: jax.typing.ArrayLike) -> jax.Array:
         return lax.dynamic_index_in_dim(x, (replica - distance) % count, keepdims=False)
 
-    def step(i: jax.Array, partial: jax.Array) -> jax.Array:
-        return lax.ppermute(partial, name, neighbours) + row(i + 1)
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        return lax.ppermute(total, name, [(k, (k + 1) % count) for k in range(count)]) + row(i + 1)
 
     with jax.named_scope("ring_reduce_scatter"):
         return lax.fori_loop(1, count, step, row(1))
-
-
-def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sum over the axes over which ``x`` varies, or over all axes with ``check_vma=False``."""
-    known = axes.varying(x)
-    return lax.psum(x, tuple(name for name in names if name in known) if known else names)

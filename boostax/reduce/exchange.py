@@ -12,7 +12,7 @@ together, which saves messages.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,16 +113,16 @@ class Packed(NamedTuple):
 
 
 Chunk = Alone | Packed
+Chunks = Sequence[Chunk]
 When = Literal["before", "after"]
 Divide = Literal[When, "never"]
 # A half dtype; ``None`` sends f32.
-Wire = np.dtype[Any] | None
+Wire = np.dtype | None
 
 
 def real(x: jax.Array) -> jax.Array:
     """Return ``x`` in f32 or wider, with complex numbers as pairs."""
-    numbers = jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x
-    return trees.at_least_float32(numbers)
+    return trees.at_least_float32(jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x)
 
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -131,21 +131,17 @@ def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     return trees.saturate(numbers, leaf.dtype)
 
 
-def alike(x: jax.Array) -> Any:
-    """Return a key that is equal for leaves that may be packed together.
+def kinds(leaves: Arrays, key: Callable[[jax.Array], object] | None = None) -> list[list[int]]:
+    """Return the indices of the leaves of each kind, without the empty leaves.
 
-    Such leaves have the same dtype and varying axes (if JAX tracks them), because a concatenation
-    varies over the axes of all its parts.
+    Leaves of one kind have the same key. By default they may be packed together: they have the same
+    dtype and varying axes (if JAX tracks them), because a concatenation varies over the axes of all
+    its parts.
     """
-    return x.dtype, axes.varying(x)
-
-
-def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[int]]:
-    """Return the indices of the leaves of each kind, without the empty leaves."""
-    indices: dict[Any, list[int]] = {}
+    indices: dict[object, list[int]] = {}
     for i, x in enumerate(leaves):
         if x.size:
-            indices.setdefault(key(x), []).append(i)
+            indices.setdefault(key(x) if key else (x.dtype, axes.varying(x)), []).append(i)
     return list(indices.values())
 
 
@@ -245,12 +241,7 @@ def joined(x: jax.Array, dim: int) -> jax.Array:
 
 
 def exchange(
-    sent: Sequence[Chunk],
-    arrays: Arrays,
-    names: Names,
-    wire: Wire = None,
-    common: Names = (),
-    by_leaf: bool = True,
+    sent: Chunks, arrays: Arrays, names: Names, wire: Wire, common: Names = (), by_leaf: bool = True
 ) -> Rows:
     """Return this replica's slice of every replica's chunks.
 
@@ -299,7 +290,7 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
 
 
 def delivered(
-    sent: Sequence[Chunk], parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
+    sent: Chunks, parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
 ) -> list[jax.Array]:
     """Gather complete leaves, equal on all replicas, from every replica's slices.
 
@@ -332,7 +323,7 @@ def delivered(
     return unwrapped(sent, arrays, leaves)
 
 
-def unwrapped(sent: Sequence[Chunk], arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
+def unwrapped(sent: Chunks, arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
     """Return the leaves in the arrays of chunks, in the dtypes of ``leaves``."""
     by_index: dict[int, jax.Array] = {}
     for chunk, array in zip(sent, arrays, strict=True):
@@ -340,7 +331,7 @@ def unwrapped(sent: Sequence[Chunk], arrays: Arrays, leaves: Arrays) -> list[jax
     return [by_index[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
 
-def _exponents(sent: Sequence[Chunk], arrays: Arrays) -> jax.Array:
+def _exponents(sent: Chunks, arrays: Arrays) -> jax.Array:
     """Return i32 ``(leaves,)``: the power of two just above the largest element of each leaf."""
     largest: dict[int, jax.Array] = {}
     for chunk, x in zip(sent, arrays, strict=True):
@@ -421,9 +412,9 @@ class Grid(NamedTuple):
         return cls(shape, 1, math.ceil(size / width), width, multiple)
 
     @property
-    def one(self) -> tuple[int, int]:
-        """Return the number and the width of a slice's rows."""
-        return math.ceil(self.lines * self.parts / self.multiple) * self.multiple, self.width
+    def height(self) -> int:
+        """Return the number of a slice's rows."""
+        return math.ceil(self.lines * self.parts / self.multiple) * self.multiple
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Return ``(slices, rows, width)``, padded with zeros."""
@@ -434,14 +425,10 @@ class Grid(NamedTuple):
         """Invert ``rows`` for any number of slices."""
         length = math.prod(self.shape[1:]) // self.lines
         # Rows of padding after a single line are cut off with the line's own padding.
-        if self.lines > 1:
-            rows = rows[:, : self.lines * self.parts]
-        lines = rows.reshape(len(rows), self.lines, -1)[..., :length]
-        return lines.reshape(len(rows), *self.shape[1:])
+        x = rows[:, : self.lines * self.parts] if self.lines > 1 else rows
+        return x.reshape(len(x), self.lines, -1)[..., :length].reshape(len(x), *self.shape[1:])
 
 
-def check_bytes(who: str, bucket_bytes: Any) -> int | None:
-    """Return a positive number of bytes, or ``None`` for the default."""
-    if bucket_bytes is None:
-        return None
-    return checks.positive_int(who, "bucket_bytes", bucket_bytes, "2**23 is 8 MiB.")
+def check_bytes(who: str, n: int | None) -> int | None:
+    """Return the argument ``bucket_bytes``, a positive number, or ``None`` for the default."""
+    return None if n is None else checks.positive_int(who, "bucket_bytes", n, "2**23 is 8 MiB.")

@@ -27,8 +27,7 @@ from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, map_per_le
 from boostax.reduce.mean import reduced, reduction
 from boostax.reduce.on_shards import on_shards
 
-Rule = Callable[[str, Any], bool]
-Dense = Rule | PyTree | None
+Dense = Callable[[str, PyTree], bool] | PyTree | None
 
 
 class CompressedState(NamedTuple):
@@ -47,17 +46,17 @@ class CompressedState(NamedTuple):
         dense step, -1 before the first; ``None`` if the share is fixed.
     """
 
-    residual: replicas.PerReplica
-    velocity: replicas.PerReplica
+    residual: replicas.PerReplica  # shapes of the params, float32 or wider, or None
+    velocity: replicas.PerReplica  # shapes of the params, float32 or wider, or None
     codec: PyTree
-    unsent: jax.Array
-    capacity: Any = None
+    unsent: jax.Array  # [] float32
+    capacity: PyTree = None  # [] float32, or None
     holds = Holds(())
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        chosen = {} if self.capacity is None else {"capacity": self.capacity}
-        return {"unsent": self.unsent} | chosen
+        metrics = {"unsent": self.unsent}
+        return metrics if self.capacity is None else {**metrics, "capacity": self.capacity}
 
 
 @reduction
@@ -129,19 +128,21 @@ def compress(
         hint = "It corrects for delays by the residual; else give it to the optimizer."
         allowed = "None without feedback"
         checks.require(error_feedback, who, "momentum", got=momentum, allowed=allowed, hint=hint)
+
+    def is_valid(factor: float) -> bool:
+        return 0 < factor <= 1 if error_feedback else factor == 1
+
     allowed = "in (0, 1]" if error_feedback else "1 without feedback"
-    fits = lambda x: 0 < x <= 1 and (error_feedback or x == 1)  # noqa: E731
-    checks.number(who, "decay", decay, allowed, fits, "1 keeps all; SparseLoCo has 0.95.")
-    for rule in [] if callable(dense) else jax.tree.leaves(dense):
+    checks.number(who, "decay", decay, allowed, is_valid, "1 keeps all; SparseLoCo has 0.95.")
+    for x in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
-        is_valid = isinstance(rule, bool)
-        checks.require_type(is_valid, who, "dense", got=rule, allowed=allowed, hint=hint)
-    how = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)
-    update = on_shards(who, names, how.update)
+        checks.require_type(isinstance(x, bool), who, "dense", got=x, allowed=allowed, hint=hint)
+    feedback = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)
     lossy = codec.lossy and not error_feedback
-    described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
-    return optax.GradientTransformationExtraArgs(how.init, described(update))
+    description = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
+    update = description(on_shards(who, names, feedback.update))
+    return optax.GradientTransformationExtraArgs(feedback.init, update)
 
 
 class _Feedback(NamedTuple):
@@ -153,25 +154,29 @@ class _Feedback(NamedTuple):
     error_feedback: bool
     dense: Dense
     momentum: float | None
-    decay: Any
+    decay: float | jax.Array
 
     def coded(self, tree: PyTree) -> list[int]:
         """Return the indices of the leaves that the codec sends."""
-        leaves = zip(jax.tree.leaves(tree), _rules(self.dense, tree), strict=True)
-        serves = self.codec.serves
-        return [i for i, (x, rule) in enumerate(leaves) if x.size and not rule and serves(x)]
+        if callable(self.dense):
+            is_dense = [self.dense(name, leaf) for name, leaf in trees.named(tree)]
+        else:
+            dense = False if self.dense is None else self.dense
+            is_dense = jax.tree.leaves(jax.tree.broadcast(dense, tree))
+        leaves = enumerate(zip(jax.tree.leaves(tree), is_dense, strict=True))
+        return [i for i, (x, plain) in leaves if x.size and not plain and self.codec.serves(x)]
 
     def init(self, params: PyTree) -> CompressedState:
         """Return the first state, in which residuals and velocities are zero."""
         trees.require_gradients(params, self.who)
         leaves, treedef = jax.tree.flatten(params)
-        chosen = self.coded(params)
-        shapes = [jax.eval_shape(exchange.real, leaves[i]) for i in chosen]
-        spread = functools.partial(_spread, treedef, chosen)
+        coded = self.coded(params)
+        shapes = [jax.eval_shape(exchange.real, leaves[i]) for i in coded]
+        spread = functools.partial(_spread, treedef, coded)
 
-        def zeros(wanted: bool) -> replicas.PerReplica:
-            made = [jnp.zeros(x.shape, x.dtype) if wanted else None for x in shapes]
-            return replicas.PerReplica(axes.to_varying(spread(made), self.names))
+        def zeros(is_stored: bool) -> replicas.PerReplica:
+            arrays = [jnp.zeros(x.shape, x.dtype) if is_stored else None for x in shapes]
+            return replicas.PerReplica(axes.to_varying(spread(arrays), self.names))
 
         return CompressedState(
             residual=zeros(self.error_feedback),
@@ -181,55 +186,59 @@ class _Feedback(NamedTuple):
             capacity=jnp.full((), -1.0, jnp.float32) if self.codec.chooses else None,
         )
 
-    def update(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, **_: PyTree) -> Stepped:
         """Return the means over the replicas, and the new state."""
         names = self.names
         axes.require_local(updates, names, self.who)
         leaves, treedef = jax.tree.flatten(updates)
-        chosen = self.coded(updates)
-        rest = [i for i in range(len(leaves)) if i not in chosen]
-        spread = functools.partial(_spread, treedef, chosen)
-        coded = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
+        coded = self.coded(updates)
+        dense = [i for i in range(len(leaves)) if i not in coded]
+        spread = functools.partial(_spread, treedef, coded)
+
+        def leaves_of(tree: PyTree) -> list[PyTree]:
+            return [treedef.flatten_up_to(tree)[i] for i in coded]
+
         # Residuals are ``None`` without error feedback, and velocities without momentum.
-        held, moving = coded(state.residual.local), coded(state.velocity.local)
-        flow = [exchange.real(leaves[i]) for i in chosen]
+        old, velocity = map(leaves_of, (state.residual.local, state.velocity.local))
+        flow = [exchange.real(leaves[i]) for i in coded]
         if self.error_feedback:
-            paths = [trees.names(updates)[i] for i in chosen]
-            pairs = (dict(zip(paths, x, strict=True)) for x in (held, flow))
+            paths = [trees.names(updates)[i] for i in coded]
+            pairs = (dict(zip(paths, x, strict=True)) for x in (old, flow))
             replicas.require_like(self.who, "the residual", *pairs)
         if self.momentum is not None:
-            flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
+            flow = [self.momentum * v + g for v, g in zip(velocity, flow, strict=True)]
         lasting = not isinstance(self.decay, jax.Array) and self.decay == 1
-        faded = held if lasting or not self.error_feedback else [self.decay * e for e in held]
-        wanted = [e + v for e, v in zip(faded, flow, strict=True)] if self.error_feedback else flow
-        total = _square_sums(wanted + [exchange.real(leaves[i]) for i in rest], names)
+        faded = old if lasting or not self.error_feedback else [self.decay * e for e in old]
+        target = [e + v for e, v in zip(faded, flow, strict=True)] if self.error_feedback else flow
+        total = _square_sums(target + [exchange.real(leaves[i]) for i in dense], names)
         # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
         # selects the new or the old residual, writes it and sums its squares.
         finite = jnp.isfinite(total[0])
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-        codec_state = map_per_leaf(coded, state.codec)
-        message = _reduced(self.codec, wanted, codec_state, names)
-        kept = zip(message.held, held, strict=True)
-        residual = [keep(*pair) for pair in kept] if self.error_feedback else message.held
-        waiting, growth = _with_late(residual, message.late, finite, names)
+        if_finite = functools.partial(jnp.where, finite)
+        codec_state = map_per_leaf(leaves_of, state.codec)
+        message = _reduced(self.codec, target, codec_state, names)
+        residual = message.residuals
+        if self.error_feedback:
+            residual = [if_finite(*pair) for pair in zip(residual, old, strict=True)]
+        corrected, growth = _with_late(residual, message.late, finite, names)
         norm = _square_sums(residual, names, growth)
         shares = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
         unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
         if self.momentum is not None:
-            # An element whose residual equals ``wanted`` was not sent, so its velocity stays. The
-            # comparison comes before ``late`` is added.
-            flows = zip(residual, wanted, flow, moving, strict=True)
-            moving = [keep(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
-        result = {i: reduced(leaves[i], names, "after") for i in rest}
-        for i, mean in zip(chosen, message.means, strict=True):
+            # An element whose residual equals ``target`` was not sent, so its velocity stays.
+            # The comparison comes before ``late`` is added.
+            flows = zip(residual, target, flow, velocity, strict=True)
+            velocity = [if_finite(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
+        means = {i: reduced(leaves[i], names, "after") for i in dense}
+        for i, mean in zip(coded, message.means, strict=True):
             # A codec could encode a gradient that is not finite as finite numbers.
-            result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
-        return treedef.unflatten([result[i] for i in range(len(leaves))]), CompressedState(
-            residual=replicas.PerReplica(spread(waiting if self.error_feedback else held)),
-            velocity=replicas.PerReplica(spread(moving)),
-            codec=map_per_leaf(spread, jax.tree.map(keep, message.state, codec_state)),
-            unsent=keep(unsent, state.unsent),
-            capacity=keep(message.capacity, state.capacity) if self.codec.chooses else None,
+            means[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
+        return treedef.unflatten([means[i] for i in range(len(leaves))]), CompressedState(
+            residual=replicas.PerReplica(spread(corrected if self.error_feedback else old)),
+            velocity=replicas.PerReplica(spread(velocity)),
+            codec=map_per_leaf(spread, jax.tree.map(if_finite, message.state, codec_state)),
+            unsent=if_finite(unsent, state.unsent),
+            capacity=if_finite(message.capacity, state.capacity) if self.codec.chooses else None,
         )
 
 
@@ -238,25 +247,25 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
 
     If leaves of different types were packed together, each would vary over the axes of all the
     leaves. State outside a ``PerLeaf`` is computed from the same old state for each group, and the
-    last group's state is kept.
+    last group's state is used.
     """
-    rows: dict[int, tuple[Any, ...]] = {}
-    kept = state
+    rows: dict[int, PyTree] = {}
+    new_state = state
     # The result is the largest capacity of all groups, and 0 without leaves.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], part, names)
-        columns = message.means, message.held, message.late or [None] * len(kind)
+        columns = message.means, message.residuals, message.late or [None] * len(kind)
         rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
             capacity = jnp.maximum(capacity, message.capacity)
-        kept = map_per_leaf(functools.partial(_merged, kind), kept, message.state)
-    means, held, late = ([rows[i][k] for i in range(len(leaves))] for k in range(3))
-    return Message(means, held, kept, late, capacity)
+        new_state = map_per_leaf(functools.partial(_merged, kind), new_state, message.state)
+    means, residuals, late = ([rows[i][k] for i in range(len(leaves))] for k in range(3))
+    return Message(means, residuals, new_state, late, capacity)
 
 
-def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
+def _merged(kind: list[int], old: list[PyTree], new: list[PyTree]) -> list[PyTree]:
     """Return the old values, with new values for the leaves of a group."""
     return list((dict(enumerate(old)) | dict(zip(kind, new, strict=True))).values())
 
@@ -265,34 +274,27 @@ def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array
     """Return ``norms.square_sums`` over all replicas, plus the ``growth`` of single leaves."""
     # A growth may be negative, so rounding may make the total slightly negative.
     squares = [*norms.square_sums(leaves), *growth]
-    total = axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names)
-    return jnp.maximum(total, 0)
+    return jnp.maximum(axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names), 0)
 
 
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Add ``late`` to this replica's slices, in place; also return the growth of their squares."""
-    held, growth = list(residual), list[jax.Array]()
+    result = [*residual]
+    growth: list[jax.Array] = []
     for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):
         size = more.shape[dim]
         start = axes.index(names) * size
-        old = lax.dynamic_slice_in_dim(held[i], start, size, dim)
+        old = lax.dynamic_slice_in_dim(result[i], start, size, dim)
         grown, before = norms.square_sums([old + more, old], jnp.result_type(*residual))
         growth.append(grown - before)
         new = old + jnp.where(finite, more, 0)
-        held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, dim)
-    return held, growth
+        result[i] = lax.dynamic_update_slice_in_dim(result[i], new, start, dim)
+    return result, growth
 
 
-def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
-    """Return a tree of the chosen leaves, with ``None`` for other leaves."""
-    kept = dict(zip(chosen, values, strict=True))
-    return treedef.unflatten([kept.get(i) for i in range(treedef.num_leaves)])
-
-
-def _rules(dense: Dense, tree: PyTree) -> list[bool]:
-    """Return whether each leaf is sent dense, by the argument ``dense``."""
-    if callable(dense):
-        return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
-    return jax.tree.leaves(jax.tree.broadcast(False if dense is None else dense, tree))
+def _spread(treedef: Any, indices: list[int], values: list[PyTree]) -> PyTree:
+    """Return a tree of the values at these leaves, with ``None`` for other leaves."""
+    by_index = dict(zip(indices, values, strict=True))
+    return treedef.unflatten([by_index.get(i) for i in range(treedef.num_leaves)])

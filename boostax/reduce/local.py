@@ -8,7 +8,7 @@ replicas. Inside the mapped function each replica has its own params, typed as v
 import bisect
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce, reduction
 
 Extended = optax.GradientTransformationExtraArgs
+# Returns the indices of the leaves in each fragment of the params.
+Members = Callable[[PyTree], list[list[int]]]
 # Whether each fragment is synchronized in a step.
 Due = list[jax.Array]
 
@@ -40,12 +42,12 @@ class LocalUpdatesState(NamedTuple):
       inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
     """
 
-    since_sync: jax.Array
-    syncs: jax.Array
-    anchor: PyTree
-    reduction_state: tuple[optax.OptState, ...]
-    outer_state: tuple[optax.OptState, ...]
-    inner_state: replicas.PerReplica
+    since_sync: jax.Array  # [] int32
+    syncs: jax.Array  # [] int32
+    anchor: PyTree  # shapes and dtypes of the params, or None
+    reduction_state: tuple[optax.OptState, ...]  # one for each fragment
+    outer_state: tuple[optax.OptState, ...]  # one for each fragment, float32 or wider
+    inner_state: replicas.PerReplica  # float32 or wider
     holds = Holds(params=True)
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -73,68 +75,68 @@ class _Rounds(NamedTuple):
     names: tuple[str, ...]
     inner: Extended
     every: int | None
-    members: Callable[[PyTree], list[list[int]]]
+    members: Members
     reduce: Extended
     outer: Extended | None
     warmup: int
 
     def init(self, params: PyTree) -> LocalUpdatesState:
         """Return the first state; refuse params that differ per replica."""
-        common = not any(kind & frozenset(self.names) for kind in axes.types(params))
-        got, allowed = f"some that vary over {', '.join(self.names)}", "equal on all replicas"
+        is_valid = not any(kind & frozenset(self.names) for kind in axes.types(params))
+        got = f"some that vary over {', '.join(self.names)}"
+        allowed = "equal on all replicas"
         hint = "Call init outside the mapped function, or before params become each replica's own."
-        checks.require(common, self.who, "params", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, self.who, "params", got=got, allowed=allowed, hint=hint)
         wide = trees.at_least_float32(params)
         parts = [_part(wide, group) for group in self.members(params)]
-        outer = self.outer or optax.identity()
         inner = gate.init_optimizer(self.who, self.inner, params)
         return LocalUpdatesState(
             since_sync=jnp.zeros((), jnp.int32),
             syncs=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(_copy, params) if self.outer else None,
             reduction_state=tuple(self.reduce.init(part) for part in parts),
-            outer_state=tuple(trees.first_state(outer, part) for part in parts),
+            outer_state=tuple(trees.first_state(self.outer or optax.identity(), x) for x in parts),
             inner_state=replicas.PerReplica(axes.to_varying(inner, self.names)),
         )
 
     def step(
-        self, grads: gate.Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+        self, grads: gate.Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> Stepped:
         """Step the inner optimizer, and synchronize the fragments that are due."""
         axes.require_local(grads.raw, self.names, self.who)
         trees.require_params(params, self.who, "They are averaged.")
-        own, old = axes.to_varying(params, self.names), state.inner_state.local
+        local = axes.to_varying(params, self.names)
+        old = state.inner_state.local
         # Wide params get wide updates, which may be the first term of a sum in f32.
-        wide = trees.at_least_float32(own)
+        wide = trees.at_least_float32(local)
         updates, inner = gate.run(self.inner, grads, old, wide, apply=False, extra=extra)
         inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
-        value = axes.unify(updates, own)
-        value = trees.applied(own, value) if apply else value
+        value = axes.unify(updates, local)
+        value = trees.applied(local, value) if apply else value
         # The inner state does not pass through the branches that synchronize.
-        value, new = self._stepped(state._replace(inner_state=None), own, value, apply)
-        return trees.as_updates(value, own), new._replace(inner_state=inner)
+        state = state._replace(inner_state=None)
+        since = state.since_sync + 1
+        warm, due = self._due(state, since)
+        if self.warmup:
+            args = [range(len(jax.tree.leaves(local)))], [warm], self._averaged, [state.anchor]
+            value, (anchor,) = self._in_branches(*args, local, value, apply)
+            state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
+        value, state = self._synchronized(state, due, local, value, apply)
+        since = jnp.where(warm | jnp.stack(due).all(), 0, since)
+        state = state._replace(since_sync=since, inner_state=inner)
+        return trees.as_updates(value, local), state
 
-    def flush(self, state: Any, params: PyTree, **extra: Any) -> Stepped:
+    def flush(self, state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         """Synchronize all fragments, but the last ones not twice by the outer optimizer."""
         axes.require_bound(self.names, self.who)
-        own, since = axes.to_varying(params, self.names), state.since_sync
+        local = axes.to_varying(params, self.names)
+        since = state.since_sync
         again = self.outer is None
-        due = [(since > 0) & ~now | again for now in self._turns(state, since)[1]]
-        value, new = self._met(state._replace(inner_state=None), due, own, own, True)
+        due = [(since > 0) & ~is_due | again for is_due in self._due(state, since)[1]]
+        value, new = self._synchronized(state._replace(inner_state=None), due, local, local, True)
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
-    def _stepped(self, state: Any, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        """Synchronize the fragments that are due after a step."""
-        since = state.since_sync + 1
-        warm, due = self._turns(state, since)
-        if self.warmup:
-            leaves, old = [range(len(jax.tree.leaves(own)))], [state.anchor]
-            value, (anchor,) = self._in_turn(leaves, [warm], self._averaged, old, own, value, apply)
-            state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
-        value, state = self._met(state, due, own, value, apply)
-        return value, state._replace(since_sync=jnp.where(warm | jnp.stack(due).all(), 0, since))
-
-    def _turns(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
+    def _due(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
         """Return whether all params, and each fragment, are due ``since`` steps after the last."""
         count = len(state.outer_state)
         every = self.every or count
@@ -143,74 +145,79 @@ class _Rounds(NamedTuple):
         # The comparison of one number shows an audit that a step takes only one of the branches.
         return phase == -1, [phase == -(-k * every // count) % every for k in range(1, count + 1)]
 
-    def _met(self, state: LocalUpdatesState, due: Due, *step: Any) -> Stepped:
-        """Synchronize the fragments that are due; see ``_in_turn``."""
+    def _synchronized(self, state: LocalUpdatesState, due: Due, *step: PyTree) -> Stepped:
+        """Synchronize the fragments that are due; see ``_in_branches``."""
         groups = self.members(step[0])
         anchors = [_part(state.anchor, group) for group in groups]
         parts = [*zip(anchors, state.reduction_state, state.outer_state, strict=True)]
-        value, parts = self._in_turn(groups, due, self._synced, parts, *step)
-        anchors, reduced, outer_state = zip(*parts, strict=True)
+        value, parts = self._in_branches(groups, due, self._average_fragment, parts, *step)
+        anchors, reduction_state, outer_state = zip(*parts, strict=True)
+        state = state._replace(reduction_state=reduction_state, outer_state=outer_state)
         anchor = _joined(state.anchor, groups, anchors) if self.outer else None
         syncs = gate.counted(state.syncs, jnp.stack(due).any())
-        new = {"syncs": syncs, "reduction_state": reduced, "outer_state": outer_state}
-        return value, state._replace(anchor=anchor, **new)
+        return value, state._replace(anchor=anchor, syncs=syncs)
 
-    def _in_turn(
-        self, groups: Any, due: Due, average: Callable[..., Stepped], states: Any, *step: Any
-    ) -> tuple[PyTree, list[Any]]:
+    def _in_branches(
+        self, groups: PyTree, due: Due, mean: Callable[..., Stepped], states: PyTree, *step: PyTree
+    ) -> Stepped:
         """Average each group of leaves that is due, in a separate branch.
 
         Args:
           groups: the indices of the leaves in each group.
           due: a bool scalar for each group, equal on all replicas.
-          average: takes the state of a group and its params; returns averaged params and a state.
+          mean: takes the state of a group and its params; returns averaged params and a state.
           states: the state of each group.
-          step: the ``own``, ``value`` and ``apply`` of ``through``.
+          step: the ``local``, ``value`` and ``apply`` of ``through``.
         """
-        (own, value, apply), found = step, list[Stepped]()
-        for group, now, state in zip(groups, due, states, strict=True):
+        local, value, apply = step
+        results: list[Stepped] = []
+        for group, is_due, state in zip(groups, due, states, strict=True):
             old = _part(value, group)
-            given = functools.partial(average, state), _part(own, group), old, apply
-            heavy = functools.partial(through, *given)
+            average = functools.partial(mean, state)
+            heavy = functools.partial(through, average, _part(local, group), old, apply)
             # In one switch over all leaves XLA:CPU and XLA:GPU would copy the leaves that only pass
             # through.
-            found.append(gate.run_or_hold(now, heavy, old, state, apply=True, who=self.who))
-        return _joined(value, groups, [x for x, _ in found]), [x for _, x in found]
+            results.append(gate.run_or_hold(is_due, heavy, old, state, apply=True, who=self.who))
+        return _joined(value, groups, [x for x, _ in results]), [state for _, state in results]
 
     def _averaged(self, anchor: PyTree, local: PyTree) -> Stepped:
         """Return the mean of the params, and the new anchor."""
-        common = all_reduce(self.names).update(local, optax.EmptyState())[0]
-        return common, common if self.outer else None
+        mean = all_reduce(self.names).update(local, optax.EmptyState())[0]
+        return mean, mean if self.outer else None
 
-    def _synced(self, state: tuple[Any, ...], local: PyTree) -> Stepped:
+    def _average_fragment(self, state: tuple[PyTree, ...], local: PyTree) -> Stepped:
         """Return the new params of a fragment, which are its new anchor, and its states."""
-        anchor, reduced, outer_state = state
+        anchor, reduction_state, outer_state = state
         if self.outer is None:
             return self._averaged(anchor, local)[0], state
-        away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
-        drift = jax.tree.map(away, axes.unify(anchor, local), local)
-        drift, reduced = self.reduce.update(drift, reduced)
-        before = gate.Pending(drift), outer_state, anchor
-        anchor, outer_state = gate.run(self.outer, *before, apply=True, extra={})
-        return anchor, (anchor, reduced, outer_state)
+        start = trees.at_least_float32(axes.unify(anchor, local))
+        drift = jax.tree.map(jnp.subtract, start, trees.at_least_float32(local))
+        drift, reduction_state = self.reduce.update(drift, reduction_state)
+        args = gate.Pending(drift), outer_state, anchor
+        anchor, outer_state = gate.run(self.outer, *args, apply=True, extra={})
+        return anchor, (anchor, reduction_state, outer_state)
+
+    def transformation(self) -> Extended:
+        """Return the transformation with these steps; refuse gates inside it."""
+        gate.refuse_gates(self.who, [gate.gate_of(self.inner)])
+        inner = {"inner_state": self.inner}
+        step = describe(self.who, "own params", self.names, inner=inner)(self.step)
+        return gate.gated(self.init, step, self.flush)
 
 
-def through(average: Callable[..., Stepped], own: PyTree, value: PyTree, apply: bool) -> Stepped:
+def through(average: Callable[..., Stepped], local: PyTree, value: PyTree, apply: bool) -> Stepped:
     """Average the params or updates in ``value``; return the new value and the average's state.
 
     Args:
       average: takes params after a step; returns averaged params and a state.
-      own: a replica's params before the step.
+      local: a replica's params before the step.
       value: the params after the step (``apply``), or the updates to them.
       apply: see ``value``.
     """
-    new, state = average(value if apply else trees.applied(own, value))
+    new, state = average(value if apply else trees.applied(local, value))
     if not apply:
-        new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(own))
+        new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(local))
     return axes.unify(trees.cast_like(new, value), value), state
-
-
-_STEPS = "It counts steps: local_updates(inner, every=16, axis_name='data')."
 
 
 @reduction
@@ -287,35 +294,19 @@ def local_updates(
       https://arxiv.org/abs/2508.15706, 2025.
     """
     who = "local_updates"
-    every = checks.positive_int(who, "every", every, _STEPS)
+    steps = "It counts steps: local_updates(inner, every=16, axis_name='data')."
+    every = checks.positive_int(who, "every", every, steps)
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     if outer is None:
         hint = "A reduction needs an anchor: outer=optax.sgd(1.0) keeps one."
         checks.absent(who, "reduction", reduction, "left out with outer=None", hint)
     warmup = checks.natural(who, "warmup", warmup, "It counts steps; 0 is none.")
-    return _rounds(who, inner, axis_name, every, members, outer, reduction, warmup)
-
-
-def _rounds(
-    who: str,
-    inner: optax.GradientTransformation,
-    axis_name: axes.AxisName | None,
-    every: int | None,
-    members: Callable[[PyTree], list[list[int]]],
-    outer: optax.GradientTransformation | None = None,
-    reduction: optax.GradientTransformation | None = None,
-    warmup: int = 0,
-) -> Extended:
-    """Check the transformations and the axes, and build ``local_updates``."""
     tx = checks.transformation(who, "inner", inner)
-    gate.refuse_gates(who, [gate.gate_of(inner)])
     names = axes.canonical(who, axis_name)
     outer_tx = None if outer is None else checks.transformation(who, "outer", outer)
     reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
-    rounds = _Rounds(who, names, tx, every, members, reduce, outer_tx, warmup)
-    step = describe(who, "own params", names, inner={"inner_state": tx})(rounds.step)
-    return gate.gated(rounds.init, step, rounds.flush)
+    return _Rounds(who, names, tx, every, members, reduce, outer_tx, warmup).transformation()
 
 
 def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
@@ -333,7 +324,7 @@ def _joined(tree: PyTree, groups: Sequence[Sequence[int]], parts: Sequence[PyTre
     return structure.unflatten(leaves)
 
 
-def _copy(p: Any) -> Any:
+def _copy(p: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
     return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.array(p, jnp.result_type(p), copy=True)
 
 
@@ -401,42 +392,44 @@ def partial_average(
     who = "partial_average"
     hint = "4 averages a quarter of the params per step; bucket_bytes= cuts them by size."
     members = partitioning(who, "partitions", partitions, hint, bucket_bytes)
-    return _rounds(who, inner, axis_name, None, members)
+    tx = checks.transformation(who, "inner", inner)
+    names = axes.canonical(who, axis_name)
+    return _Rounds(who, names, tx, None, members, all_reduce(names), None, 0).transformation()
 
 
 def partitioning(
-    who: str, argument: str, partitions: Any, hint: str, bucket_bytes: int | None = None
-) -> Callable[[PyTree], list[list[int]]]:
+    who: str, argument: str, partitions: PyTree, hint: str, bucket_bytes: int | None = None
+) -> Members:
     """Return a function from params to the indices of the leaves in each partition."""
     bucket = exchange.check_bytes(who, bucket_bytes)
+    is_count = jax.tree_util.all_leaves([partitions])
+    count = 0
     if bucket is not None:
         why = "One of them cuts: partial_average(inner, bucket_bytes=2**23, axis_name='data')."
         checks.absent(who, argument, partitions, "left out with bucket_bytes", why)
-        sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
-        return lambda params: exchange.fused(dict(sizes(params)), bucket) or [[]]
-    if jax.tree_util.all_leaves([partitions]):
+    elif is_count:
         count = checks.positive_int(who, argument, partitions, hint)
-
-        def label(params: PyTree) -> list[int]:
-            sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
-            allowed = f"at most the number of param leaves, {len(sizes)}"
-            fits = count <= len(sizes) or not sizes
-            checks.require(fits, who, argument, got=count, allowed=allowed, hint=hint)
-            return _even_runs(sizes, count) if sizes else []
     else:
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
-        numbers = jax.tree.leaves(partitions)
-        found = {checks.integer(who, argument, x, allowed, hint) for x in numbers}
-        fits = bool(found) and found == set(range(len(found)))
-        checks.require(fits, who, argument, got=partitions, allowed=allowed, hint=hint)
-        count = len(found)
-
-        def label(params: PyTree) -> list[int]:
-            return jax.tree.leaves(jax.tree.broadcast(partitions, params))
+        labels = jax.tree.leaves(partitions)
+        labels = {checks.integer(who, argument, x, allowed, hint) for x in labels}
+        count = len(labels)
+        is_valid = count > 0 and labels == set(range(count))
+        checks.require(is_valid, who, argument, got=partitions, allowed=allowed, hint=hint)
 
     def members(params: PyTree) -> list[list[int]]:
-        labels = label(params)
-        return [[i for i, mine in enumerate(labels) if mine == k] for k in range(count)]
+        leaves = jax.tree.leaves(params)
+        if bucket is not None:
+            return exchange.fused({i: 4 * x.size for i, x in enumerate(leaves)}, bucket) or [[]]
+        if is_count:
+            sizes = [x.size * trees.wide_dtype(x).itemsize for x in leaves]
+            allowed = f"at most the number of param leaves, {len(sizes)}"
+            is_valid = count <= len(sizes) or not sizes
+            checks.require(is_valid, who, argument, got=count, allowed=allowed, hint=hint)
+            labels = _even_runs(sizes, count) if sizes else []
+        else:
+            labels = jax.tree.leaves(jax.tree.broadcast(partitions, params))
+        return [[i for i, label in enumerate(labels) if label == k] for k in range(count)]
 
     return members
 
@@ -445,7 +438,8 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
     """Cut items into runs, the largest as small as possible; return the run of each item."""
 
     def runs(limit: int) -> list[int]:
-        labels, filled = [0], sizes[0]
+        labels = [0]
+        filled = sizes[0]
         for i, size in enumerate(sizes[1:], 1):
             # At least one leaf must remain for each later run.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
@@ -454,5 +448,4 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
         return labels
 
     limits = range(max(sizes), sum(sizes) + 1)
-    fits = bisect.bisect_left(limits, True, key=lambda limit: runs(limit)[-1] < count)
-    return runs(limits[fits])
+    return runs(limits[bisect.bisect_left(limits, True, key=lambda limit: runs(limit)[-1] < count)])

@@ -20,9 +20,8 @@ from boostax._core.types import PyTree
 from boostax.reduce import collectives, exchange
 from boostax.reduce.codec import Arrays, Names, packed, unpacked
 from boostax.reduce.exchange import Divide, When
-from boostax.reduce.on_shards import local_alone, on_shards, to_owners
+from boostax.reduce.on_shards import Path, local_alone, on_shards, to_owners
 
-Path = tuple[Any, ...]
 Op = Literal["mean", "sum"]
 
 
@@ -38,48 +37,52 @@ def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
-        given = checks.bind(factory, args, kwargs)
-        who = given.arguments.get("name") or factory.__name__
-        if given.arguments.get("axis_name") is not None:
+        call = checks.bind(factory, args, kwargs)
+        who = call.arguments.get("name") or factory.__name__
+        if call.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
-            return tx._replace(init=lambda params: _reducing(tx, who, given).init(params))
-        sample = bound_axis.called(factory, given, (axes.UNNAMED,))
-        within = given.arguments.get("within")
+            return tx._replace(init=lambda params: _reducing(tx, who, call).init(params))
+        sample = bound_axis.called(factory, call, (axes.UNNAMED,))
+        within = call.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
-        known: dict[tuple[str, ...], Extended] = {(axes.UNNAMED,): sample}
+        by_axes: dict[Names, Extended] = {(axes.UNNAMED,): sample}
 
         def bound(params: PyTree) -> Extended:
             over = (axes.UNNAMED,) if axes.bound().averaged else axes.named_or_bound(who)
-            if over not in known:
+            if over not in by_axes:
                 across = tuple(x for x in over if x not in inside)
-                known[over] = bound_axis.called(factory, given, across)
-            return _reducing(known[over], who, given)
+                by_axes[over] = bound_axis.called(factory, call, across)
+            return _reducing(by_axes[over], who, call)
 
         return bound_axis.delayed(sample, bound)
 
     return made  # type: ignore[return-value]
 
 
-def _require_mean(tx: Any, who: str, given: inspect.BoundArguments) -> None:
+def _require_mean(tx: Any, who: str, call: inspect.BoundArguments) -> None:
     """Refuse reductions other than a plain mean inside a window that averages gradients itself."""
-    default, asked = given.signature.parameters, given.arguments.items()
-    options = {name for name, x in asked if x != default[name].default} - {"axis_name", "divide"}
+    defaults = {name: x.default for name, x in call.signature.parameters.items()}
+    options = {x for x, y in call.arguments.items() if y != defaults[x]} - {"axis_name", "divide"}
     options |= {*tx.update.description.axes} - {*axes.bound().names, axes.UNNAMED}
-    mean, allowed = tx.update.description.role == "mean", "'local' around all but all_reduce()"
+    mean = tx.update.description.role == "mean"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
+    allowed = "'local' around all but all_reduce()"
     hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
     checks.require(mean and not options, "accumulate", "sums", got=got, allowed=allowed, hint=hint)
 
 
-def _reducing(tx: Any, who: str, given: inspect.BoundArguments) -> Extended:
+def _reducing(tx: Any, who: str, call: inspect.BoundArguments) -> Extended:
     """Report the axes of a reduction to outer gates; refuse axes that are not bound."""
     if axes.bound().averaged:
-        _require_mean(tx, who, given)
+        _require_mean(tx, who, call)
         return tx
-    bound, reduced, over = axes.bound().names, bound_axis.REDUCED.get(), tx.update.description.axes
-    fits, hint = set(over) <= set(bound), "Leave it out: the step binds its own axis."
-    allowed, free = f"among the axes of the step around it, {bound}", bound in ((), (axes.UNNAMED,))
-    checks.require(free or fits, who, "axis_name", got=over, allowed=allowed, hint=hint)
+    bound = axes.bound().names
+    over = tx.update.description.axes
+    is_valid = bound in ((), (axes.UNNAMED,)) or set(over) <= set(bound)
+    allowed = f"among the axes of the step around it, {bound}"
+    hint = "Leave it out: the step binds its own axis."
+    checks.require(is_valid, who, "axis_name", got=over, allowed=allowed, hint=hint)
+    reduced = bound_axis.REDUCED.get()
     if reduced is not None:
         reduced.update(over)
     return tx
@@ -206,17 +209,17 @@ def _in_messages(
 ) -> list[jax.Array]:
     """Average leaves between CPU processes: pack unsharded leaves, send shards to their owners."""
     owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
-    found = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
-    whole = [i for i, dim in enumerate(owned) if dim == -1]
+    means = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
+    unsharded = [i for i, dim in enumerate(owned) if dim == -1]
     send = functools.partial(_packed, names, divide, exchange.MESSAGE)
-    found |= zip(whole, exchange.by_kind([leaves[i] for i in whole], send), strict=True)
+    means |= zip(unsharded, exchange.by_kind([leaves[i] for i in unsharded], send), strict=True)
     cut = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
     for dtype in dict.fromkeys(leaves[i].dtype for i in cut):
         dims = {i: dim for i, dim in cut.items() if leaves[i].dtype == dtype}
         send = functools.partial(_to_owners, names[0], divide)
-        at, sent = {paths[i]: dim for i, dim in dims.items()}, [leaves[i] for i in dims]
-        found |= zip(dims, to_owners(who, at, sent, send), strict=True)
-    return [found[i] for i, _ in enumerate(leaves)]
+        by_path = {paths[i]: dim for i, dim in dims.items()}
+        means |= zip(dims, to_owners(who, by_path, [leaves[i] for i in dims], send), strict=True)
+    return [means[i] for i in range(len(leaves))]
 
 
 def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -> list[jax.Array]:
@@ -237,14 +240,14 @@ def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> 
     result: list[jax.Array] = []
     for pack in exchange.packs({i: x.nbytes for i, x in enumerate(leaves)}, bucket_bytes):
         part = [leaves[i] for i in pack]
-        alone = len(part) == 1
-        total = reduced(part[0] if alone else packed(part), names, divide)
-        result += [total] if alone else unpacked(total, part)
+        is_alone = len(part) == 1
+        total = reduced(part[0] if is_alone else packed(part), names, divide)
+        result += [total] if is_alone else unpacked(total, part)
     return result
 
 
 def _narrow(
-    names: Names, divide: Divide, wire: np.dtype[Any], bucket_bytes: int | None, leaves: Arrays
+    names: Names, divide: Divide, wire: np.dtype, bucket_bytes: int | None, leaves: Arrays
 ) -> list[jax.Array]:
     """Reduce leaves that are sent and returned in half precision; the sum is in f32."""
     sent = exchange.chunks(leaves, axes.size(names), bucket_bytes)

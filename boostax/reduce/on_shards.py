@@ -15,17 +15,17 @@ from boostax._core.describe import Stepped
 from boostax._core.placement import HERE, Path, Placement, apart, joined, lifted, placed_here, seen
 from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
+from boostax.reduce.codec import Names
 
 Update = Callable[..., Stepped]
 
 # From gradients, per-replica values and shared values: means, and the new values of the two.
 Parts = tuple[PyTree, PyTree, PyTree]
 OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
-Specs = tuple[PyTree, PyTree, PyTree]
 
 
 def to_owners(
-    who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., Any]
+    who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., PyTree]
 ) -> list[jax.Array]:
     """Reduce leaves to their means in the shards that each replica owns.
 
@@ -38,54 +38,53 @@ def to_owners(
       leaves: gradients of a replica.
       send: ``send(dims, leaves)`` returns the means in one device's shards.
     """
-    here = placed_here()
-    assert here is not None
-    (name,) = here.names
-    specs = [here.shards(path, who) for path in dims]
+    placement = placed_here()
+    assert placement is not None
+    (name,) = placement.names
+    mesh = placement.auto_mesh
+    specs = [placement.shards(path, who) for path in dims]
 
     @custom_vmap
-    def mean(mark: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+    def mean(index: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
         return [lax.pmean(x, name) for x in leaves]
 
     @mean.def_vmap
-    def rule(size: int, differs: Any, mark: jax.Array, leaves: list[jax.Array]) -> tuple[Any, Any]:
+    def rule(size: int, differs: PyTree, index: jax.Array, leaves: list[jax.Array]) -> Stepped:
         local = [i for i, is_local in enumerate(differs[1]) if is_local]
-        cut = [[*dims.values()][i] for i in local]
-        stacked = [PartitionSpec(name, *specs[i]) for i in local]
+        local_dims = [[*dims.values()][i] for i in local]
         owned: list[PartitionSpec] = []
-        for i, dim in zip(local, cut, strict=True):
+        for i, dim in zip(local, local_dims, strict=True):
             entries = [*specs[i], *[None] * (dim + 1 - len(specs[i]))]
             owned.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
+
+        def on_device(stacked: list[jax.Array]) -> list[jax.Array]:
+            return send(local_dims, [x[0] for x in stacked])
+
         means = dict(enumerate(leaves))
         if local:
-            on_device = jax.shard_map(
-                lambda rows: send(cut, [x[0] for x in rows]),
-                mesh=here.auto_mesh,
-                in_specs=(stacked,),
-                out_specs=owned,
-            )
-            means |= zip(local, on_device([leaves[i] for i in local]), strict=True)
+            stacked = ([PartitionSpec(name, *specs[i]) for i in local],)
+            call = jax.shard_map(on_device, mesh=mesh, in_specs=stacked, out_specs=owned)
+            means |= zip(local, call([leaves[i] for i in local]), strict=True)
         return [*means.values()], [False] * len(leaves)
 
     # The index is batched, so the rule is always called.
     return mean(lax.axis_index(name), leaves)
 
 
-def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
+def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
     """Return gradients; refuse them if ``vmap`` shows that they are equal on all replicas.
 
     Some leaves may be equal, such as zeros for frozen params.
     """
-    here = placed_here()
-    if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
+    placement = placed_here()
+    if placement is None or set(names) != set(placement.names) or not jax.tree.leaves(grads):
         return grads
 
-    def require_local(differs: Any) -> None:
-        is_local = any(jax.tree.leaves(differs[1]))
+    def require_local(differs: PyTree) -> None:
+        valid = any(jax.tree.leaves(differs[1]))
         got = f"equal gradients over {', '.join(names)}"
-        allowed = "local to each replica"
         hint = "Remove the reduction before it."
-        checks.require(is_local, who, "gradients", got=got, allowed=allowed, hint=hint)
+        checks.require(valid, who, "gradients", got=got, allowed="local to each replica", hint=hint)
 
     for name in names:
         # The index is batched, so the rule is called.
@@ -93,7 +92,7 @@ def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
     return grads
 
 
-def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
+def on_shards(who: str, names: Names, update: Update) -> Update:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
     In a function that is mapped over named axes the result is ``update`` itself. Inside
@@ -104,42 +103,42 @@ def on_shards(who: str, names: tuple[str, ...], update: Update) -> Update:
 
     @functools.wraps(update)
     def placed(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-        here = placed_here()
-        if here is None:
+        placement = placed_here()
+        if placement is None:
             return update(updates, state, params, **extra)
-        _require_all_axes(here, who, names)
+        _require_all_axes(placement, who, names)
         leaves = jax.tree_util.tree_leaves_with_path(updates)
-        owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
+        owners = {path: (x.shape, placement.shards(path, who)) for path, x in leaves}
         specs = jax.tree.structure(updates).unflatten([spec for _, spec in owners.values()])
-        local, shared, tree = apart(state)
-        state_specs = specs_like(owners, state, here.names, sizes=here.mesh.shape)
-        places = (specs, *apart(state_specs)[:2])
+        local, shared, structure = apart(state)
+        state_specs = specs_like(owners, state, placement.names, sizes=placement.mesh.shape)
+        specs = (specs, *apart(state_specs)[:2])
 
         def on_device(grads: PyTree, local: PyTree, shared: PyTree) -> Parts:
-            means, new = update(grads, joined(local, shared, tree))
+            means, new = update(grads, joined(local, shared, structure))
             return means, *apart(new)[:2]
 
-        call = _by_device(here, who, on_device, places, places)
+        call = _by_device(placement, who, on_device, specs, specs)
         means, local, shared = call(updates, local, shared)
-        return means, joined(local, shared, tree)
+        return means, joined(local, shared, structure)
 
     return placed
 
 
-def _require_all_axes(here: Placement, who: str, names: tuple[str, ...]) -> None:
+def _require_all_axes(placement: Placement, who: str, names: Names) -> None:
+    is_valid = set(names) == set(placement.names)
+    allowed = f"all replica axes {placement.names}"
     hint = "One reduction serves all of them; adasum has within= for two levels."
-    allowed = f"all replica axes {here.names}"
-    is_valid = set(names) == set(here.names)
     checks.require(is_valid, who, "axis_name", got=names, allowed=allowed, hint=hint)
 
 
 def _by_device(
-    here: Placement, who: str, call: OnDevice, in_specs: Specs, out_specs: Specs
+    placement: Placement, who: str, call: OnDevice, in_specs: Parts, out_specs: Parts
 ) -> OnDevice:
     """Return ``call`` on the shards of each device, outside of the ``vmap``, as in ``on_shards``.
 
     Args:
-      here: the placement.
+      placement: the placement of the arrays.
       who: the reduction.
       call: per-device code with the replica axes as named axes.
       in_specs: specs of its arguments: of gradients without the replica axes, of per-replica values
@@ -147,44 +146,35 @@ def _by_device(
       out_specs: specs of its results, in the same form.
     """
 
-    def by_name(local: PyTree, shared: PyTree) -> Parts:
+    def on_replica(local: PyTree, shared: PyTree) -> Parts:
         with axes.during(HERE, None):
             return call(local[0], local[1], shared)
 
-    def mapped(local: PyTree, shared: PyTree) -> Parts:
+    def on_device(local: PyTree, shared: PyTree) -> Parts:
         grads, state = jax.tree.map(lambda x: x[0], local)
         # Without the barrier, XLA would add arrays in the stacked shape although they are computed
         # in the leaf's shape, and would not fuse the addition on a TPU.
         state = jax.tree.map(lax.optimization_barrier, state)
-        means, state, shared = by_name((grads, state, ()), shared)
+        means, state, shared = on_replica((grads, state, ()), shared)
         return means, jax.tree.map(lambda x: x[None], state), shared
 
-    stacked_specs = jax.tree.map(lambda spec: PartitionSpec(here.names, *spec), in_specs[0])
-    on_devices = jax.shard_map(
-        mapped,
-        mesh=here.auto_mesh,
-        in_specs=((stacked_specs, in_specs[1]), in_specs[2]),
-        out_specs=out_specs,
-    )
+    names = placement.names
+    stacked = jax.tree.map(lambda spec: PartitionSpec(names, *spec), in_specs[0])
+    specs = (stacked, in_specs[1]), in_specs[2]
+    mapped = jax.shard_map(on_device, mesh=placement.auto_mesh, in_specs=specs, out_specs=out_specs)
 
-    def stacked(local: PyTree, shared: PyTree) -> Parts:
-        means, state, shared = on_devices(here.by_replica(local[:2]), shared)
-        return means, here.by_axis(state), shared
+    def on_all_replicas(local: PyTree, shared: PyTree) -> Parts:
+        means, state, shared = mapped(placement.by_replica(local[:2]), shared)
+        return means, placement.by_axis(state), shared
 
     # Each vmap passes stacked arguments only if an argument differs over its axis.
-    indices = [lax.axis_index(name) for name in here.names]
-    outside = lifted(list(reversed(here.names)), by_name, stacked, who)
+    indices = [lax.axis_index(name) for name in names]
+    outside = lifted([*reversed(names)], on_replica, on_all_replicas, who)
     return lambda grads, state, shared: outside((grads, state, indices), shared)
 
 
 def on_rows(
-    who: str,
-    names: tuple[str, ...],
-    path: Path,
-    call: Callable[[PyTree], PyTree],
-    arrays: PyTree,
-    *,
-    scatter: bool,
+    who: str, names: Names, path: Path, call: Callable[..., PyTree], arrays: PyTree, scatter: bool
 ) -> PyTree:
     """Run ``call`` per device, to distribute leaves of one shape, or to gather them.
 
@@ -197,15 +187,15 @@ def on_rows(
       scatter: True if ``call`` returns rows from leaves; False if it returns leaves, equal on all
         replicas, from rows.
     """
-    here = placed_here()
-    if here is None:
+    placement = placed_here()
+    if placement is None:
         return call(arrays)
-    _require_all_axes(here, who, names)
-    spec: PyTree = here.shards(path, who)
+    _require_all_axes(placement, who, names)
+    spec: PyTree = placement.shards(path, who)
     leaves = spec, (), ()
-    rows = (), PartitionSpec(here.names, None, *spec), ()
+    rows = (), PartitionSpec(placement.names, None, *spec), ()
     if scatter:
-        on_device = _by_device(here, who, lambda x, y, z: ((), call(x), ()), leaves, rows)
+        on_device = _by_device(placement, who, lambda x, y, z: ((), call(x), ()), leaves, rows)
         return on_device(arrays, (), ())[1]
-    on_device = _by_device(here, who, lambda x, y, z: (call(y), (), ()), rows, leaves)
+    on_device = _by_device(placement, who, lambda x, y, z: (call(y), (), ()), rows, leaves)
     return on_device((), arrays, ())[0]

@@ -22,9 +22,8 @@ References:
   https://arxiv.org/abs/2006.02924, 2020.
 """
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +33,7 @@ from jax import lax
 from boostax._core import trees
 from boostax.reduce.codec import Arrays, packed, unpacked
 
-Total = Callable[[jax.Array], jax.Array]
-Owners = np.ndarray[Any, Any]
+Owners = np.ndarray
 # A sequential sum loses digits, so runs of this many elements are summed first.
 RUN = 256
 
@@ -71,10 +69,10 @@ class Rows(NamedTuple):
     def factors(self, exponents: jax.Array) -> "Factors":
         """Return factors that take the rows to units of ``2**exponents``."""
         dtype = jnp.result_type(*(bucket.rows[0] for bucket in self.buckets))
-        one = jnp.ones(self.exponents.shape, dtype)
+        ones = jnp.ones(self.exponents.shape, dtype)
         if self.near_one:
-            return Factors(power_of_two(self.exponents - exponents, dtype), one)
-        return Factors(one, one * power_of_two(exponents, dtype))
+            return Factors(power_of_two(self.exponents - exponents, dtype), ones)
+        return Factors(ones, ones * power_of_two(exponents, dtype))
 
 
 class Factors(NamedTuple):
@@ -138,8 +136,7 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
     """Return ``x * 2**exponents``, one exponent per leaf; finite values stay finite."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
-    bounded = trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers)
-    return (bounded * powers).reshape(x.shape)
+    return (trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers) * powers).reshape(x.shape)
 
 
 def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
@@ -157,7 +154,7 @@ def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array
 
 
 def combine_replicas(
-    rows: Rows, total: Total, *, together: bool = False
+    rows: Rows, total: Callable[[jax.Array], jax.Array], *, together: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
     """Compute the AdaSum of rows.
 
@@ -242,16 +239,14 @@ def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
     stack, took XLA:CPU 2 to 5 times as long.
     """
     owners = bucket.owners
-    zero = jnp.zeros((), terms[0].dtype)
     last = terms[0].ndim - 1
     dims = tuple(range(last)) if len(owners) == 1 else (last,)
     if len(owners) == 1 and terms[0].size == terms[0].shape[-1]:
         # A sum over a single line crashes XLA:CPU of jaxlib 0.10.0.
         terms = [jnp.pad(x.ravel(), (0, -x.size % RUN)).reshape(1, -1, RUN) for x in terms]
         dims = (0, 1)
-    zeros = (zero,) * len(terms)
-    added = lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(operator.add, x, y)), dims)
-    sums = jnp.stack(added)
+    zeros = (jnp.zeros((), terms[0].dtype),) * len(terms)
+    sums = jnp.stack(lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(lax.add, x, y)), dims))
     sums = sums if bucket.copies == 1 else sums / bucket.copies
     if len(owners) == 1:
         padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
@@ -331,12 +326,12 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     of_a = _weight(ab, aa, left - units, cross_left - units, same)
     of_b = _weight(ab, bb, right - units, cross_right - units, same)
     odd = nodes.exponents[2 * len(units) :]
-    one = jnp.ones(odd.shape, ab.dtype)
+    ones = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
     # The node of every row.
     node = np.arange(len(nodes.factors.above)) >> nodes.level
     pairs = (jnp.broadcast_to(jnp.stack(x, 1), shape) for x in zip(of_a, of_b, strict=True))
-    above, below = (jnp.concatenate([x.reshape(-1, shape[2]), one]) for x in pairs)
+    above, below = (jnp.concatenate([x.reshape(-1, shape[2]), ones]) for x in pairs)
     factors = Factors(nodes.factors.above / nodes.factors.below * above[node], below[node])
     return Nodes(nodes.level + 1, jnp.concatenate([units, odd]), factors)
 

@@ -65,10 +65,10 @@ class Int8(Codec):
         gathered = [collectives.gather_along(x, names, 0).reshape(-1, *x.shape) for x in mean_codes]
         of_means = unpacked(axes.gather(packed(mean_scales), names), mean_scales)
         decoded = dequantize(gathered, of_means, means)
-        held = unsent(rows, dequantize(codes, scales, rows))
-        lost = unsent(means, dequantize(mean_codes, mean_scales, means))
-        residual, late = slices.charged(held, lost, names)
-        return Message(slices.joined(decoded), residual, state, late)
+        errors = unsent(rows, dequantize(codes, scales, rows))
+        mean_errors = unsent(means, dequantize(mean_codes, mean_scales, means))
+        residuals, late = slices.corrected(errors, mean_errors, names)
+        return Message(slices.joined(decoded), residuals, state, late)
 
 
 class _Slices(NamedTuple):
@@ -104,25 +104,23 @@ class _Slices(NamedTuple):
         arrays = [exchange.joined(grid.slices(x), chunk.dim) for chunk, grid, x in trios]
         return exchange.unwrapped(self.sent, arrays, self.leaves)
 
-    def charged(
-        self, held: Arrays, lost: Arrays, names: Names
-    ) -> tuple[list[jax.Array], list[Late | None]]:
-        """Add the rounding error of this replica's slice to ``held`` and ``late`` of a message.
+    def corrected(self, errors: Arrays, mean_errors: Arrays, names: Names) -> PyTree:
+        """Return ``residuals`` and ``late`` of a message, with the errors of this replica's slice.
 
-        The error is multiplied by the number of replicas, because it is an error of the mean.
+        The error of a mean is multiplied by the number of replicas.
         """
-        replicas, replica = axes.size(names), axes.index(names)
+        replica = axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
-        rows = list(held)
+        rows = [*errors]
         for k, (chunk, grid) in enumerate(zip(self.sent, self.grids, strict=True)):
-            more = replicas * lost[k]
+            more = axes.size(names) * mean_errors[k]
             if isinstance(chunk, exchange.Alone) and not chunk.shape[chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
                 # Leaves of different dtypes are computed in the widest dtype.
                 late[chunk.leaf] = Late(chunk.dim, more.astype(self.leaves[chunk.leaf].dtype))
             else:
-                more += lax.dynamic_index_in_dim(held[k], replica, 0, keepdims=False)
-                rows[k] = lax.dynamic_update_index_in_dim(held[k], more, replica, 0)
+                more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)
+                rows[k] = lax.dynamic_update_index_in_dim(errors[k], more, replica, 0)
         return self.joined(rows), late
 
 

@@ -41,12 +41,12 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     slots = lax.iota(jnp.int32, count)
     words = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
     ones = chosen.ravel()[words]
-    bit = _one(ones, slots - (ends[words] - _ones(ones)))
+    bits = _one(ones, slots - (ends[words] - _ones(ones)))
     # The mask is not computed from the words, because XLA would write the words once for each bit.
     row, column = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (0, 1))
     position = (row // BITS * np.uint32(x.shape[1]) + column) * BITS + row % BITS
     mask = (size > least) | ((size == least) & (position < cut))
-    return words.astype(jnp.uint32) * BITS + bit, mask
+    return words.astype(jnp.uint32) * BITS + bits, mask
 
 
 def shape(x: tuple[int, int]) -> tuple[int, int, int]:

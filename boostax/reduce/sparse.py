@@ -21,13 +21,13 @@ from jax.typing import DTypeLike
 from boostax._core import axes, checks, norms, trees
 from boostax._core.types import PyTree
 from boostax.reduce import exchange, selection
-from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switched, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
 # Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
 SMALL = 2**14
 TILE = 2048
-Bound = jax.Array | float
+Magnitude = jax.Array | float
 # The first bit of each of the four codes in a byte.
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
@@ -45,24 +45,20 @@ class Cut:
 
     threshold: float | None = None
     relative: bool = False
-    wire_dtype: np.dtype[Any] | None = None
+    wire_dtype: exchange.Wire = None
     bits: int | None = None
 
-    def least(self, leaf: jax.Array) -> Bound:
+    def least(self, leaf: jax.Array) -> Magnitude:
         """Return the smallest magnitude that is sent."""
         if self.threshold is None or not self.relative:
             return self.threshold or 0.0
         return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
-    def coded(self, values: jax.Array, least: Bound) -> jax.Array:
+    def coded(self, values: jax.Array, least: Magnitude) -> jax.Array:
         """Return the values as sent, zero below the threshold."""
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.wire_dtype is None else trees.saturate(values, self.wire_dtype)
-
-    def arrived(self, wire: tuple[jax.Array, ...], count: int) -> jax.Array:
-        """Return the ``count`` values of each row that were sent as ``wire``."""
-        return of_two_bits(*wire)[..., :count] if self.bits else wire[0]
 
 
 def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -87,10 +83,10 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def of_two_bits(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
     """Invert ``two_bits``: return f32 values, and up to three more at the end of each row."""
-    found = ((codes[..., None] >> SHIFTS) & 3).reshape(*codes.shape[:-1], -1)
+    codes = ((codes[..., None] >> SHIFTS) & 3).reshape(*codes.shape[:-1], -1)
     means = lax.bitcast_convert_type(magnitudes.astype(jnp.uint32) << 16, jnp.float32)
-    sizes = jnp.where(found >= 2, means[..., 1:], means[..., :1])
-    return jnp.where(found % 2 == 1, -sizes, sizes)
+    sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
+    return jnp.where(codes % 2 == 1, -sizes, sizes)
 
 
 class Runs(NamedTuple):
@@ -112,19 +108,19 @@ class Runs(NamedTuple):
         size = math.prod(shape)
         if block is None and size > SMALL:
             grid = exchange.Grid.of((1, *shape), size, selection.BITS)
-            return cls(grid, (1, *grid.one), min(count(size), size))
+            return cls(grid, (1, grid.height, grid.width), min(count(size), size))
         block = min(block or size, size)
         grid = exchange.Grid.of((1, *shape), block, 1)
         most = 1.1 * size / block * count(block)
         # Every run rounds its share up, so short runs send more.
-        if grid.shape[-1] < exchange.LANES or grid.one[0] * count(grid.width) > most:
+        if grid.shape[-1] < exchange.LANES or grid.height * count(grid.width) > most:
             grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
         columns = math.ceil(grid.width / selection.BITS)
-        return cls(grid, (grid.one[0], selection.BITS, columns), min(count(grid.width), grid.width))
+        return cls(grid, (grid.height, selection.BITS, columns), min(count(grid.width), grid.width))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the arrays that ``plus`` adds to."""
+        """Return the shape of the arrays that ``add_at`` adds to."""
         return self.cells[0], *selection.shape(self.cells[1:])
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -140,7 +136,7 @@ class Runs(NamedTuple):
 
     def leaf(self, cells: jax.Array) -> jax.Array:
         """Invert ``rows``."""
-        return self.grid.slices(cells.reshape(1, self.grid.one[0], -1)[..., : self.grid.width])[0]
+        return self.grid.slices(cells.reshape(1, self.grid.height, -1)[..., : self.grid.width])[0]
 
     def lacking(self, selected: jax.Array) -> jax.Array:
         """Return how many elements have no slot, given bools in the shape ``cells``."""
@@ -149,10 +145,10 @@ class Runs(NamedTuple):
         return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
-def _of_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Map ``fn`` over the runs; trace once per shape, because a large model has few shapes."""
 
-    def mapped(*arrays: jax.Array) -> Any:
+    def mapped(*arrays: jax.Array) -> PyTree:
         if len(arrays[0]) > 1:
             return jax.vmap(fn)(*arrays)
         # A TPU's compiler would copy a whole leaf for the dimension of a single run.
@@ -170,14 +166,14 @@ cells = _of_runs(selection.rows)
 
 
 @_of_runs
-def taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+def elements_at(rows: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the elements at positions."""
     word, column, bit = selection.at(positions, rows.shape[1])
     return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
 
 
 @_of_runs
-def plus(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+def add_at(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
     """Add values to an array in the shape ``Runs.shape`` at positions."""
     chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless ``indices_are_sorted`` is set.
@@ -191,9 +187,8 @@ def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
     and the replicas would diverge by rounding.
     """
 
-    def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        chosen, at = theirs
-        return plus(total, at, chosen.astype(total.dtype)), None
+    def add(total: jax.Array, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return add_at(total, sent[1], sent[0].astype(total.dtype)), None
 
     zeros = jnp.zeros(view.shape, trees.wide_dtype(values))
     return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
@@ -211,7 +206,7 @@ class _Bucket(NamedTuple):
 
     leaves: list[int]
     array: jax.Array
-    least: Bound
+    least: Magnitude
     view: Runs
 
 
@@ -241,30 +236,32 @@ class Largest(Codec):
         buckets = self._buckets(leaves, least)
         positions, masks = zip(*(x.view.largest(x.array) for x in buckets), strict=True)
         chosen = zip(buckets, positions, strict=True)
-        values = [self.cut.coded(taken(x.view.rows(x.array), i), x.least) for x, i in chosen]
+        values = [self.cut.coded(elements_at(x.view.rows(x.array), i), x.least) for x, i in chosen]
         wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
         # With the barrier the sums are written once. A TPU's compiler would otherwise move their
         # readers before the transposition, and also write the result of each reader.
         totals = [lax.optimization_barrier(x) for x in summed]
-        trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
+        trios = zip(leaves, least, _split_buckets(leaves, buckets, masks), strict=True)
         sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
         if self.cut.bits:
-            one = jax.tree.map(lambda x: x[None], (wires, positions))
-            own = _apart(leaves, buckets, self._summed(buckets, *one))
-            sent = [x.astype(leaf.dtype) for x, leaf in zip(own, leaves, strict=True)]
-        pairs = zip(leaves, _apart(leaves, buckets, totals), strict=True)
+            local = jax.tree.map(lambda x: x[None], (wires, positions))
+            decoded = _split_buckets(leaves, buckets, self._summed(buckets, *local))
+            sent = [x.astype(leaf.dtype) for x, leaf in zip(decoded, leaves, strict=True)]
+        pairs = zip(leaves, _split_buckets(leaves, buckets, totals), strict=True)
         means = [(total / axes.size(names)).astype(x.dtype) for x, total in pairs]
         return Message(means, unsent(leaves, sent), state)
 
-    def _summed(self, buckets: Sequence[_Bucket], wires: Any, positions: Arrays) -> Arrays:
+    def _summed(self, buckets: Sequence[_Bucket], wires: PyTree, positions: Arrays) -> Arrays:
         """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
-        trios = zip(buckets, wires, positions, strict=True)
-        read = ((x.view, self.cut.arrived(wire, x.view.sent), i) for x, wire, i in trios)
-        return [view.leaf(cells(added(view, values, i))) for view, values, i in read]
+        sums: list[jax.Array] = []
+        for x, wire, at in zip(buckets, wires, positions, strict=True):
+            values = of_two_bits(*wire)[..., : x.view.sent] if self.cut.bits else wire[0]
+            sums.append(x.view.leaf(cells(added(x.view, values, at))))
+        return sums
 
-    def fits(self, leaves: Arrays) -> jax.Array:
+    def has_slots(self, leaves: Arrays) -> jax.Array:
         """Return whether all selected elements have slots, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
@@ -273,20 +270,21 @@ class Largest(Codec):
             lacking = jnp.maximum(lacking, bucket.view.lacking(bucket.view.rows(reached)))
         return lacking == 0
 
-    def _buckets(self, leaves: Arrays, least: Sequence[Bound]) -> list[_Bucket]:
+    def _buckets(self, leaves: Arrays, least: Sequence[Magnitude]) -> list[_Bucket]:
         """Return a bucket for each leaf, or for each group of leaves of one dtype."""
         groups = [[i] for i in range(len(leaves))]
         if self.bucket_bytes is not None:
             sizes = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
             groups = [group for kind in sizes for group in exchange.fused(kind, self.bucket_bytes)]
-        found: list[_Bucket] = []
-        for group in groups:
-            array, bound = leaves[group[0]], least[group[0]]
-            if len(group) > 1:
-                reaching = [jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0) for i in group]
-                array, bound = packed(reaching), 0.0
-            found.append(_Bucket(group, array, bound, Runs.of(array.shape, self.block, self.count)))
-        return found
+        buckets: list[_Bucket] = []
+        for i, *others in groups:
+            array = leaves[i]
+            if others:
+                pairs = [(leaves[k], least[k]) for k in (i, *others)]
+                array = packed([jnp.where(jnp.abs(x) >= bound, x, 0) for x, bound in pairs])
+            view = Runs.of(array.shape, self.block, self.count)
+            buckets.append(_Bucket([i, *others], array, 0.0 if others else least[i], view))
+        return buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,13 +307,13 @@ class Threshold(Codec):
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Send by the branch of this step."""
+        if self.capacity == 1:
+            return self._dense(leaves, state, names)._replace(capacity=jnp.ones((), jnp.float32))
         forms = self.sparse.reduce, self._dense
         sends = [functools.partial(send, leaves, state, names) for send in forms]
-        if self.capacity == 1:
-            return sends[1]()._replace(capacity=jnp.ones((), jnp.float32))
-        form = jnp.where(axes.agree(self.sparse.fits(leaves), names), 0, 1).astype(jnp.int32)
-        message = switched(form, sends, names)
-        return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[form])
+        branch = jnp.where(axes.agree(self.sparse.has_slots(leaves), names), 0, 1).astype(jnp.int32)
+        message = switched(branch, sends, names)
+        return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[branch])
 
     def _dense(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Average the leaves with all elements below the threshold set to zero."""
@@ -324,14 +322,14 @@ class Threshold(Codec):
         return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
 
 
-def _apart(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[jax.Array]:
+def _split_buckets(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[jax.Array]:
     """Split each bucket's array into the bucket's leaves."""
-    found: dict[int, jax.Array] = {}
+    by_index: dict[int, jax.Array] = {}
     for bucket, array in zip(buckets, arrays, strict=True):
         ends = np.cumsum([leaves[i].size for i in bucket.leaves])
         parts = jnp.split(array, ends[:-1]) if len(ends) > 1 else [array]
-        found |= zip(bucket.leaves, parts, strict=True)
-    return [found[i].reshape(x.shape) for i, x in enumerate(leaves)]
+        by_index |= zip(bucket.leaves, parts, strict=True)
+    return [by_index[i].reshape(x.shape) for i, x in enumerate(leaves)]
 
 
 def share(density: float, of: int) -> int:
@@ -436,13 +434,10 @@ def top_k_reduce(
     checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
     both = wire_dtype if bits else None
     checks.absent(who, "wire_dtype", both, "left out with bits", "Both set the format of a value.")
-    how = block, Cut(wire_dtype=wire, bits=bits), bucket_bytes
-    if count is None:
-        largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731
-        codec = staged(who, "density", density, largest, _check_share)
-    else:
+    if count is not None:
         checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
-        codec = Largest(lambda size: count, *how)
+    largest = Largest(lambda size: count or 0, block, Cut(wire_dtype=wire, bits=bits), bucket_bytes)
+    codec = _by_density(who, density, largest) if count is None else largest
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum, "decay": decay}
     return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)
 
@@ -517,16 +512,16 @@ def threshold_reduce(
     who = "threshold_reduce"
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
     _check_share(who, "capacity", capacity)
-    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, wire_dtype)
-    how = block, Cut(threshold, relative, wire), bucket_bytes
-    codec = Threshold(capacity, Largest(functools.partial(share, capacity), *how))
+    block, most, wire = _checked(who, block, bucket_bytes, wire_dtype)
+    cut = Cut(threshold, relative, wire)
+    codec = Threshold(capacity, Largest(functools.partial(share, capacity), block, cut, most))
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
     return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)
 
 
 def _checked(
     who: str, block: int | None, bucket_bytes: int | None, wire_dtype: DTypeLike | None
-) -> tuple[int | None, int | None, np.dtype[Any] | None]:
+) -> tuple[int | None, int | None, exchange.Wire]:
     """Check the arguments of elements with positions."""
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
@@ -534,5 +529,21 @@ def _checked(
     return block, exchange.check_bytes(who, bucket_bytes), wire
 
 
-def _check_share(who: str, argument: str, value: Any) -> None:
+def _by_density(who: str, density: Density, codec: Largest) -> Codec:
+    """Let a codec send a share of the elements, or a share of each stage of a warm-up."""
+    if not isinstance(density, Mapping):
+        _check_share(who, "density", density)
+        return dataclasses.replace(codec, count=functools.partial(share, density))
+    starts = tuple(sorted(density))
+    is_valid = bool(starts) and starts[0] == 0 and not any(isinstance(x, bool) for x in starts)
+    allowed = "a mapping from steps, beginning with 0, to values"
+    hint = "Try {0: 0.25, 200: 0.01}."
+    checks.require(is_valid, who, "density", got=dict(density), allowed=allowed, hint=hint)
+    for start in starts:
+        _check_share(who, f"density[{start}]", density[start])
+    shares = [functools.partial(share, density[start]) for start in starts]
+    return Staged(starts, tuple(dataclasses.replace(codec, count=count) for count in shares))
+
+
+def _check_share(who: str, argument: str, value: float) -> None:
     checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends 1%.")

@@ -26,15 +26,15 @@ class Signs(Codec):
 
     def reduce(self, leaves: Sequence[jax.Array], state: Any, names: tuple[str, ...]) -> Message:
         """Send eight signs in a byte, and a number for each leaf."""
-        means, held = [], []
+        means, residuals = [], []
         for x in leaves:
             size = jnp.ones((), x.dtype) if self.majority else jnp.abs(x).mean()
             bits = gathered(jnp.packbits(x.ravel() >= 0), names)
             signs = jnp.unpackbits(bits, axis=1, count=x.size).astype(x.dtype) * 2 - 1
             total = (gathered(size, names)[:, None] * signs).sum(0).reshape(x.shape)
             means.append(jnp.sign(total) if self.majority else total / len(bits))
-            held.append(x - jnp.where(x >= 0, size, -size))  # not sent: the residual
-        return Message(means, held, state)
+            residuals.append(x - jnp.where(x >= 0, size, -size))  # not sent: the residual
+        return Message(means, residuals, state)
 
 
 def sign_reduce(axis_name: Any, majority: bool = False) -> Any:
