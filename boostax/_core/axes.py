@@ -108,9 +108,8 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     is_mesh = hasattr(mesh, "axis_names")
     hint = "jax.make_mesh((8,), ('data',)) makes one."
     checks.require_type(is_mesh, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
-    if axis_name is None and len(mesh.axis_names) == 1:
-        return tuple(mesh.axis_names)
-    names = canonical(who, axis_name)
+    only = tuple(mesh.axis_names) if len(mesh.axis_names) == 1 else ()
+    names = canonical(who, axis_name) or only
     allowed = f"among the mesh's axes {tuple(mesh.shape)}"
     valid = bool(names) and set(names) <= set(mesh.axis_names)
     hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."
@@ -236,9 +235,7 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     """Stack the values of all replicas on a new dimension; the result is typed as equal."""
     if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
-    stacked = x
-    for name in reversed(names):
-        stacked = lax.all_gather(stacked, name, axis=dim)
+    stacked = functools.reduce(lambda y, name: lax.all_gather(y, name, axis=dim), names[::-1], x)
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
 
 
@@ -313,15 +310,13 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     mapped = _manual().intersection(names)
     if mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
         return
+    hint = "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
     expected = tracked(names)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    for path, leaf in jax.tree.leaves_with_path(grads):
         missing = ", ".join(sorted(expected - varying(leaf)))
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             got = f"{trees.path_name(path)!r} equal over {missing}: checked, jax.grad sums it"
-            hint = (
-                "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
-            )
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 

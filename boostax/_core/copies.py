@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from boostax._core import axes
 from boostax._core.norms import add_both
@@ -78,19 +79,18 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def on_mesh(
-    mesh: Mesh, order: tuple[str, ...], specs: tuple[PartitionSpec, ...], extra: Sequence[int] = ()
+    mesh: Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
     """Return a comparison of leaves with these specs; culprits are device indices."""
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
     groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)
-    return jax.shard_map(
-        lambda leaves, due: compared(leaves, due, extra, order, groups, kinds),
-        mesh=mesh,
-        in_specs=([*specs], PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
+
+    @jax.shard_map(mesh=mesh, in_specs=([*specs], P()), out_specs=P(), check_vma=False)
+    def on_device(leaves: list[jax.Array], due: jax.Array) -> Copies:
+        return compared(leaves, due, extra, order, groups, kinds)
+
+    return on_device
 
 
 def classes(

@@ -41,7 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from boostax._core import axes, checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica, shared_by, without
@@ -76,7 +77,7 @@ class Placement:
 
     mesh: Mesh
     names: tuple[str, ...]
-    specs: Mapping[tuple[str, ...], PartitionSpec]
+    specs: Mapping[tuple[str, ...], P]
     own: bool = False
     shared_out: bool = False
 
@@ -130,20 +131,20 @@ class Placement:
         """Merge the dimensions of the replica axes into one dimension."""
         return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[len(self.names) :]), tree)
 
-    def spec(self, path: Path) -> PartitionSpec | None:
+    def spec(self, path: Path) -> P | None:
         """Return the spec of the param at a path; ``None`` if there is no such param."""
         return self.specs.get(trees.plain_path(path))
 
-    def shards(self, path: Path, who: str) -> PartitionSpec:
+    def shards(self, path: Path, who: str) -> P:
         """Return the spec of the gradient of a param within a replica."""
         if len(self.names) == len(self.mesh.axis_names):
-            return PartitionSpec()
+            return P()
         spec = self.spec(path)
         allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
         hint = "Put the reduction outside whatever renames or flattens them."
         got = trees.path_name(path)
         checks.require(spec is not None, who, "gradients", got=got, allowed=allowed, hint=hint)
-        return without(spec or PartitionSpec(), self.names)
+        return without(spec or P(), self.names)
 
     def pinned(self, fn: Call, specs: PyTree) -> Call:
         """Return ``fn`` with Auto axes inside, and with results of these specs.
@@ -160,7 +161,7 @@ class Placement:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
-def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None:
+def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, P] | None:
     """Return the mesh, and the spec of the optimizer state of the param at a path."""
     placement = placed_here()
     spec = None if placement is None else placement.spec(path)
@@ -205,7 +206,7 @@ def settled(params: PyTree) -> PyTree:
         spec = without(spec, placement.names) if placement.own else spec
         return lax.with_sharding_constraint(x, NamedSharding(placement.auto_mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(constrain, params)
+    return jax.tree.map_with_path(constrain, params)
 
 
 def _gathered(placement: Placement, params: PyTree) -> PyTree:
@@ -213,12 +214,12 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
 
     The gather runs outside of the ``vmap``, like ``reduce/on_shards.py``.
     """
-    named, treedef = jax.tree_util.tree_flatten_with_path(params)
+    named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
     # For each dtype the index, the sharded dimension and the spec of each leaf.
-    by_dtype: dict[np.dtype, list[tuple[int, int, PartitionSpec]]] = {}
+    by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
-        spec = placement.spec(path) or PartitionSpec()
+        spec = placement.spec(path) or P()
         dim = owned(path, x.shape)
         if spec == without(spec, placement.names) and dim is not None and dim >= 0:
             sharded = shared_by(spec, x.shape, placement.names, placement.replicas)
@@ -233,22 +234,18 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
 
     for triples in by_dtype.values():
         indices, dims, specs = map(list, zip(*triples, strict=True))
-        gather = jax.shard_map(
-            functools.partial(unsharded, dims),
-            mesh=placement.auto_mesh,
-            in_specs=(specs,),
-            out_specs=[without(spec, placement.names) for spec in specs],
-            check_vma=False,
+        to = [without(spec, placement.names) for spec in specs]
+        mapped = jax.shard_map(
+            mesh=placement.auto_mesh, in_specs=(specs,), out_specs=to, check_vma=False
         )
+        gather = mapped(functools.partial(unsharded, dims))
         new = on_shared(placement, ([leaves[i] for i in indices],), gather, lambda x: x, "settled")
         for i, x in zip(indices, new, strict=True):
             leaves[i] = x
     return treedef.unflatten(leaves)
 
 
-def gathered(
-    mesh: Mesh, names: tuple[str, ...], tree: PyTree, rows: PartitionSpec = PartitionSpec()
-) -> PyTree:
+def gathered(mesh: Mesh, names: tuple[str, ...], tree: PyTree, rows: P = P()) -> PyTree:
     """Gather params over the replica axes; split a batch's ``rows`` over the replicas.
 
     On an Auto mesh XLA does this itself; an Explicit mesh needs a ``reshard``.
@@ -256,7 +253,7 @@ def gathered(
 
     def gather(x: jax.Array) -> jax.Array:
         others = without(jax.typeof(x).sharding.spec, names)[len(rows) :]
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*rows, *others)))
+        return jax.sharding.reshard(x, NamedSharding(mesh, P(*rows, *others)))
 
     is_auto = is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types
     return tree if is_auto else jax.tree.map(gather, tree)
@@ -312,7 +309,7 @@ class Reduced(NamedTuple):
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
-def lifted(names: list[str], by_name: Run, stacked: Run, who: str) -> Run:
+def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
     """Return a function of one replica's arrays that calls ``stacked`` with all replicas' arrays.
 
     The docstring of this module has an example.
@@ -360,9 +357,8 @@ def on_shared(placement: Placement, shared: PyTree, fn: Call, inside: Call, who:
     def reduction(call: Call) -> Run:
         return lambda local, shared: Reduced((), (), call(*shared))
 
-    names = [*reversed(placement.names)]
-    local = Local((), (), [lax.axis_index(name) for name in placement.names])
-    return lifted(names, reduction(inside), reduction(fn), who)(local, shared)[2]
+    call = lifted(placement.names[::-1], reduction(inside), reduction(fn), who)
+    return call(Local((), (), [lax.axis_index(name) for name in placement.names]), shared)[2]
 
 
 def apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Structure]:
@@ -389,8 +385,8 @@ def _require_common(shared: list[PyTree]) -> None:
             "(optax.MultiSteps and optax.apply_if_finite have none: boostax.accumulate and "
             "boostax.skip_bad_steps take their places)."
         )
-        what = "params and updates"
         allowed = "the same on all replicas"
+        what = "params and updates"
         checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
 
     if leaves:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from boostax._core import checks, mismatch, protocols, trees, types
@@ -46,6 +47,7 @@ class PerReplica(NamedTuple):
     local: PyTree
 
 
+_MARKED = PerReplica, ByBlock
 # ``jax.tree`` functions call this for every node, so a C function is faster.
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
@@ -106,8 +108,8 @@ def require_stacked(who: str, state: PyTree) -> None:
 
 def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
     """Yield the arrays that differ per replica, with their paths."""
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
-        for inner, x in jax.tree_util.tree_leaves_with_path(node) if is_per_replica(node) else ():
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_per_replica):
+        for inner, x in jax.tree.leaves_with_path(node) if is_per_replica(node) else ():
             yield (*path, *inner), x
 
 
@@ -160,7 +162,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
 
 def specs_like(
-    owners: Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]],
+    owners: Mapping[KeyPath, tuple[tuple[int, ...], P]],
     state: PyTree,
     names: tuple[str, ...],
     shared_out: int | None = None,
@@ -179,22 +181,20 @@ def specs_like(
         into blocks.
     """
 
-    unsharded = PartitionSpec()
-
-    def candidates(path: KeyPath) -> list[tuple[tuple[int, ...], PartitionSpec]]:
+    def candidates(path: KeyPath) -> list[tuple[tuple[int, ...], P]]:
         return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
 
-    def owner_spec(path: KeyPath, leaf: jax.Array) -> PartitionSpec | None:
+    def owner_spec(path: KeyPath, leaf: jax.Array) -> P | None:
         for shape, spec in candidates(path):
             if shape == leaf.shape:
                 return spec
             if shape == leaf.shape[1:]:
                 # A compiled step returns specs in this form; another form would cause a
                 # recompilation.
-                return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
+                return P(None, *spec) if any(spec) else P()
         return None
 
-    def scales_spec(path: KeyPath, scales: jax.Array) -> PartitionSpec:
+    def scales_spec(path: KeyPath, scales: jax.Array) -> P:
         """Return the spec of block scales, without axes that would split a block."""
         entries: list[tuple[str, ...] | None] = []
         for shape, spec in candidates(path):
@@ -206,30 +206,25 @@ def specs_like(
                     known = sizes is not None and not blocks % math.prod(sizes[x] for x in axes)
                     entries.append(entry if size == blocks or known else None)
                 break
-        return PartitionSpec(*entries) if any(entries) else unsharded
+        return P(*entries) if any(entries) else P()
 
     def spec_of(path: KeyPath, node: PyTree) -> PyTree:
         if isinstance(node, ByBlock):
-            return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
+            return jax.tree.map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
-            return jax.tree_util.tree_map_with_path(
-                lambda i, x: PartitionSpec(names, *without(owner_spec(i, x) or unsharded, names)),
-                node,
+            return jax.tree.map_with_path(
+                lambda i, x: P(names, *without(owner_spec(i, x) or P(), names)), node
             )
         spec = owner_spec(path, node)
         # Integers are counts, or codes; codes have the spec of a param.
         if shared_out is None or (spec is None and not trees.is_inexact(node.dtype)):
-            return spec or unsharded
-        return shared_by(spec or unsharded, node.shape, names, shared_out)
+            return spec or P()
+        return shared_by(spec or P(), node.shape, names, shared_out)
 
-    return jax.tree_util.tree_map_with_path(
-        spec_of, state, is_leaf=lambda node: is_per_replica(node) or isinstance(node, ByBlock)
-    )
+    return jax.tree.map_with_path(spec_of, state, is_leaf=lambda x: isinstance(x, _MARKED))
 
 
-def shared_by(
-    spec: PartitionSpec, shape: tuple[int, ...], names: tuple[str, ...], replicas: int
-) -> PartitionSpec:
+def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
     """Shard the first unsharded dimension that the number of replicas divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True)
@@ -237,14 +232,14 @@ def shared_by(
     if spec != without(spec, names) or True not in free:
         return spec
     entries[free.index(True)] = names
-    return PartitionSpec(*entries)
+    return P(*entries)
 
 
-def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
+def without(spec: P, names: Sequence[str]) -> P:
     """Return a spec without some axes."""
     entries = [None if entry in names else entry for entry in spec]
-    return PartitionSpec(
-        *(tuple(x for x in y if x not in names) if isinstance(y, tuple) else y for y in entries)
+    return P(
+        *[tuple(n for n in x if n not in names) if isinstance(x, tuple) else x for x in entries]
     )
 
 
@@ -330,7 +325,7 @@ def spread_anew(
         sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             # Replicas cannot be picked from a dimension that is typed as sharded.
-            spec = PartitionSpec(None, *sharding.spec[1:])
+            spec = P(None, *sharding.spec[1:])
             x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
         old = x.shape[0]
         if items is not None:

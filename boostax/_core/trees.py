@@ -154,7 +154,7 @@ def path_name(path: KeyPath) -> str:
 
 def named(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Return the leaves with their paths; see ``path_name``."""
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def names(tree: PyTree) -> list[str]:
@@ -181,7 +181,7 @@ def overwritten(path: KeyPath) -> bool:
 
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that are not gradients: integers, bools, float0, new values for ``carry``."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree.leaves_with_path(tree):
         # The text of a path is made only if needed, because it is slow.
         if not carried and OVERWRITE in str(path) and overwritten(path):
             got = f"the new value of a leaf at {path_name(path)!r}"
@@ -200,8 +200,7 @@ def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) ->
     """Refuse a tree with a leaf of another shape, which could silently broadcast."""
     if jax.tree.structure(got) != jax.tree.structure(like):
         return
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True)
-    for (path, x), y in pairs:
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(like), strict=True):
         if jnp.shape(x) != jnp.shape(y):
             allowed = f"shaped {jnp.shape(y)} at {path_name(path) or 'the root'!r}"
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
