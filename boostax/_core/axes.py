@@ -8,8 +8,6 @@ then differentiates, then reduces, because only this order gives the same result
 with checking off and in ``pmap``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable
@@ -195,9 +193,7 @@ def _manual() -> frozenset[str]:
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to vary wherever its counterpart does, as the branches of a cond must."""
-    if not _manual():
-        return tree
-    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
+    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if _manual() else tree
 
 
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:

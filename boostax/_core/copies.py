@@ -17,9 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import P, lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from boostax._core import axes
 from boostax._core.norms import add_both

@@ -134,9 +134,8 @@ def enclosing(scale: object) -> list[Mark]:
     gradient is wrongly accepted.
     """
     around: set[int] = set()
-    trace = getattr(getattr(scale, "_trace", None), "parent_trace", None)
-    while trace is not None:
+    trace = getattr(scale, "_trace", None)
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
         around.add(id(trace))
-        trace = getattr(trace, "parent_trace", None)
     alive = [(ref(), mark) for ref, mark in list(_MARKS.values())]
     return [mark for x, mark in alive if id(getattr(x, "_trace", None)) in around]

@@ -39,10 +39,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import P, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from boostax._core import axes, checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica, shared_by, without
@@ -320,8 +319,6 @@ def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
       stacked: code of all replicas; arguments that differ have a first dimension for each axis.
       who: the reduction, for errors.
     """
-    if not names:
-        return stacked
     name, *outer = names
 
     def inside(local: PyTree, shared: PyTree) -> Reduced:
@@ -344,7 +341,7 @@ def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
         in_axes = Local(0, 0, None), None
         out_axes = Reduced(None, 0, None)
         mapped = jax.vmap(inside, in_axes, out_axes, axis_name=name, axis_size=size)
-        call_outer = lifted(outer, mapped, stacked, who)
+        call_outer = lifted(outer, mapped, stacked, who) if outer else stacked
         reduced = Reduced(*call_outer(local._replace(state=state), shared))
         return reduced, jax.tree.broadcast(Reduced(False, True, False), reduced)
 

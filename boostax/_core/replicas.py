@@ -13,12 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from boostax._core import checks, mismatch, protocols, trees, types
+from boostax._core import checks, mismatch, protocols, transfer, trees, types
 from boostax._core.types import PyTree
 
 
@@ -94,8 +94,11 @@ def require_stacked(who: str, state: PyTree) -> None:
     reads the first device's value, and the other values would be lost.
     """
     for path, x in _local_arrays(state):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if isinstance(x, Tracer) or is_key or not getattr(x, "is_fully_replicated", False):
+        if (
+            isinstance(x, Tracer)
+            or transfer.is_key(x)
+            or not getattr(x, "is_fully_replicated", None)
+        ):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
@@ -147,16 +150,15 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
     items = distributed_items(opt_state)
 
-    def stack(x: PyTree, count: int | None) -> PyTree:
-        if count is not None:
-            return _distribute(x[None], replicas, count)
+    def stack(x: PyTree) -> PyTree:
         # NumPy makes a view, without a copy.
         library = np if isinstance(x, np.ndarray) else jnp
         return library.broadcast_to(x[None], (replicas, *x.shape))
 
     def stacked(node: PyTree) -> PyTree:
-        count = items.get(id(node))
-        return jax.tree.map(lambda x: stack(x, count), node) if is_per_replica(node) else node
+        if id(node) in items:
+            return jax.tree.map(lambda x: _distribute(x[None], replicas, items[id(node)]), node)
+        return jax.tree.map(stack, node) if is_per_replica(node) else node
 
     return jax.tree.map(stacked, opt_state, is_leaf=is_per_replica)
 
@@ -197,15 +199,14 @@ def specs_like(
     def scales_spec(path: KeyPath, scales: jax.Array) -> P:
         """Return the spec of block scales, without axes that would split a block."""
         entries: list[tuple[str, ...] | None] = []
-        for shape, spec in candidates(path):
-            if len(shape) == len(scales.shape):
-                if shared_out is not None:
-                    spec = shared_by(spec, shape, names, shared_out)
-                for entry, size, blocks in zip(spec, shape, scales.shape, strict=False):
-                    axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-                    known = sizes is not None and not blocks % math.prod(sizes[x] for x in axes)
-                    entries.append(entry if size == blocks or known else None)
-                break
+        of_rank = [(shape, spec) for shape, spec in candidates(path) if len(shape) == scales.ndim]
+        for shape, spec in of_rank[:1]:
+            if shared_out is not None:
+                spec = shared_by(spec, shape, names, shared_out)
+            for entry, size, blocks in zip(spec, shape, scales.shape, strict=False):
+                axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+                divides = sizes is not None and not blocks % math.prod(sizes[x] for x in axes)
+                entries.append(entry if size == blocks or divides else None)
         return P(*entries) if any(entries) else P()
 
     def spec_of(path: KeyPath, node: PyTree) -> PyTree:
@@ -306,8 +307,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
         if any(node is part for part in of_servers):
             part = spread_anew(node, replicas // within, False)
             return jax.tree.map(lambda x: jnp.repeat(x, within, 0) if within > 1 else x, part)
-        is_summed = any(node is part for part in summed)
-        return spread_anew(node, replicas, is_summed, items.get(id(node)))
+        return spread_anew(node, replicas, any(node is x for x in summed), items.get(id(node)))
 
     return jax.tree.map(resharded, state, is_leaf=is_per_replica)
 
@@ -325,8 +325,7 @@ def spread_anew(
         sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             # Replicas cannot be picked from a dimension that is typed as sharded.
-            spec = P(None, *sharding.spec[1:])
-            x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+            x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
         old = x.shape[0]
         if items is not None:
             return _distribute(x, replicas, items)

@@ -4,8 +4,6 @@
 The constants of a model are its activation functions, names and untraced numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,9 +60,8 @@ def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Without x64 JAX converts a NumPy array of f64 to f32, so the dtype is JAX's.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
-    if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
-        return dtype
-    return np.dtype(np.float32)
+    is_narrow = is_inexact(dtype) and jnp.finfo(dtype).bits <= 16
+    return np.dtype(np.float32) if is_narrow else dtype
 
 
 def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
@@ -277,8 +274,7 @@ class Replay(NamedTuple):
     structure: Structure
 
     def __call__(self, *args: PyTree) -> PyTree:
-        leaves = jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(self.structure, leaves)
+        return self.structure.unflatten(jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args)))
 
 
 def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree]:
