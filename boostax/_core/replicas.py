@@ -94,11 +94,8 @@ def require_stacked(who: str, state: PyTree) -> None:
     reads the first device's value, and the other values would be lost.
     """
     for path, x in _local_arrays(state):
-        if (
-            isinstance(x, Tracer)
-            or transfer.is_key(x)
-            or not getattr(x, "is_fully_replicated", None)
-        ):
+        is_opaque = isinstance(x, Tracer) or transfer.is_key(x)
+        if is_opaque or not getattr(x, "is_fully_replicated", False):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
