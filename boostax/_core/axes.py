@@ -106,8 +106,7 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     is_mesh = hasattr(mesh, "axis_names")
     hint = "jax.make_mesh((8,), ('data',)) makes one."
     checks.require_type(is_mesh, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
-    only = tuple(mesh.axis_names) if len(mesh.axis_names) == 1 else ()
-    names = canonical(who, axis_name) or only
+    names = canonical(who, axis_name) or (mesh.axis_names if len(mesh.axis_names) == 1 else ())
     allowed = f"among the mesh's axes {tuple(mesh.shape)}"
     valid = bool(names) and set(names) <= set(mesh.axis_names)
     hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."

@@ -33,8 +33,8 @@ class Copies(NamedTuple):
         (the last such replica); -1 if all copies of the leaf are equal.
     """
 
-    equal: jax.Array
-    culprits: jax.Array
+    equal: jax.Array  # [] bool
+    culprits: jax.Array  # [leaves] int32
 
 
 def words(leaf: jax.Array) -> jax.Array:
@@ -137,8 +137,7 @@ def compared(
     first = np.stack([np.argmax(x[:, None] == x, 1) for x in groups], 1)
     equal = jnp.all(totals == jnp.take_along_axis(totals, first[..., None], 0))
 
-    def culprit(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-        copies, kind = row
+    def culprit(copies: jax.Array, kind: jax.Array) -> jax.Array:
         group = jnp.asarray(groups)[kind]
         is_same_shard = group[:, None] == group
         unlike = jnp.sum(is_same_shard & jnp.any(copies[:, None] != copies, -1), 1)
@@ -147,7 +146,7 @@ def compared(
 
     def culprits() -> jax.Array:
         gathered = axes.gather(axes.to_varying(local, names), names)
-        return lax.map(culprit, (gathered.swapaxes(0, 1), jnp.asarray(row_kinds)))
+        return lax.map(lambda row: culprit(*row), (gathered.swapaxes(0, 1), jnp.asarray(row_kinds)))
 
     branches = [culprits, lambda: axes.zeros(jax.eval_shape(culprits)) - 1]
     return Copies(equal, lax.switch(equal.astype(jnp.int32), branches))

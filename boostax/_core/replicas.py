@@ -44,7 +44,7 @@ class PerReplica(NamedTuple):
       (3,)
     """
 
-    local: PyTree
+    local: PyTree  # arrays [replicas, ...]; inside of a mapped function without that dimension
 
 
 _MARKED = PerReplica, ByBlock

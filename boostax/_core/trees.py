@@ -381,7 +381,6 @@ class Pruning(NamedTuple):
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
         """Return the larger state with its leaves replaced by the smaller state's."""
-        leaves = self.whole.flatten_up_to(state)
-        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
-            leaves[place] = leaf
-        return self.whole.unflatten(leaves)
+        new = dict(zip(self.places, self.part.flatten_up_to(part), strict=True))
+        leaves = enumerate(self.whole.flatten_up_to(state))
+        return self.whole.unflatten([new.get(place, leaf) for place, leaf in leaves])
