@@ -8,8 +8,6 @@ then differentiates, then reduces, because only this order gives the same result
 with checking off and in ``pmap``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from boostax._core import checks, jaxprs, trees
@@ -84,10 +83,10 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     if axis_name is None:
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    fits = all(isinstance(x, (str, StepAxis)) for x in names) and 0 < len(set(names)) == len(names)
+    valid = all(isinstance(x, (str, StepAxis)) for x in names) and 0 < len(set(names)) == len(names)
     allowed = "a mesh axis name or a tuple of different ones"
     hint = "Use None on a single device; other arguments go by name."
-    checks.require(fits, who, argument, got=axis_name, allowed=allowed, hint=hint)
+    checks.require(valid, who, argument, got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
@@ -100,18 +99,18 @@ def named_or_bound(who: str, axis_name: AxisName | None = None) -> tuple[str, ..
     return names
 
 
-def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
+def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[str, ...]:
     """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
         return canonical(who, axis_name)
-    hint, fits = "jax.make_mesh((8,), ('data',)) makes one.", hasattr(mesh, "axis_names")
-    checks.require_type(fits, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
-    if axis_name is None and len(mesh.axis_names) == 1:
-        return tuple(mesh.axis_names)
-    names, allowed = canonical(who, axis_name), f"among the mesh's axes {tuple(mesh.shape)}"
-    fits = bool(names) and set(names) <= set(mesh.axis_names)
+    is_mesh = hasattr(mesh, "axis_names")
+    hint = "jax.make_mesh((8,), ('data',)) makes one."
+    checks.require_type(is_mesh, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
+    names = canonical(who, axis_name) or (mesh.axis_names if len(mesh.axis_names) == 1 else ())
+    allowed = f"among the mesh's axes {tuple(mesh.shape)}"
+    valid = bool(names) and set(names) <= set(mesh.axis_names)
     hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."
-    checks.require(fits, who, "axis_name", got=axis_name, allowed=allowed, hint=hint)
+    checks.require(valid, who, "axis_name", got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
@@ -145,11 +144,11 @@ def size(names: tuple[str, ...]) -> int:
 def varying(x: object) -> frozenset[str]:
     """Return the axes over which ``x`` is typed as varying; empty if JAX does not track them."""
     # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
-    typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return frozenset(getattr(getattr(typed, "manual_axis_type", None), "varying", ()))
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
-def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
+def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[str | int, ...]:
     """Return the axes of a collective, also those of ``vmap``; empty for other equations."""
     if eqn.primitive.name.removesuffix("_invariant") not in COLLECTIVES:
         return ()
@@ -193,25 +192,23 @@ def _manual() -> frozenset[str]:
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to vary wherever its counterpart does, as the branches of a cond must."""
-    if not _manual():
-        return tree
-    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
+    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if _manual() else tree
 
 
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:
     """Give each leaf the sharding of its counterpart, if types have shardings (Explicit mesh)."""
 
     def placed(x: jax.Array, y: jax.Array) -> jax.Array:
-        wanted = jax.typeof(y).sharding
-        return x if jax.typeof(x).sharding.spec == wanted.spec else jax.sharding.reshard(x, wanted)
+        target = jax.typeof(y).sharding
+        return x if jax.typeof(x).sharding.spec == target.spec else jax.sharding.reshard(x, target)
 
     return jax.tree.map(placed, tree, like)
 
 
 def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
     """Make zeros of a type, with the type's varying axes, and its sharding on an Explicit mesh."""
-    made = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
-    return to_varying(made, varying(like))
+    array = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
+    return to_varying(array, varying(like))
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -233,9 +230,7 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     """Stack the values of all replicas on a new dimension; the result is typed as equal."""
     if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
-    stacked = x
-    for name in reversed(names):
-        stacked = lax.all_gather(stacked, name, axis=dim)
+    stacked = functools.reduce(lambda y, name: lax.all_gather(y, name, axis=dim), names[::-1], x)
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
 
 
@@ -252,8 +247,8 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     """
     require_bound(names, who, "shard_axes")
     allowed = "left out where JAX does not track which leaves are sharded"
-    fits = not names or bool(tracked(names))
-    checks.require(fits, who, "shard_axes", got=names, allowed=allowed, hint="Leave check_vma on.")
+    valid = not names or bool(tracked(names))
+    checks.require(valid, who, "shard_axes", got=names, allowed=allowed, hint="Leave check_vma on.")
     return summed(parts, lambda x: varying(x) & frozenset(names))
 
 
@@ -265,8 +260,8 @@ def summed(
     for part in parts or [jnp.zeros((), jnp.float32)]:
         sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
     totals = [
-        lax.psum(to_varying(x, names), (*names, *sorted(more))) if names or more else x
-        for more, x in sums.items()
+        lax.psum(to_varying(x, names), (*names, *sorted(others))) if names or others else x
+        for others, x in sums.items()
     ]
     return functools.reduce(jnp.add, totals)
 
@@ -291,7 +286,8 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 
     JAX itself accepts a predicate that varies.
     """
-    over, what = sorted(varying(predicate)), "the decision to run the inner transformation"
+    over = sorted(varying(predicate))
+    what = "the decision to run the inner transformation"
     hint = "Gradients differ over these axes: name all in axis_name, or reduce gradients first."
     checks.require(not over, who, what, got=over, allowed="the same on all replicas", hint=hint)
 
@@ -306,18 +302,16 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
-    wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    if wanted.intersection(*map(varying, jax.tree.leaves(grads))) == wanted:
+    mapped = _manual().intersection(names)
+    if mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
         return
-    wanted = tracked(names)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        missing = ", ".join(sorted(wanted - varying(leaf)))
+    hint = "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
+    expected = tracked(names)
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        missing = ", ".join(sorted(expected - varying(leaf)))
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             got = f"{trees.path_name(path)!r} equal over {missing}: checked, jax.grad sums it"
-            hint = (
-                "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
-            )
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 

@@ -6,15 +6,15 @@ rows with the same index are added, and rows out of range are dropped.
 """
 
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
 from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
 
-# A program that holds a sparse array has imported this module, so boostax need not import it.
+# A program that has a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
 DENSE = "Convert with .todense()."
 
@@ -26,17 +26,17 @@ def is_sparse(node: object) -> bool:
 def dense(tree: PyTree, who: str) -> PyTree:
     """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
 
-    def on_leaf(path: Any, x: Any) -> Any:
+    def on_leaf(path: KeyPath, x: PyTree) -> PyTree:
         if not is_sparse(x):
             return x
         got = type(x).__name__, trees.path_name(path)
-        fits = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
+        valid = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
         allowed = "dense arrays or BCOO with n_batch=0"
-        checks.require_type(fits, who, "gradients", got=got, allowed=allowed, hint=DENSE)
+        checks.require_type(valid, who, "gradients", got=got, allowed=allowed, hint=DENSE)
         # x.todense() loses the varying axes of the type. The sum is in f32 or wider, so that rows
         # with the same index are rounded once.
         zeros = jnp.zeros(x.shape, trees.wide_dtype(x))
         zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
         return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=is_sparse)
+    return jax.tree.map_with_path(on_leaf, tree, is_leaf=is_sparse)

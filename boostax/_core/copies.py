@@ -12,13 +12,13 @@ sent only if these 8 bytes differ.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax import P, lax
+from jax.sharding import Mesh
 
 from boostax._core import axes
 from boostax._core.norms import add_both
@@ -33,8 +33,8 @@ class Copies(NamedTuple):
         (the last such replica); -1 if all copies of the leaf are equal.
     """
 
-    equal: jax.Array
-    culprits: jax.Array
+    equal: jax.Array  # [] bool
+    culprits: jax.Array  # [leaves] int32
 
 
 def words(leaf: jax.Array) -> jax.Array:
@@ -52,7 +52,8 @@ def words(leaf: jax.Array) -> jax.Array:
 
 def weighted(words: jax.Array) -> jax.Array:
     """Multiply each word by an odd number, a different one for each position."""
-    factor, stride = jnp.uint32(1), 2
+    factor = jnp.uint32(1)
+    stride = 2
     for axis in reversed(range(words.ndim)):
         count = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         factor = factor + count * jnp.uint32(stride % 2**32)
@@ -66,9 +67,8 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     Each leaf is read once. XLA:CPU needs one reduction with two results for a single read; a TPU
     and a GPU fuse two reductions of one operand.
     """
-
     zero = np.zeros((), np.uint32)
-    pairs = [(found := words(x), weighted(found)) for x in leaves]
+    pairs = [(bits := words(x), weighted(bits)) for x in leaves]
     reduced = lax.platform_dependent(
         pairs,
         cpu=lambda pairs: [lax.reduce(x, (zero, zero), add_both, range(x[0].ndim)) for x in pairs],
@@ -78,35 +78,37 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def on_mesh(
-    mesh: Mesh, order: tuple[str, ...], specs: tuple[PartitionSpec, ...], said: Sequence[int] = ()
+    mesh: Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
     """Return a comparison of leaves with these specs; culprits are device indices."""
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
     groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)
 
-    on_device = lambda leaves, due: compared(leaves, due, said, order, groups, kinds)  # noqa: E731
-    how: Any = {"in_specs": ([*specs], PartitionSpec()), "out_specs": PartitionSpec()}
-    return jax.shard_map(on_device, mesh=mesh, check_vma=False, **how)
+    @jax.shard_map(mesh=mesh, in_specs=([*specs], P()), out_specs=P(), check_vma=False)
+    def on_device(leaves: list[jax.Array], due: jax.Array) -> Copies:
+        return compared(leaves, due, extra, order, groups, kinds)
+
+    return on_device
 
 
 def classes(
     order: tuple[str, ...], sizes: Sequence[int], sharded: Sequence[frozenset[str]]
-) -> tuple[np.ndarray[Any, Any], list[int]]:
+) -> tuple[np.ndarray, list[int]]:
     """Return ``groups`` and ``kinds`` of ``compared`` for leaves sharded over these axes."""
     positions = np.stack(np.unravel_index(np.arange(np.prod(sizes)), tuple(sizes)))
-    classes = list(dict.fromkeys([frozenset[str](), *sharded]))
-    kept = [np.array([[name in kind] for name in order]) * positions for kind in classes]
-    groups = np.stack([np.ravel_multi_index(tuple(x), tuple(sizes)) for x in kept])
-    return groups, [classes.index(x) for x in sharded]
+    kinds = list(dict.fromkeys([frozenset[str](), *sharded]))
+    shards = [np.array([[name in kind] for name in order]) * positions for kind in kinds]
+    groups = np.stack([np.ravel_multi_index(tuple(x), tuple(sizes)) for x in shards])
+    return groups, [kinds.index(x) for x in sharded]
 
 
 def compared(
     leaves: list[jax.Array],
     due: jax.Array,
-    said: Sequence[int],
+    extra: Sequence[int],
     names: tuple[str, ...],
-    groups: np.ndarray[Any, Any],
+    groups: np.ndarray,
     kinds: list[int],
 ) -> Copies:
     """Compare the leaves of this device with the copies on other devices.
@@ -115,33 +117,36 @@ def compared(
       leaves: the shards of this device.
       due: bool scalar, whether to compare now. Each device reads its own copy, so a device whose
         counter differs is found.
-      said: numbers of this process, such as checksums of its program; they come first.
+      extra: numbers of this process, such as checksums of its program; they come first.
       names: the axes of all devices.
       groups: ``[classes, devices]``; devices with the same number have copies of the same shard.
       kinds: the class of each leaf.
     """
-    numbers = jnp.asarray(np.repeat(np.array([said], np.uint32).T, 2, 1))
-    look = lambda: jnp.concatenate([numbers, sums(leaves)])  # noqa: E731
-    rest = lambda: axes.zeros(jax.eval_shape(look))  # noqa: E731
-    found = lax.switch(due.astype(jnp.int32), [rest, look])
-    of_rows = np.array([0] * len(said) + kinds)
-    odd = (2 * np.arange(len(of_rows), dtype=np.uint32) + 1)[:, None]
-    rows = [found * odd * (of_rows == i)[:, None] for i in range(len(groups))]
+    numbers = jnp.asarray(np.repeat(np.array([extra], np.uint32).T, 2, 1))
+
+    def compute() -> jax.Array:
+        return jnp.concatenate([numbers, sums(leaves)])
+
+    branches = [lambda: axes.zeros(jax.eval_shape(compute)), compute]
+    local = lax.switch(due.astype(jnp.int32), branches)
+    row_kinds = np.array([0] * len(extra) + kinds)
+    odd = (2 * np.arange(len(row_kinds), dtype=np.uint32) + 1)[:, None]
+    rows = [local * odd * (row_kinds == i)[:, None] for i in range(len(groups))]
     total = axes.to_varying(jnp.stack([x.sum(0, dtype=jnp.uint32) for x in rows]), names)
     totals = axes.gather(total, names)
     first = np.stack([np.argmax(x[:, None] == x, 1) for x in groups], 1)
     equal = jnp.all(totals == jnp.take_along_axis(totals, first[..., None], 0))
 
-    def unlike() -> jax.Array:
-        every = axes.gather(axes.to_varying(found, names), names)
-        return lax.map(lambda x: _culprit(*x), (every.swapaxes(0, 1), jnp.asarray(of_rows)))
-
-    def _culprit(copies: jax.Array, kind: jax.Array) -> jax.Array:
+    def culprit(copies: jax.Array, kind: jax.Array) -> jax.Array:
         group = jnp.asarray(groups)[kind]
-        near = group[:, None] == group
-        others = jnp.sum(near & jnp.any(copies[:, None] != copies, -1), 1)
-        last = len(group) - 1 - jnp.argmax(others[::-1])
-        return jnp.where(others.max() > 0, last, -1).astype(jnp.int32)
+        is_same_shard = group[:, None] == group
+        unlike = jnp.sum(is_same_shard & jnp.any(copies[:, None] != copies, -1), 1)
+        last = len(group) - 1 - jnp.argmax(unlike[::-1])
+        return jnp.where(unlike.max() > 0, last, -1).astype(jnp.int32)
 
-    none = lambda: axes.zeros(jax.eval_shape(unlike)) - 1  # noqa: E731
-    return Copies(equal, lax.switch(equal.astype(jnp.int32), [unlike, none]))
+    def culprits() -> jax.Array:
+        gathered = axes.gather(axes.to_varying(local, names), names)
+        return lax.map(lambda row: culprit(*row), (gathered.swapaxes(0, 1), jnp.asarray(row_kinds)))
+
+    branches = [culprits, lambda: axes.zeros(jax.eval_shape(culprits)) - 1]
+    return Copies(equal, lax.switch(equal.astype(jnp.int32), branches))

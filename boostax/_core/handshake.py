@@ -11,18 +11,15 @@ is checked, because gradients of a compiled function have no mark.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import weakref
-from typing import Any, TypeVar
+from contextvars import ContextVar
 
 import jax
 from jax.core import Tracer
 
 from boostax._core import mismatch, protocols, trees
-from boostax._core.types import PyTree
-
-Grads = TypeVar("Grads")
+from boostax._core.types import Grads, PyTree
 
 
 @dataclasses.dataclass
@@ -40,9 +37,9 @@ class Mark:
     product: bool = False
 
 
-_MARKS: dict[int, tuple[weakref.ref[Any], Mark]] = {}
+_MARKS: dict[int, tuple[weakref.ref[object], Mark]] = {}
 # The scales of each loss that is being traced, outermost first.
-INSIDE: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("inside", default=())
+INSIDE: ContextVar[tuple[list[jax.Array], ...]] = ContextVar("inside", default=())
 # The factor of the innermost loss. The caches of jax.jit know this context: a trace for one loss is
 # not reused for another.
 FACTOR = jax.make_user_context(None)
@@ -79,7 +76,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     return grads
 
 
-def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[Any]:
+def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[jax.Array]:
     """Mark the scales in a state as read by a loss, and return them."""
     scales = scales_in(opt_state)
     for mark in map(mark_of, scales):
@@ -99,28 +96,28 @@ def hand_on(old: object, new: object) -> None:
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:
     """Let the scales in a new state share the marks of the scales in an old state."""
-    for one, other in zip(scales_in(old), scales_in(new), strict=True):
-        hand_on(one, other)
+    for scale, new_scale in zip(scales_in(old), scales_in(new), strict=True):
+        hand_on(scale, new_scale)
 
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Set the result of ``precision.current_scale`` for a loss that is being traced."""
-    # The caches keep the context, so it must not hold a tracer, nor be compared by its value.
+    # The caches keep the context, so it must not contain a tracer, nor be compared by its value.
     known = weakref.ref(scale)
     factor = (lambda: known()) if isinstance(scale, Tracer) else float(scale)
     return FACTOR(factor if any(INSIDE.get()[-1:]) else None)
 
 
-def scales_in(state: PyTree) -> list[Any]:
+def scales_in(state: PyTree) -> list[jax.Array]:
     """Return the array that identifies each scaler in a state."""
     return [node.scale_array() for node in trees.telling(state, protocols.Scaler)]
 
 
 def mark_of(scale: object) -> Mark:
     """Return the mark of an array, or a new one, which is kept if the array is a tracer."""
-    found = _MARKS.get(id(scale))
-    if found is not None and found[0]() is scale:
-        return found[1]
+    reference, mark = _MARKS.get(id(scale), (None, Mark()))
+    if reference is not None and reference() is scale:
+        return mark
     return keep(scale, Mark()) if isinstance(scale, Tracer) else Mark()
 
 
@@ -137,9 +134,8 @@ def enclosing(scale: object) -> list[Mark]:
     gradient is wrongly accepted.
     """
     around: set[int] = set()
-    trace = getattr(getattr(scale, "_trace", None), "parent_trace", None)
-    while trace is not None:
+    trace = getattr(scale, "_trace", None)
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
         around.add(id(trace))
-        trace = getattr(trace, "parent_trace", None)
     alive = [(ref(), mark) for ref, mark in list(_MARKS.values())]
     return [mark for x, mark in alive if id(getattr(x, "_trace", None)) in around]

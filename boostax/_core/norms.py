@@ -46,12 +46,12 @@ def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
     results of all shards. XLA:CPU uses this form because it would write the bits to memory; a TPU
     uses the bits because it would read a gradient twice for a pair.
     """
-    found = []
+    maxima: list[jax.Array] = []
     for x in leaves:
         zero = np.zeros((), x.dtype)
         most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
-        found.append(lax.select(lax.ne(least, least), least, most))
-    return found
+        maxima.append(lax.select(lax.ne(least, least), least, most))
+    return maxima
 
 
 # JAX traces a module's function once for all leaves.
@@ -75,45 +75,42 @@ def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> li
     wides = trees.at_least_float32(list(leaves))
     parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
     wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
-    flat = [[x.astype(wide) for x in pair] for pair in parts]
-    none = [jnp.zeros(2, wide)]
-    return lax.platform_dependent(flat, cpu=_by_pairs, default=_by_sums) if flat else none
+    if not parts:
+        return [jnp.zeros(2, wide)]
+    return lax.platform_dependent(
+        [[x.astype(wide) for x in pair] for pair in parts],
+        cpu=lambda leaves: [_by_pair(*_squares(leaf)) for leaf in leaves],
+        # A TPU fuses two reductions with their producer.
+        default=lambda leaves: [jnp.stack([x.sum() for x in _squares(leaf)]) for leaf in leaves],
+    )
 
 
-def _by_sums(parts: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return the two sums of each leaf by two reductions, which a TPU fuses with their producer."""
-    return [jnp.stack([jnp.sum(x) for x in _squares(pair)]) for pair in parts]
-
-
-def _by_pairs(parts: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return the two sums of each leaf by one reduction, whose operand XLA:CPU does not write out.
+def _by_pair(large: jax.Array, usual: jax.Array) -> jax.Array:
+    """Return the two sums of a leaf by one reduction, whose operand XLA:CPU does not write out.
 
     The reduction adds term by term, so a plain sum, which rounds less, reduces the longest
     dimension.
     """
-
-    def both(pair: list[jax.Array]) -> jax.Array:
-        shape, zero = pair[0].shape, np.zeros((), pair[0].dtype)
-        inner = tuple(i for i in range(len(shape)) if i != np.argmax(shape))
-        found = lax.reduce(tuple(_squares(pair)), (zero, zero), add_both, inner)
-        return jnp.stack([x.sum() for x in found])
-
-    return list(map(both, parts))
+    zero = np.zeros((), large.dtype)
+    inner = tuple(i for i in range(large.ndim) if i != np.argmax(large.shape))
+    sums = lax.reduce((large, usual), (zero, zero), add_both, inner)
+    return jnp.stack([x.sum() for x in sums])
 
 
 # JAX traces a module's function once for all leaves.
 def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Add two sums at once, as ``jax.lax.reduce`` wants it."""
+    """Add two sums at once, as ``jax.lax.reduce`` requires."""
     return lax.add(a[0], b[0]), lax.add(a[1], b[1])
 
 
-def _squares(pair: list[jax.Array]) -> list[Any]:
+def _squares(parts: list[jax.Array]) -> list[Any]:
+    """Return the squares of a leaf's elements in both units, from its real and imaginary part."""
     # Without the maximum XLA would multiply the units first, and their square is zero.
-    units = _units(pair[0].dtype)
-    return [sum(jnp.square(jnp.maximum(jnp.abs(x) * unit, 0)) for x in pair) for unit in units]
+    units = _units(parts[0].dtype)
+    return [sum(jnp.square(jnp.maximum(jnp.abs(x) * unit, 0)) for x in parts) for unit in units]
 
 
-def _units(dtype: np.dtype[Any]) -> tuple[float, float]:
+def _units(dtype: np.dtype) -> tuple[float, float]:
     """Return the factors of numbers in ``square_sums``: 2**-80 and 2**30 for f32."""
     octaves = int(jnp.finfo(dtype).maxexp)
     return 2.0 ** (-5 * octaves // 8), 2.0 ** (15 * octaves // 64)
@@ -168,9 +165,9 @@ def all_finite(tree: PyTree, *, axis_name: axes.AxisName | None = None) -> jax.A
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     """Return whether every element that is finite in ``old`` is also finite in ``new``."""
 
-    def news(before: jax.Array, after: jax.Array) -> jax.Array:
+    def checked(before: jax.Array, after: jax.Array) -> jax.Array:
         if not trees.is_inexact(jnp.result_type(after)):
             return jnp.zeros(())
         return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
 
-    return all_finite(jax.tree.map(news, old, new))
+    return all_finite(jax.tree.map(checked, old, new))

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The placement of arrays on a mesh, and calls of per-replica code on global arrays.
 
+The file has four parts: ``Placement``, whose ``each`` calls per-replica code; the sharding of
+params and optimizer state; gathers of params; and calls that run outside of the ``vmap``.
+
 In plain ``jit`` the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
 ...]``, sharded over the replica axes. ``Placement.each`` maps per-replica code over that dimension
 by ``jax.vmap``: a value that differs per replica is batched, and any other value is an ordinary
 global array in any sharding. A sum over the replicas becomes a sum over the first dimension, which
 XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
-batched, so a branch stays a branch. A reduction that sends more than sums leaves the ``vmap`` and
-runs on the shards of each device (``reduce/on_shards.py``).
+batched, so a branch stays a branch. A reduction that sends more than sums runs outside of the
+``vmap``, on the shards of each device (``reduce/on_shards.py``).
+
+Example of such a call, on replica axes ``("host", "chip")`` of sizes 2 and 4, of a gradient with
+shape ``[5]`` on each replica. ``Placement.each`` maps over "chip" inside a map over "host".
+``lifted(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one replica, in a
+``custom_vmap``, whose rule replaces the mapped code:
+
+1. The map over "chip" calls its rule with ``Local.grads`` of shape ``[4, 5]``. The rule gives state
+   that is equal on all chips a first dimension too, and makes ``by_name`` a function of 4 replicas
+   by a ``vmap`` over "chip". It wraps this function for the next axis, "host", and calls it.
+2. The map over "host" calls its rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
+   rule calls ``stacked``, which gets all replicas' arrays in one global call.
+3. ``stacked`` returns ``Reduced``: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
+   without dimensions of replicas. Each rule tells JAX that only the state is mapped.
 
 The placement inside ``Placement.each`` is a context variable, ``HERE``, because ``jax.vmap``
 passes only arrays, and the mapped code calls transformations of other libraries.
@@ -17,21 +33,22 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import P, lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from boostax._core import axes, checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica, shared_by, without
-from boostax._core.types import PyTree
+from boostax._core.types import PyTree, Structure
 
-Path = tuple[Any, ...]
+Path = jax.tree_util.KeyPath
+Call = Callable[..., PyTree]
 
 HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
 
@@ -59,7 +76,7 @@ class Placement:
 
     mesh: Mesh
     names: tuple[str, ...]
-    specs: Mapping[tuple[str, ...], PartitionSpec]
+    specs: Mapping[tuple[str, ...], P]
     own: bool = False
     shared_out: bool = False
 
@@ -74,7 +91,7 @@ class Placement:
         kinds = (AxisType.Auto,) * len(self.mesh.axis_names)
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
 
-    def each(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    def each(self, fn: Call, *args: PyTree) -> PyTree:
         """Call ``fn`` for all replicas at once, with the replica axes as named axes.
 
         Args:
@@ -89,20 +106,20 @@ class Placement:
           ValueError: an array outside a ``PerReplica`` differs per replica.
         """
         stacked, shared, tree = apart(args)
-        found: list[Any] = []
+        results: list[Structure] = []
 
-        def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        def mapped(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
             with axes.during(HERE, self), axes.binding(self.names):
                 local, common, result = apart(fn(*joined(stacked, shared, tree)))
             _require_common(common)
-            found.append(result)
+            results.append(result)
             return local, common
 
         for name in reversed(self.names):
             size = self.mesh.shape[name]
-            one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
-        local, common = one(self.by_axis(stacked), shared)
-        return joined(self.by_replica(local), common, found[-1])
+            mapped = jax.vmap(mapped, (0, None), (0, None), axis_name=name, axis_size=size)
+        local, common = mapped(self.by_axis(stacked), shared)
+        return joined(self.by_replica(local), common, results[-1])
 
     def by_axis(self, tree: PyTree) -> PyTree:
         """Split the dimension of replicas into one dimension per replica axis."""
@@ -113,22 +130,22 @@ class Placement:
         """Merge the dimensions of the replica axes into one dimension."""
         return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[len(self.names) :]), tree)
 
-    def spec(self, path: Path) -> PartitionSpec | None:
+    def spec(self, path: Path) -> P | None:
         """Return the spec of the param at a path; ``None`` if there is no such param."""
         return self.specs.get(trees.plain_path(path))
 
-    def shards(self, path: Path, who: str) -> PartitionSpec:
+    def shards(self, path: Path, who: str) -> P:
         """Return the spec of the gradient of a param within a replica."""
         if len(self.names) == len(self.mesh.axis_names):
-            return PartitionSpec()
+            return P()
         spec = self.spec(path)
         allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
         hint = "Put the reduction outside whatever renames or flattens them."
         got = trees.path_name(path)
         checks.require(spec is not None, who, "gradients", got=got, allowed=allowed, hint=hint)
-        return without(spec or PartitionSpec(), self.names)
+        return without(spec or P(), self.names)
 
-    def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
+    def pinned(self, fn: Call, specs: PyTree) -> Call:
         """Return ``fn`` with Auto axes inside, and with results of these specs.
 
         On an Explicit mesh JAX cannot type code without shardings.
@@ -143,15 +160,15 @@ class Placement:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
-def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, PartitionSpec] | None:
+def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, P] | None:
     """Return the mesh, and the spec of the optimizer state of the param at a path."""
-    here = placed_here()
-    spec = None if here is None else here.spec(path)
-    if here is None or spec is None:
+    placement = placed_here()
+    spec = None if placement is None else placement.spec(path)
+    if placement is None or spec is None:
         return None
-    if here.shared_out:
-        spec = shared_by(spec, shape, here.names, here.replicas)
-    return here.auto_mesh, spec
+    if placement.shared_out:
+        spec = shared_by(spec, shape, placement.names, placement.replicas)
+    return placement.auto_mesh, spec
 
 
 def owned(path: Path, shape: tuple[int, ...]) -> int | None:
@@ -159,12 +176,13 @@ def owned(path: Path, shape: tuple[int, ...]) -> int | None:
 
     The result is -1 for unsharded or empty arrays, and ``None`` for other shardings.
     """
-    here, found = placed_here(), cut(path, shape)
-    if here is None or found is None or 0 in shape:
+    placement = placed_here()
+    sharding = cut(path, shape)
+    if placement is None or sharding is None or 0 in shape:
         return -1
-    entries = [x if isinstance(x, tuple) else (x,) for x in found[1]]
-    if len(here.names) == 1 and here.names in entries:
-        return entries.index(here.names)
+    entries = [x if isinstance(x, tuple) else (x,) for x in sharding[1]]
+    if len(placement.names) == 1 and placement.names in entries:
+        return entries.index(placement.names)
     return None if any(map(any, entries)) else -1
 
 
@@ -174,140 +192,181 @@ def settled(params: PyTree) -> PyTree:
     So new params that are sharded like an optimizer's state are gathered only in steps that change
     them.
     """
-    here = placed_here()
-    if here is None:
+    placement = placed_here()
+    if placement is None:
         return params
-    if here.shared_out and axes.sent_apart():
-        params = _gathered(here, params)
+    if placement.shared_out and axes.sent_apart():
+        params = _gathered(placement, params)
 
-    def settle(path: Path, x: jax.Array) -> jax.Array:
-        spec = here.spec(path)
+    def constrain(path: Path, x: jax.Array) -> jax.Array:
+        spec = placement.spec(path)
         if spec is None:
             return x
-        spec = without(spec, here.names) if here.own else spec
-        return lax.with_sharding_constraint(x, NamedSharding(here.auto_mesh, spec))
+        spec = without(spec, placement.names) if placement.own else spec
+        return lax.with_sharding_constraint(x, NamedSharding(placement.auto_mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(settle, params)
+    return jax.tree.map_with_path(constrain, params)
 
 
-def _gathered(here: Placement, params: PyTree) -> PyTree:
+def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """Gather new params that are sharded like an optimizer's state, one message per dtype.
 
     The gather runs outside of the ``vmap``, like ``reduce/on_shards.py``.
     """
-    named, treedef = jax.tree_util.tree_flatten_with_path(params)
+    named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
-    kinds = dict[Any, dict[int, tuple[int, PartitionSpec]]]()
+    # For each dtype the index, the sharded dimension and the spec of each leaf.
+    by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
-        spec, dim = here.spec(path) or PartitionSpec(), owned(path, x.shape)
-        if spec == without(spec, here.names) and dim is not None and dim >= 0:
-            sharded = shared_by(spec, x.shape, here.names, here.replicas)
-            kinds.setdefault(x.dtype, {})[i] = dim, sharded
+        spec = placement.spec(path) or P()
+        dim = owned(path, x.shape)
+        if spec == without(spec, placement.names) and dim is not None and dim >= 0:
+            sharded = shared_by(spec, x.shape, placement.names, placement.replicas)
+            by_dtype.setdefault(x.dtype, []).append((i, dim, sharded))
 
-    def joined(dims: list[int], shards: list[jax.Array]) -> list[jax.Array]:
-        rows = lax.all_gather(jnp.concatenate([x.ravel() for x in shards]), here.names)
+    def unsharded(dims: list[int], shards: list[jax.Array]) -> list[jax.Array]:
+        rows = lax.all_gather(jnp.concatenate([x.ravel() for x in shards]), placement.names)
         parts = jnp.split(rows, np.cumsum([x.size for x in shards])[:-1], 1)
         stacks = [part.reshape(-1, *x.shape) for part, x in zip(parts, shards, strict=True)]
-        flat = lambda x, dim: x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])  # noqa: E731
-        return [flat(jnp.moveaxis(x, 0, dim), dim) for x, dim in zip(stacks, dims, strict=True)]
+        pairs = zip(stacks, dims, strict=True)
+        return [lax.collapse(jnp.moveaxis(x, 0, dim), dim, dim + 2) for x, dim in pairs]
 
-    for found in kinds.values():
-        dims, specs = map(list, zip(*found.values(), strict=True))
-        how: Any = {"in_specs": (specs,), "out_specs": [without(x, here.names) for x in specs]}
-        send = functools.partial(joined, dims)
-        island = jax.shard_map(send, mesh=here.auto_mesh, check_vma=False, **how)
-        new = on_shared(here, ([leaves[i] for i in found],), island, lambda x: x, "settled")
-        for i, x in zip(found, new, strict=True):
+    for triples in by_dtype.values():
+        indices, dims, specs = map(list, zip(*triples, strict=True))
+        to = [without(spec, placement.names) for spec in specs]
+        mapped = jax.shard_map(
+            mesh=placement.auto_mesh, in_specs=(specs,), out_specs=to, check_vma=False
+        )
+        gather = mapped(functools.partial(unsharded, dims))
+        new = on_shared(placement, ([leaves[i] for i in indices],), gather, lambda x: x, "settled")
+        for i, x in zip(indices, new, strict=True):
             leaves[i] = x
     return treedef.unflatten(leaves)
 
 
-def gathered(
-    mesh: Any, names: tuple[str, ...], tree: PyTree, rows: PartitionSpec = PartitionSpec()
-) -> PyTree:
+def gathered(mesh: Mesh, names: tuple[str, ...], tree: PyTree, rows: P = P()) -> PyTree:
     """Gather params over the replica axes; split a batch's ``rows`` over the replicas.
 
     On an Auto mesh XLA does this itself; an Explicit mesh needs a ``reshard``.
     """
-    if is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types:
-        return tree
-    rest = lambda x: without(jax.typeof(x).sharding.spec, names)[len(rows) :]  # noqa: E731
-    spec = lambda x: NamedSharding(mesh, PartitionSpec(*rows, *rest(x)))  # noqa: E731
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec(x)), tree)
+
+    def gather(x: jax.Array) -> jax.Array:
+        others = without(jax.typeof(x).sharding.spec, names)[len(rows) :]
+        return jax.sharding.reshard(x, NamedSharding(mesh, P(*rows, *others)))
+
+    is_auto = is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types
+    return tree if is_auto else jax.tree.map(gather, tree)
 
 
-def seen(values: PyTree, judge: Callable[[Any], None]) -> PyTree:
-    """Return values unchanged; each surrounding ``jax.vmap`` that maps a value calls ``judge``.
+def seen(values: PyTree, check: Callable[[PyTree], None]) -> PyTree:
+    """Return values unchanged; each surrounding ``jax.vmap`` that maps a value calls ``check``.
 
-    The argument of ``judge`` is a tree of bools that are True for the values that differ. Inside
-    the branch of a gate, ``judge`` is called when the branch's trace is mapped.
+    The argument of ``check`` is a tree of bools that are True for the values that differ. Inside
+    the branch of a gate, ``check`` is called when the branch's trace is mapped.
+    """
+    unchanged = custom_vmap(lambda values: values)
+
+    @unchanged.def_vmap
+    def rule(size: int, differs: Sequence[PyTree], values: PyTree) -> tuple[PyTree, PyTree]:
+        check(differs[0])
+        # A value that this vmap does not map may be mapped by an outer vmap.
+        return unchanged(values), differs[0]
+
+    return unchanged(values)
+
+
+class Local(NamedTuple):
+    """The arguments of a reduction that differ per replica.
+
+    Attributes:
+      grads: a leaf that is equal on all replicas is refused.
+      state: leaves may be equal on all replicas.
+      indices: the index of the replica on each axis, in a list. An index always differs, so
+        ``jax.vmap`` calls the rule even if nothing else differs.
     """
 
-    @custom_vmap
-    def look(values: PyTree) -> PyTree:
-        return values
-
-    @look.def_vmap
-    def rule(size: int, differs: Any, values: PyTree) -> tuple[PyTree, Any]:
-        judge(differs[0])
-        # A value that this vmap does not map may be mapped by an outer vmap.
-        return look(values), differs[0]
-
-    return look(values)
+    grads: PyTree
+    state: PyTree
+    indices: PyTree
 
 
+class Reduced(NamedTuple):
+    """The results of a reduction.
+
+    Attributes:
+      means: equal on all replicas.
+      state: the new ``Local.state``, which differs per replica.
+      shared: the new values of what replicas share.
+    """
+
+    means: PyTree
+    state: PyTree
+    shared: PyTree
+
+
+# From ``Local`` and what replicas share to ``Reduced``, or to a tuple of its fields.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
-def lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
+def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
     """Return a function of one replica's arrays that calls ``stacked`` with all replicas' arrays.
 
-    Each ``jax.vmap``, the innermost first, passes its stacked arguments to the rule.
-    """
-    if not names:
-        return stacked
-    name, *rest = names
+    The docstring of this module has an example.
 
-    @custom_vmap
-    def call(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return named(local, shared)
+    Args:
+      names: the axes of the surrounding ``jax.vmap``, innermost first.
+      by_name: code of one replica with named axes. It gives the types of the results.
+      stacked: code of all replicas; arguments that differ have a first dimension for each axis.
+      who: the reduction, for errors.
+    """
+    name, *outer = names
+
+    def inside(local: PyTree, shared: PyTree) -> Reduced:
+        return Reduced(*by_name(local, shared))
+
+    call = custom_vmap(inside)
 
     @call.def_vmap
-    def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        (grads, own, _), common = batched
-        equal = [path for path, differs in trees.named(grads) if not differs]
+    def rule(size: int, differs: PyTree, local: Local, shared: PyTree) -> tuple[Reduced, Reduced]:
+        equal = [path for path, is_local in trees.named(differs[0].grads) if not is_local]
         hint = f"These leaves are equal over the axis {name!r}: leave out what reduces them before."
         allowed = "local to each replica"
         checks.require(not equal, who, "gradients", got=equal[:6], allowed=allowed, hint=hint)
-        assert not any(jax.tree.leaves(common)), "what replicas share differs"
-        whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
-        local = (local[0], jax.tree.map(whole, local[1], own), local[2])
-        how: Any = {"in_axes": ((0, 0, None), None), "out_axes": (None, 0, None)}
-        outer = jax.vmap(named, axis_name=name, axis_size=size, **how)
-        means, own, shared = lifted(rest, outer, stacked, who)(local, shared)
-        same = lambda tree, mark: jax.tree.map(lambda _: mark, tree)  # noqa: E731
-        return (means, own, shared), (same(means, False), same(own, True), same(shared, False))
+        assert not any(jax.tree.leaves(differs[1])), "what replicas share differs"
+        state = jax.tree.map(
+            lambda x, is_local: x if is_local else jnp.broadcast_to(x[None], (size, *x.shape)),
+            local.state,
+            differs[0].state,
+        )
+        in_axes = Local(0, 0, None), None
+        out_axes = Reduced(None, 0, None)
+        mapped = jax.vmap(inside, in_axes, out_axes, axis_name=name, axis_size=size)
+        call_outer = lifted(outer, mapped, stacked, who) if outer else stacked
+        reduced = Reduced(*call_outer(local._replace(state=state), shared))
+        return reduced, jax.tree.broadcast(Reduced(False, True, False), reduced)
 
-    return call
+    return lambda local, shared: call(Local(*local), shared)
 
 
-def on_shared(here: Placement, shared: tuple[Any, ...], fn: Any, inside: Any, who: str) -> Any:
+def on_shared(placement: Placement, shared: PyTree, fn: Call, inside: Call, who: str) -> PyTree:
     """Return ``fn(*shared)``, called outside of the ``vmap``; ``inside(*shared)`` has its types."""
-    leave = lambda local, shared: ((), (), fn(*shared))  # noqa: E731
-    stay = lambda local, shared: ((), (), inside(*shared))  # noqa: E731
-    marks = [lax.axis_index(name) for name in here.names]
-    return lifted([*reversed(here.names)], stay, leave, who)(((), (), marks), shared)[2]
+
+    def reduction(call: Call) -> Run:
+        return lambda local, shared: Reduced((), (), call(*shared))
+
+    call = lifted(placement.names[::-1], reduction(inside), reduction(fn), who)
+    return call(Local((), (), [lax.axis_index(name) for name in placement.names]), shared)[2]
 
 
-def apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:
+def apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Structure]:
     """Split a tree into the contents of each ``PerReplica``, other leaves, and a structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
-    own = [x.local if is_per_replica(x) else None for x in leaves]
-    return own, [None if is_per_replica(x) else x for x in leaves], structure
+    local = [x.local if is_per_replica(x) else None for x in leaves]
+    return local, [None if is_per_replica(x) else x for x in leaves], structure
 
 
-def joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
-    pairs = zip(own, shared, strict=True)
+def joined(local: list[PyTree], shared: list[PyTree], structure: Structure) -> PyTree:
+    pairs = zip(local, shared, strict=True)
     return structure.unflatten([PerReplica(a) if b is None else b for a, b in pairs])
 
 
@@ -315,16 +374,17 @@ def _require_common(shared: list[PyTree]) -> None:
     """Refuse arrays that differ per replica outside a ``PerReplica``."""
     leaves = jax.tree.leaves(shared)
 
-    def judge(differs: list[bool]) -> None:
-        shapes = sorted({x.shape for x, apart in zip(leaves, differs, strict=True) if apart})
+    def require_equal(differs: list[bool]) -> None:
+        shapes = sorted({x.shape for x, is_local in zip(leaves, differs, strict=True) if is_local})
         hint = (
             "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in "
             "the innermost chain, and give every scaler and window around it the axis_name "
             "(optax.MultiSteps and optax.apply_if_finite have none: boostax.accumulate and "
             "boostax.skip_bad_steps take their places)."
         )
-        what, allowed = "params and updates", "the same on all replicas"
+        allowed = "the same on all replicas"
+        what = "params and updates"
         checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
 
     if leaves:
-        seen(leaves, judge)
+        seen(leaves, require_equal)

@@ -8,15 +8,17 @@ dimension.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.tree_util import KeyPath
 
-from boostax._core import checks, mismatch, protocols, trees, types
+from boostax._core import checks, mismatch, protocols, transfer, trees, types
 from boostax._core.types import PyTree
 
 
@@ -42,11 +44,12 @@ class PerReplica(NamedTuple):
       (3,)
     """
 
-    local: PyTree
+    local: PyTree  # arrays [replicas, ...]; inside of a mapped function without that dimension
 
 
+_MARKED = PerReplica, ByBlock
 # ``jax.tree`` functions call this for every node, so a C function is faster.
-is_per_replica: Callable[[Any], bool] = PerReplica.__instancecheck__
+is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
 def summed_parts(opt_state: PyTree) -> list[PerReplica]:
@@ -67,7 +70,7 @@ def distributed_items(opt_state: PyTree) -> dict[int, int]:
     return {id(part): items for state in states for part, items in state.distributed_items()}
 
 
-def _deal(x: Any, replicas: int, items: int) -> Any:
+def _distribute(x: jax.Array, replicas: int, items: int) -> jax.Array:
     """Distribute items over another number of replicas; unused slots repeat the last item."""
     slots = -(-items // replicas)
     order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
@@ -87,12 +90,12 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
 def require_stacked(who: str, state: PyTree) -> None:
     """Refuse arrays that differ per replica although their sharding is replicated.
 
-    If devices hold different values of one array (``out_axes=None``, unchecked out_specs), JAX
+    If devices have different values of one array (``out_axes=None``, unchecked out_specs), JAX
     reads the first device's value, and the other values would be lost.
     """
     for path, x in _local_arrays(state):
-        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if isinstance(x, Tracer) or key or not getattr(x, "is_fully_replicated", False):
+        is_opaque = isinstance(x, Tracer) or transfer.is_key(x)
+        if is_opaque or not getattr(x, "is_fully_replicated", False):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
@@ -103,20 +106,20 @@ def require_stacked(who: str, state: PyTree) -> None:
             )
 
 
-def _local_arrays(state: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
     """Yield the arrays that differ per replica, with their paths."""
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
-        for rest, x in jax.tree_util.tree_leaves_with_path(node) if is_per_replica(node) else ():
-            yield (*path, *rest), x
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_per_replica):
+        for inner, x in jax.tree.leaves_with_path(node) if is_per_replica(node) else ():
+            yield (*path, *inner), x
 
 
-def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
+def require_like(who: str, what: str, arrays: PyTree, grads: PyTree) -> None:
     """Refuse arrays of a state that would broadcast because their shapes are not the gradients'."""
     hint = "boostax.states.enter_replica(state) is of one replica, stack_replicas(state, n) of all."
     if any(map(is_per_replica, jax.tree.leaves(grads, is_leaf=is_per_replica))):
         hint = f"Put {who} inside: on_mesh({who}(chain(...)), params)."
-    kept = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(kept))
-    trees.require_shapes(who, what, kept, grads, hint)
+    arrays = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(arrays))
+    trees.require_shapes(who, what, arrays, grads, hint)
 
 
 def owns_params(opt_state: PyTree) -> bool:
@@ -142,23 +145,23 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
       (8, 3)
     """
 
-    def stack(x: Any) -> Any:
-        # NumPy makes a view, without a copy.
-        broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
-        return broadcast(x[None], (replicas, *x.shape))
-
     items = distributed_items(opt_state)
+
+    def stack(x: PyTree) -> PyTree:
+        # NumPy makes a view, without a copy.
+        library = np if isinstance(x, np.ndarray) else jnp
+        return library.broadcast_to(x[None], (replicas, *x.shape))
 
     def stacked(node: PyTree) -> PyTree:
         if id(node) in items:
-            return jax.tree.map(lambda x: _deal(x[None], replicas, items[id(node)]), node)
+            return jax.tree.map(lambda x: _distribute(x[None], replicas, items[id(node)]), node)
         return jax.tree.map(stack, node) if is_per_replica(node) else node
 
     return jax.tree.map(stacked, opt_state, is_leaf=is_per_replica)
 
 
 def specs_like(
-    owners: Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]],
+    owners: Mapping[KeyPath, tuple[tuple[int, ...], P]],
     state: PyTree,
     names: tuple[str, ...],
     shared_out: int | None = None,
@@ -173,81 +176,69 @@ def specs_like(
       names: the replica axes.
       shared_out: the number of replicas, if state that is equal on all replicas is to be sharded
         over the replicas.
-      sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are cut in
-        blocks.
+      sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are divided
+        into blocks.
     """
 
-    def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
+    def candidates(path: KeyPath) -> list[tuple[tuple[int, ...], P]]:
         return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
 
-    def owner_spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec | None:
+    def owner_spec(path: KeyPath, leaf: jax.Array) -> P | None:
         for shape, spec in candidates(path):
             if shape == leaf.shape:
                 return spec
             if shape == leaf.shape[1:]:
                 # A compiled step returns specs in this form; another form would cause a
                 # recompilation.
-                return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
+                return P(None, *spec) if any(spec) else P()
         return None
 
-    def scales_spec(path: tuple[Any, ...], scales: jax.Array) -> PartitionSpec:
+    def scales_spec(path: KeyPath, scales: jax.Array) -> P:
         """Return the spec of block scales, without axes that would split a block."""
+        entries: list[tuple[str, ...] | None] = []
+        of_rank = [(shape, spec) for shape, spec in candidates(path) if len(shape) == scales.ndim]
+        for shape, spec in of_rank[:1]:
+            if shared_out is not None:
+                spec = shared_by(spec, shape, names, shared_out)
+            for entry, size, blocks in zip(spec, shape, scales.shape, strict=False):
+                axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+                divides = sizes is not None and not blocks % math.prod(sizes[x] for x in axes)
+                entries.append(entry if size == blocks or divides else None)
+        return P(*entries) if any(entries) else P()
 
-        def fits(entry: Any, size: int, blocks: int) -> bool:
-            axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-            known = sizes is not None and not blocks % math.prod(sizes[name] for name in axes)
-            return size == blocks or known
-
-        for shape, spec in candidates(path):
-            if len(shape) == len(scales.shape):
-                if shared_out is not None:
-                    spec = shared_by(spec, shape, names, shared_out)
-                pairs = zip(spec, shape, scales.shape, strict=False)
-                whole = [entry if fits(entry, n, m) else None for entry, n, m in pairs]
-                return PartitionSpec(*whole) if any(whole) else PartitionSpec()
-        return PartitionSpec()
-
-    def spec_of(path: tuple[Any, ...], node: PyTree) -> PyTree:
+    def spec_of(path: KeyPath, node: PyTree) -> PyTree:
         if isinstance(node, ByBlock):
-            return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
+            return jax.tree.map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
-            of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
-            led = lambda inner, x: PartitionSpec(names, *of(inner, x))  # noqa: E731
-            return jax.tree_util.tree_map_with_path(led, node)
+            return jax.tree.map_with_path(
+                lambda i, x: P(names, *without(owner_spec(i, x) or P(), names)), node
+            )
         spec = owner_spec(path, node)
         # Integers are counts, or codes; codes have the spec of a param.
-        arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
-        spec = PartitionSpec() if spec is None else spec
-        if shared_out is None or not arrays:
-            return spec
-        return shared_by(spec, node.shape, names, shared_out)
+        if shared_out is None or (spec is None and not trees.is_inexact(node.dtype)):
+            return spec or P()
+        return shared_by(spec or P(), node.shape, names, shared_out)
 
-    marked = lambda node: is_per_replica(node) or isinstance(node, ByBlock)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=marked)
+    return jax.tree.map_with_path(spec_of, state, is_leaf=lambda x: isinstance(x, _MARKED))
 
 
-def shared_by(
-    spec: PartitionSpec, shape: tuple[int, ...], names: tuple[str, ...], replicas: int
-) -> PartitionSpec:
+def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
     """Shard the first unsharded dimension that the number of replicas divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True)
     free = [entry is None and size > 0 and size % replicas == 0 for entry, size in pairs]
     if spec != without(spec, names) or True not in free:
         return spec
-    dim = free.index(True)
-    return PartitionSpec(*entries[:dim], names, *entries[dim + 1 :])
+    entries[free.index(True)] = names
+    return P(*entries)
 
 
-def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
+def without(spec: P, names: Sequence[str]) -> P:
     """Return a spec without some axes."""
-
-    def kept(entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            return tuple(name for name in entry if name not in names)
-        return None if entry in names else entry
-
-    return PartitionSpec(*map(kept, spec))
+    entries = [None if entry in names else entry for entry in spec]
+    return P(
+        *[tuple(n for n in x if n not in names) if isinstance(x, tuple) else x for x in entries]
+    )
 
 
 @checks.arguments
@@ -267,9 +258,9 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of ``by_shape``
     are distributed again, without rounding.
 
-    A state class of your own returns the ``PerReplica`` parts whose sum is to stay from a method
-    ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window around it
-    before you change the number of replicas.
+    A state class of your own returns the ``PerReplica`` parts whose sum must not change from a
+    method ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window
+    around it before you change the number of replicas.
 
     Args:
       state: an optimizer state (also of an NNX optimizer) or a ``TrainState``, as it is outside a
@@ -285,7 +276,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
 
     Raises:
       ValueError, TypeError: ``replicas`` is not a positive integer, or not a multiple of
-        ``within``; devices hold different values of a replicated array.
+        ``within``; devices have different values of a replicated array.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -295,26 +286,27 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     """
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
     checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
-    allowed, hint = f"a multiple of within={within}", "within is the number of devices of a server."
+    allowed = f"a multiple of within={within}"
+    hint = "within is the number of devices of a server."
     is_valid = not replicas % within
     checks.require(is_valid, "reshard_state", "replicas", got=replicas, allowed=allowed, hint=hint)
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
-    summed, items = summed_parts(state), distributed_items(state)
-    asked = trees.telling(state, protocols.HasServerParts)
-    of_servers = [part for node in asked for part in node.server_parts()]
+    summed = summed_parts(state)
+    items = distributed_items(state)
+    states = trees.telling(state, protocols.HasServerParts)
+    of_servers = [part for node in states for part in node.server_parts()]
 
-    def moved(node: PyTree) -> PyTree:
+    def resharded(node: PyTree) -> PyTree:
         if not is_per_replica(node):
             return node
         if any(node is part for part in of_servers):
             part = spread_anew(node, replicas // within, False)
             return jax.tree.map(lambda x: jnp.repeat(x, within, 0) if within > 1 else x, part)
-        summed_up = any(node is part for part in summed)
-        return spread_anew(node, replicas, summed_up, items.get(id(node)))
+        return spread_anew(node, replicas, any(node is x for x in summed), items.get(id(node)))
 
-    return jax.tree.map(moved, state, is_leaf=is_per_replica)
+    return jax.tree.map(resharded, state, is_leaf=is_per_replica)
 
 
 def spread_anew(
@@ -326,27 +318,27 @@ def spread_anew(
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        # Of an array the sharding has devices; the type of a traced one has axes alone.
-        old, where = x.shape[0], getattr(x, "sharding", None) or jax.typeof(x).sharding
-        if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+        # The sharding of an array has devices; the type of a traced array has only axes.
+        sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             # Replicas cannot be picked from a dimension that is typed as sharded.
-            spec = PartitionSpec(None, *where.spec[1:])
-            x = jax.sharding.reshard(x, NamedSharding(where.mesh, spec))
+            x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
+        old = x.shape[0]
         if items is not None:
-            return _deal(x, replicas, items)
+            return _distribute(x, replicas, items)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[np.arange(replicas) * old // replicas]
-        ends = lambda n: np.arange(n + 1) / n  # noqa: E731
-        low = np.maximum(ends(replicas)[:-1, None], ends(old)[None, :-1])
-        high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
-
-        def mean(cover: np.ndarray[Any, Any]) -> jax.Array:
+        new_ends = np.arange(replicas + 1) / replicas
+        old_ends = np.arange(old + 1) / old
+        low = np.maximum(new_ends[:-1, None], old_ends[None, :-1])
+        high = np.minimum(new_ends[1:, None], old_ends[None, 1:])
+        means: list[jax.Array] = []
+        for weights in np.maximum(high - low, 0) * replicas:
             # A tiny overlap is a rounding error, and would spread a NaN from that neighbour.
-            first, *others = np.flatnonzero(cover > 1e-9)
-            parts = [x[i] * jnp.asarray(cover[i], x.real.dtype) for i in (first, *others)]
-            return sum(parts[1:], parts[0]) if others else x[first]
-
-        result = jnp.stack([mean(row) for row in np.maximum(high - low, 0) * replicas])
+            first, *others = np.flatnonzero(weights > 1e-9)
+            parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
+            means.append(sum(parts[1:], parts[0]) if others else x[first])
+        result = jnp.stack(means)
         return result * jnp.asarray(old / replicas, x.real.dtype) if summed else result
 
     return jax.tree.map(spread, part)

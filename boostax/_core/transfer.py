@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the host and devices, which may belong to several processes."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,18 +23,18 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
       The placed tree. Cost: if the devices belong to several processes, one copy through the host
       of each leaf that is not on those devices yet.
     """
-    return jax.tree.map(_put, tree, shardings)
+    return jax.tree.map(_place, tree, shardings)
 
 
 def is_key(x: object) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _place(x: PyTree, sharding: jax.sharding.Sharding) -> jax.Array:
     if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     if is_key(x):
-        data = _put(jax.random.key_data(x), sharding)
+        data = _place(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     # Each device gets a copy: CPU devices would otherwise share memory, and the state is donated.

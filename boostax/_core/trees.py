@@ -4,8 +4,6 @@
 The constants of a model are its activation functions, names and untraced numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from boostax._core import checks, jaxprs, protocols, types
-from boostax._core.types import PyTree
+from boostax._core.types import PyTree, Structure
 
 LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is their new value.
@@ -26,7 +25,7 @@ OVERWRITE = "_overwrite_with_gradient"
 def at_least_float32(tree: PyTree) -> PyTree:
     """Widen f16 and bf16 arrays, or their types, to f32; all other leaves stay."""
 
-    def widened(x: Any) -> Any:
+    def widened(x: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=wide_dtype(x))
         return as_dtype(x, wide_dtype(x)) if is_number(x) else x
@@ -34,36 +33,35 @@ def at_least_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(widened, tree)
 
 
-def first_state(tx: optax.GradientTransformation, params: PyTree) -> Any:
-    """Return the first state of ``tx``; copy leaves that it shares with ``params`` or holds twice.
+def first_state(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Return the first state of ``tx``; copy leaves that it shares with ``params`` or has twice.
 
     Some states of Optax keep the first params (``contrib.dog``, ``prodigy``), and donation refuses
     a buffer that two arguments share.
     """
-    taken = {id(x) for x in jax.tree.leaves(params)}
+    buffers = {id(x) for x in jax.tree.leaves(params)}
 
-    def own(x: Any) -> Any:
-        shared = isinstance(x, jax.Array) and id(x) in taken
-        taken.add(id(x))
-        return jnp.array(x, copy=True) if shared else x
+    def unshared(x: PyTree) -> PyTree:
+        is_shared = isinstance(x, jax.Array) and id(x) in buffers
+        buffers.add(id(x))
+        return jnp.array(x, copy=True) if is_shared else x
 
-    return jax.tree.map(own, tx.init(params))
+    return jax.tree.map(unshared, tx.init(params))
 
 
-def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
+def as_dtype(x: PyTree, dtype: np.dtype) -> jax.Array:
     """Return ``x`` in a strong dtype; an array that already has this dtype is not copied."""
     if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x).astype(dtype)
 
 
-def wide_dtype(x: Any) -> np.dtype[Any]:
+def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Without x64 JAX converts a NumPy array of f64 to f32, so the dtype is JAX's.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
-    if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
-        return dtype
-    return np.dtype(np.float32)
+    is_narrow = is_inexact(dtype) and jnp.finfo(dtype).bits <= 16
+    return np.dtype(np.float32) if is_narrow else dtype
 
 
 def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
@@ -71,18 +69,18 @@ def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
+def buffer_dtype(x: PyTree, narrow: np.dtype) -> np.dtype:
     """Return the dtype of a sum of gradients: ``narrow``, or a wider one for f64 and complex."""
     wide = wide_dtype(x)
     # A frozen leaf may have no gradient, and the dtype of a PRNG key cannot be promoted.
-    plain = wide == jnp.float32 or not is_inexact(wide)
-    return narrow if plain else jnp.promote_types(wide, narrow)
+    is_plain = wide == jnp.float32 or not is_inexact(wide)
+    return narrow if is_plain else jnp.promote_types(wide, narrow)
 
 
-def buffers(params: PyTree, narrow: np.dtype[Any], size: int | None = None) -> PyTree:
+def buffers(params: PyTree, narrow: np.dtype, size: int | None = None) -> PyTree:
     """Return zeros shaped and sharded like the params in ``buffer_dtype``, or ``size`` of each."""
 
-    def buffer(p: Any) -> jax.Array:
+    def buffer(p: PyTree) -> jax.Array:
         zeros = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
         return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
 
@@ -94,7 +92,7 @@ def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
 
 
-def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def saturate(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Cast so that finite elements stay finite; infinities and NaN stay."""
     if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
         return x.astype(dtype)
@@ -109,11 +107,11 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 def applied(params: PyTree, updates: PyTree) -> PyTree:
     """Apply updates as Optax does, also to float8 params, for which JAX has no promotion."""
 
-    def wide(p: Any) -> Any:
-        small = is_inexact(jnp.result_type(p)) and jnp.finfo(jnp.result_type(p)).bits == 8
-        return as_dtype(p, np.dtype(np.float32)) if small else p
+    def widened(p: PyTree) -> PyTree:
+        is_float8 = is_inexact(jnp.result_type(p)) and jnp.finfo(jnp.result_type(p)).bits == 8
+        return as_dtype(p, np.dtype(np.float32)) if is_float8 else p
 
-    new = optax.apply_updates(jax.tree.map(wide, params), jax.tree.map(wide, updates))
+    new = optax.apply_updates(jax.tree.map(widened, params), jax.tree.map(widened, updates))
     return cast_like(new, params)
 
 
@@ -121,13 +119,15 @@ def as_updates(tree: PyTree, params: PyTree) -> PyTree:
     """Cast updates to the dtypes of the params, if there are params."""
     if params is None:
         return tree
-    absent = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-    cast = lambda x, p: x if absent(x) or not is_number(p) else cast_like(x, p)  # noqa: E731
-    return jax.tree.map(cast, tree, params, is_leaf=absent)
+
+    def cast(x: PyTree, p: PyTree) -> PyTree:
+        return x if x is None or is_masked(x) or not is_number(p) else cast_like(x, p)
+
+    return jax.tree.map(cast, tree, params, is_leaf=lambda x: x is None or is_masked(x))
 
 
 def is_number(x: object) -> bool:
-    """Return whether a leaf is an array or a scalar; a module may also hold functions."""
+    """Return whether a leaf is an array or a scalar; a module may also have functions."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
@@ -139,19 +139,19 @@ def masked(tree: PyTree, active: PyTree) -> PyTree:
     return jax.tree.map(lambda keep, x: x if keep else optax.MaskedNode(), active, tree)
 
 
-def unmasked(part: PyTree, whole: PyTree) -> PyTree:
-    """Replace each ``optax.MaskedNode`` in ``part`` by the leaf at its position in ``whole``."""
-    return jax.tree.map(lambda x, y: x if is_masked(y) else y, whole, part)
+def unmasked(part: PyTree, full: PyTree) -> PyTree:
+    """Replace each ``optax.MaskedNode`` in ``part`` by the leaf at its position in ``full``."""
+    return jax.tree.map(lambda x, y: x if is_masked(y) else y, full, part)
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
     """Return a tree path as text, such as ``layers/0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: PyTree) -> list[tuple[str, Any]]:
+def named(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Return the leaves with their paths; see ``path_name``."""
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def names(tree: PyTree) -> list[str]:
@@ -159,7 +159,7 @@ def names(tree: PyTree) -> list[str]:
     return [name for name, _ in named(tree)]
 
 
-def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
+def plain_path(path: KeyPath) -> tuple[str, ...]:
     """Return the names on a path, the same for an NNX module, its state and its arrays."""
     path = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
@@ -167,18 +167,18 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def require_params(params: PyTree, who: str, hint: str) -> None:
     """Refuse an ``update`` without the params."""
-    allowed = "given to update"
-    checks.require(params is not None, who, "params", got=params, allowed=allowed, hint=hint)
+    valid = params is not None
+    checks.require(valid, who, "params", got=params, allowed="given to update", hint=hint)
 
 
-def overwritten(path: tuple[Any, ...]) -> bool:
+def overwritten(path: KeyPath) -> bool:
     """Return whether a leaf is in Flax's collection ``_overwrite_with_gradient``."""
     return OVERWRITE in path_name(path).split("/")
 
 
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that are not gradients: integers, bools, float0, new values for ``carry``."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree.leaves_with_path(tree):
         # The text of a path is made only if needed, because it is slow.
         if not carried and OVERWRITE in str(path) and overwritten(path):
             got = f"the new value of a leaf at {path_name(path)!r}"
@@ -189,30 +189,29 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             got = f"{kind} at {path_name(path) or 'the root'!r}"
             hint = "Take such leaves out of the trained params: eqx.partition, or wrt= of NNX."
-            words = checks.message(who, "gradients", "floating or complex arrays", got, hint)
-            raise TypeError(words)
+            allowed = "floating or complex arrays"
+            raise TypeError(checks.message(who, "gradients", allowed, got, hint))
 
 
-def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
+def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) -> None:
     """Refuse a tree with a leaf of another shape, which could silently broadcast."""
-    if jax.tree.structure(got) != jax.tree.structure(wanted):
+    if jax.tree.structure(got) != jax.tree.structure(like):
         return
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
-    for (path, x), y in pairs:
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(like), strict=True):
         if jnp.shape(x) != jnp.shape(y):
             allowed = f"shaped {jnp.shape(y)} at {path_name(path) or 'the root'!r}"
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
-def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Return every node that ``wanted`` accepts; see ``nodes``. Refuse states made into dicts."""
-    found = nodes(tree)
+def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
+    """Return the nodes that ``accepts`` selects; see ``nodes``. Refuse states made into dicts."""
+    every_node = nodes(tree)
     if hasattr(tree, "init"):
         hint = "Pass what tx.init(params) returned, not tx or a step."
         raise TypeError(checks.message("boostax", "a state", "a tree", type(tree).__name__, hint))
-    if any(isinstance(node, dict) and "inner_state" in node for node in found):
+    if any(isinstance(node, dict) and "inner_state" in node for node in every_node):
         raise TypeError(checks.message("boostax", "a state", "in its classes", "a dict", LOST))
-    return list(filter(wanted, found))
+    return list(filter(accepts, every_node))
 
 
 def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
@@ -232,23 +231,23 @@ def telling(tree: PyTree, question: type[types.State]) -> list[types.State]:
     return find(tree, lambda node: protocols.answers(type(node), question))
 
 
-def nodes(tree: PyTree) -> list[Any]:
+def nodes(tree: PyTree) -> list[PyTree]:
     """Return every node of a tree except ``None``, each before the nodes inside it.
 
     A chain keeps the order of its parts, so the first of two nested states is the outer one. NNX
     variables are replaced by their arrays; see ``arrays``.
     """
-    found: list[Any] = []
+    visited: list[PyTree] = []
     waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
     while waiting:
         node = waiting.pop()
-        if hasattr(node, "__jax_array__") and not isinstance(node, jax.Array):
+        if _is_variable(node):
             return nodes(arrays(tree))
         if node is not None:
-            found.append(node)
+            visited.append(node)
             children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
             waiting.extend(reversed([*children]))
-    return found
+    return visited
 
 
 def arrays(tree: PyTree) -> PyTree:
@@ -272,11 +271,10 @@ class Replay(NamedTuple):
     """The traced program of a function; a call evaluates it on arguments of the same types."""
 
     program: jaxprs.ClosedJaxpr
-    structure: Any
+    structure: Structure
 
     def __call__(self, *args: PyTree) -> PyTree:
-        leaves = jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(self.structure, leaves)
+        return self.structure.unflatten(jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args)))
 
 
 def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree]:
@@ -303,7 +301,7 @@ class _Aside:
 
 
 jax.tree_util.register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
-is_aside: Callable[[Any], bool] = _Aside.__instancecheck__
+is_aside: Callable[[object], bool] = _Aside.__instancecheck__
 
 
 def is_array(leaf: object) -> bool:
@@ -328,14 +326,11 @@ def aside(params: PyTree) -> PyTree:
     without traced arrays it is trained, as in ``jax.grad``.
     """
     leaves = jax.tree.leaves(params)
-    arrays, traced = any(map(is_array, leaves)), any(isinstance(x, Tracer) for x in leaves)
-
-    def constant(x: object) -> bool:
-        if isinstance(x, int):
-            return arrays
-        return not is_array(x) and (traced or not isinstance(x, (float, complex)))
-
-    return jax.tree.map(lambda x: _Aside(x) if constant(x) else x, params)
+    # The classes of the Python numbers that are trained.
+    numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
+    if not any(isinstance(x, Tracer) for x in leaves):
+        numbers += (float, complex)
+    return jax.tree.map(lambda x: x if is_array(x) or isinstance(x, numbers) else _Aside(x), params)
 
 
 def restored(params: PyTree) -> PyTree:
@@ -350,14 +345,11 @@ def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
       grads: a tree like the result of ``aside``.
       active: a bool, or a tree of bools like the argument of ``aside``.
     """
-    stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
-    if isinstance(active, bool):
-        active = jax.tree.map(lambda _: active, grads, is_leaf=stop)
-
-    def replaced(g: Any, keep: bool) -> Any:
-        return g if not is_aside(g) else None if keep else optax.MaskedNode()
-
-    return jax.tree.map(replaced, grads, active, is_leaf=stop)
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda x: is_aside(x) or is_masked(x))
+    mask = [active] * len(leaves) if isinstance(active, bool) else structure.flatten_up_to(active)
+    pairs = zip(leaves, mask, strict=True)
+    new = [(None if keep else optax.MaskedNode()) if is_aside(x) else x for x, keep in pairs]
+    return structure.unflatten(new)
 
 
 def put_back(new: PyTree, params: PyTree) -> PyTree:
@@ -378,8 +370,8 @@ class Pruning(NamedTuple):
       places: for each leaf of the smaller state, its index among the leaves of the larger state.
     """
 
-    whole: Any
-    part: Any
+    whole: Structure
+    part: Structure
     places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
@@ -389,7 +381,6 @@ class Pruning(NamedTuple):
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
         """Return the larger state with its leaves replaced by the smaller state's."""
-        leaves = self.whole.flatten_up_to(state)
-        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
-            leaves[place] = leaf
-        return self.whole.unflatten(leaves)
+        new = dict(zip(self.places, self.part.flatten_up_to(part), strict=True))
+        leaves = enumerate(self.whole.flatten_up_to(state))
+        return self.whole.unflatten([new.get(place, leaf) for place, leaf in leaves])

@@ -14,5 +14,7 @@ else:
     Params, Value, Grads = TypeVar("Params"), TypeVar("Value"), TypeVar("Grads")
 
 State = TypeVar("State")
-# A tree of arrays, or of whatever a function says.
+# A tree of arrays, or of whatever a function documents.
 PyTree = Any
+# What ``jax.tree.structure`` returns; JAX does not declare its class to type checkers.
+Structure = Any
