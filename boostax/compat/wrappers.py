@@ -42,7 +42,7 @@ class MultiStepsState(NamedTuple):
     @property
     def skip_state(self) -> PyTree:
         """The last state that ``should_skip_update_fn`` returned; ``()`` without that function."""
-        return self.kept.own if isinstance(self.kept, GateState) else ()
+        return self.kept.rule_state if isinstance(self.kept, GateState) else ()
 
     @property
     def acc_grads(self) -> PyTree:
@@ -150,11 +150,14 @@ class MultiSteps:
         # The gate keeps (gradient_step, skip_state). The renamed state keeps only skip_state,
         # because the window's state has the count.
         def wrap(kept: Any) -> MultiStepsState:
-            return kind(kept if should_skip_update_fn is None else kept._replace(own=kept.own[1]))
+            if should_skip_update_fn is None:
+                return kind(kept)
+            return kind(kept._replace(rule_state=kept.rule_state[1]))
 
         def unwrap(state: MultiStepsState) -> Any:
-            own = state.gradient_step, state.skip_state
-            return state.kept if should_skip_update_fn is None else state.kept._replace(own=own)
+            if should_skip_update_fn is None:
+                return state.kept
+            return state.kept._replace(rule_state=(state.gradient_step, state.skip_state))
 
         self.init, self.update = _renamed(who, tx, wrap, unwrap)
 
@@ -216,15 +219,15 @@ class ApplyIfFiniteState(NamedTuple):
     A bad step is a step whose gradients are not finite.
 
     Attributes:
-      kept: state of the gate: its inner state, and the counts of the rule in ``own``.
+      kept: state of the gate: its inner state, and the counts of the rule in ``rule_state``.
     """
 
     kept: GateState
 
     inner_state = property(lambda x: x.kept.inner_state, doc="State of the inner transformation.")
-    notfinite_count = property(lambda x: x.kept.own[0], doc="i32, bad steps in a row.")
-    last_finite = property(lambda x: x.kept.own[1], doc="bool, whether the last step was finite.")
-    total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all bad steps.")
+    notfinite_count = property(lambda x: x.kept.rule_state[0], doc="i32, bad steps in a row.")
+    last_finite = property(lambda x: x.kept.rule_state[1], doc="bool: the last step was finite.")
+    total_notfinite = property(lambda x: x.kept.rule_state[2], doc="i32, all bad steps.")
 
 
 @bound_axis.gate

@@ -298,8 +298,11 @@ def _scaled(
         if not skip:
             ok, (value, inner_state) = jnp.asarray(True), heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
-        ok, how = axes.agree(unscaled.usable(), names), {"apply": apply, "who": who, "names": names}
-        return gate.decide(ok, heavy, grads, state, adjust(state, ok), decided, params, **how)
+        ok = axes.agree(unscaled.usable(), names)
+        ok, moved = gate.skip_if_empty(ok, adjust(state, ok), state, grads)
+        inner = state.inner_state
+        value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=who, names=names)
+        return value, decided(moved, ok, new)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx))
 
