@@ -44,11 +44,7 @@ def gate(factory: Factory) -> Factory:
             if spec.arguments.get("axis_name") is not None:
                 return alone
             if names not in by_axes:
-                # The axes over which parts inside reduce, as their ``init`` reports them.
-                reduced = set[str]()
-                with axes.during(REDUCED, reduced):
-                    for inner in alone.update.description.inner.values():
-                        jax.eval_shape(functools.partial(init_inner, inner), params)
+                reduced = _reduced_inside(alone, params)
                 bound = sorted(reduced, key=repr) if axes.UNNAMED in names else names
                 agreed = tuple(name for name in bound if name in reduced)
                 by_axes[names] = called(factory, spec, agreed) if agreed else alone
@@ -57,6 +53,18 @@ def gate(factory: Factory) -> Factory:
         return delayed(alone, pick)
 
     return made  # type: ignore[return-value]
+
+
+def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
+    """Return the axes over which parts inside reduce, as their ``init`` reports them.
+
+    It is no closure, because cloudpickle copies the variables of one, and REDUCED has no copy.
+    """
+    reduced = set[str]()
+    with axes.during(REDUCED, reduced):
+        for inner in tx.update.description.inner.values():
+            jax.eval_shape(functools.partial(init_inner, inner), params)
+    return reduced
 
 
 def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | None) -> Extended:
