@@ -56,7 +56,7 @@ def trained(mode, mesh, tx, name):
 def test_a_gate_without_the_axis_of_what_it_holds_is_refused(mesh, name, inside, mode):
     """A scaler hung at the first overflow on one replica; a window was each replica's own."""
     tx = GATES[name](optax.chain(INSIDE[inside], SGD))
-    said = ": axis_name must name all axes over which what is inside communicates, got None"
+    said = ": axis_name must be all axes over which the parts inside communicate, got None"
     if mode == "checked":
         said = "replicat" if name in ("window", "weighted") else "the decision .* got \\['data'\\]"
     with pytest.raises(ValueError, match=said):

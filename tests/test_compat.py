@@ -193,4 +193,4 @@ def test_what_a_rule_keeps_keeps_its_type():
     """Defect guarded against: a gate made an i32 of a bool that its rule kept."""
     tx = boostax.gate(optax.sgd(1.0), lambda g, own, p: (own, own), init=lambda _: True)
     state = tx.init(jnp.ones(()))
-    assert state.own.dtype == bool and not state.inner_ran()
+    assert state.rule_state.dtype == bool and not state.inner_ran()

@@ -145,16 +145,17 @@ def test_a_gate_by_the_median_skips_the_steps_that_numpy_skips():
 
     def call(carry, grad):
         params, state = carry
-        return boostax.apply_gradients(tx, grad, state, params), state.own.count
+        return boostax.apply_gradients(tx, grad, state, params), state.rule_state.count
 
     run = jax.jit(lambda grads: jax.lax.scan(call, (zero, tx.init(zero)), grads))
 
     (params, state), counts = run(norms)
     expected = accepted(norms, window=16)
-    np.testing.assert_array_equal(np.diff(counts, append=state.own.count), expected)
+    np.testing.assert_array_equal(np.diff(counts, append=state.rule_state.count), expected)
     assert 5 <= (~expected).sum() < 12
     (alone, kept), _ = run(norms[expected])
-    jax.tree.map(np.testing.assert_array_equal, (params, state.own), (alone, kept.own))
+    results = (params, state.rule_state), (alone, kept.rule_state)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 SHAPE, MAXIMA = (6, 4, 3), np.array([50.0, 400.0, 1600.0, np.inf])

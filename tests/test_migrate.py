@@ -368,6 +368,7 @@ OLD = {
     "applied": "ran finite last_finite last_update_finite",
     "skipped": "held_calls held_updates skipped_steps dropped_windows",
     "layers_skipped": "skipped_layers",
+    "rule_state": "own",
 }
 
 

@@ -111,7 +111,7 @@ SCANS += [({"ft_in": x}, False) for x in (sizes(1, 2), sizes(1, 2, 4), None)]
 
 @pytest.mark.parametrize(("params", "readable"), SCANS)
 def test_the_operands_of_a_scan_are_read_by_what_is_there_or_refused(params, readable):
-    scan = types.SimpleNamespace(params=params)
+    scan = types.SimpleNamespace(params=params, primitive=types.SimpleNamespace(name="scan"))
     refused = pytest.raises(RuntimeError, match="the parameters of scan of JAX")
     with contextlib.nullcontext() if readable else refused:
         assert interpret.scan_operands(scan, "cabxyz") == (["c"], ["a", "b"], ["x", "y", "z"])

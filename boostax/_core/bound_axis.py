@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import jax
 
 from boostax._core import axes, checks
-from boostax._core.gate import Extended, gate_of, gated, init_inner
+from boostax._core.describe import Stepped
+from boostax._core.gate import Extended, Pending, gate_of, gated, init_inner
 from boostax._core.types import PyTree
 
 Factory = TypeVar("Factory", bound=Callable[..., Extended])
@@ -32,58 +33,68 @@ def gate(factory: Factory) -> Factory:
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
-        given, alone = checks.bind(factory, args, kwargs), factory(*args, **kwargs)
-        named = given.arguments.get("axis_name") is not None
-        known: dict[tuple[str, ...], Any] = {(): alone}
+        spec = checks.bind(factory, args, kwargs)
+        alone: Any = factory(*args, **kwargs)
+        by_axes: dict[tuple[str, ...], Extended] = {(): alone}
 
-        def bound(params: PyTree) -> Extended:
-            over, averaged = axes.bound().names, axes.bound().averaged
-            if named or averaged:
-                return called(factory, given, None) if averaged else alone
-            if over not in known:
-                # The axes over which parts inside reduce, as their ``init`` reports them.
-                reduced = set[str]()
-                with axes.during(REDUCED, reduced):
-                    for inner in known[()].update.description.inner.values():
-                        jax.eval_shape(functools.partial(init_inner, inner), params)
-                wanted = sorted(reduced, key=repr) if axes.UNNAMED in over else over
-                agreed = tuple(name for name in wanted if name in reduced)
-                known[over] = called(factory, given, agreed) if agreed else alone
-            return known[over]
+        def pick(params: PyTree) -> Extended:
+            names = axes.bound().names
+            if axes.bound().averaged:
+                return called(factory, spec, None)
+            if spec.arguments.get("axis_name") is not None:
+                return alone
+            if names not in by_axes:
+                reduced = _reduced_inside(alone, params)
+                bound = sorted(reduced, key=repr) if axes.UNNAMED in names else names
+                agreed = tuple(name for name in bound if name in reduced)
+                by_axes[names] = called(factory, spec, agreed) if agreed else alone
+            return by_axes[names]
 
-        return delayed(alone, bound)
+        return delayed(alone, pick)
 
     return made  # type: ignore[return-value]
 
 
-def called(factory: Callable[..., Extended], given: Any, over: axes.AxisName | None) -> Extended:
-    told = inspect.BoundArguments(given.signature, given.arguments | {"axis_name": over})
-    return factory(*told.args, **told.kwargs)
+def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
+    """Return the axes over which parts inside reduce, as their ``init`` reports them.
+
+    It is no closure, because cloudpickle copies the variables of one, and REDUCED has no copy.
+    """
+    reduced = set[str]()
+    with axes.during(REDUCED, reduced):
+        for inner in tx.update.description.inner.values():
+            jax.eval_shape(functools.partial(init_inner, inner), params)
+    return reduced
 
 
-def delayed(sample: Extended, pick: Callable[[PyTree], Extended]) -> Extended:
+def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | None) -> Extended:
+    """Call a factory with the same arguments and another ``axis_name``."""
+    new = inspect.BoundArguments(spec.signature, spec.arguments | {"axis_name": names})
+    return factory(*new.args, **new.kwargs)
+
+
+def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
     """Return a transformation that is chosen at each call, with the description of ``sample``."""
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         return pick(params).init(params)
 
-    own = gate_of(sample)
-    if own is None:
+    gate = gate_of(sample)
+    if gate is None:
 
         @functools.wraps(sample.update)
-        def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Any:
-            chosen = pick(updates if params is None else params)
-            return chosen.update(updates, state, params, **extra)
+        def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
+            tx = pick(updates if params is None else params)
+            return tx.update(updates, state, params, **extra)
 
         return Extended(init, update)
 
-    @functools.wraps(own.step)
-    def step(grads: Any, state: Any, params: PyTree, **how: Any) -> Any:
-        chosen: Any = gate_of(pick(grads.raw if params is None else params))
-        return chosen.step(grads, state, params, **how)
+    @functools.wraps(gate.step)
+    def step(grads: Pending, state: PyTree, params: PyTree, **kwargs: PyTree) -> Stepped:
+        tx = pick(grads.raw if params is None else params)
+        return tx.update.step(grads, state, params, **kwargs)
 
-    def flush(state: Any, params: PyTree, **extra: Any) -> Any:
-        chosen: Any = gate_of(pick(params))
-        return chosen.flush(state, params, **extra)
+    def flush(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
+        return pick(params).update.flush(state, params, **extra)
 
     return gated(init, step, flush)

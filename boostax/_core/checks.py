@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 Choice = TypeVar("Choice", bound=str)
-Factory = TypeVar("Factory", bound=Callable[..., Any])
+Factory = TypeVar("Factory", bound=Callable[..., object])
 _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Put it around an optimizer, not next to it in optax.chain."
@@ -46,7 +47,7 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
         raise ImportError(f"{who} needs {package}, which is not installed: {install}") from error
 
 
-def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
+def positive_int(who: str, argument: str, value: object, hint: str) -> Any:
     """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool.
 
     A traced value (``inject_hyperparams``) is not checked.
@@ -111,7 +112,7 @@ def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> C
 
 
 def require(
-    holds: bool,
+    valid: bool,
     who: str,
     argument: str,
     *,
@@ -120,12 +121,12 @@ def require(
     hint: str | Callable[[], str],
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless ``holds``, for rules that no other check covers; see ``message``.
+    """Raise unless ``valid``, for rules that no other check covers; see ``message``.
 
     A lambda of boostax for ``got`` or ``hint`` is called only for an error, because the names of
     many leaves are slow to build. A function that a user passed is shown.
     """
-    if not holds:
+    if not valid:
         raise error(message(who, argument, allowed, _text(got), _text(hint)))
 
 
@@ -135,15 +136,15 @@ def _text(x: Any) -> Any:
     return x() if ours and x.__name__ == "<lambda>" else x
 
 
-def require_type(holds: bool, who: str, argument: str, **words: Any) -> None:
-    """Raise a ``TypeError`` unless ``holds``; see ``require``."""
-    require(holds, who, argument, **words, error=TypeError)
+def require_type(valid: bool, who: str, argument: str, **words: Any) -> None:
+    """Raise a ``TypeError`` unless ``valid``; see ``require``."""
+    require(valid, who, argument, **words, error=TypeError)
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
     """Return a hint that names the closest of ``words`` to ``word``."""
-    found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
-    return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
+    matches = difflib.get_close_matches(str(word), list(words), 1, 0.5)
+    return f"Did you mean {matches[0]!r}?" if matches else "Nothing there is close to it."
 
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
@@ -151,16 +152,15 @@ def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> N
     require(value is None, who, argument, got=value, allowed=allowed, hint=hint)
 
 
-def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
+def floating_dtype(who: str, argument: str, value: DTypeLike) -> np.dtype[np.floating]:
     """Require a real floating dtype, or the name of one."""
-    hint = "Try 'float32', 'bfloat16' or 'float16'."
     try:
-        dtype = jnp.dtype(value)
-        is_valid = jnp.issubdtype(dtype, jnp.floating)
-        require(is_valid, who, argument, got=value, allowed="a floating dtype", hint=hint)
-    except TypeError as error:
-        raise ValueError(message(who, argument, "a floating dtype", value, hint)) from error
-    return dtype
+        is_valid = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        is_valid = False
+    hint = "Try 'float32', 'bfloat16' or 'float16'."
+    require(is_valid, who, argument, got=value, allowed="a floating dtype", hint=hint)
+    return jnp.dtype(value)
 
 
 def table(package: str, name: str) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def replacement(name: str) -> str | None:
     return table("boostax", "names").get(name)
 
 
-def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+def bind(factory: Callable[..., object], args: Any, kwargs: Any) -> inspect.BoundArguments:
     """Bind the arguments of a call; if they do not fit, show a call that does."""
     signature = inspect.signature(factory)
     try:
@@ -189,21 +189,22 @@ def bind(factory: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundAr
         name = factory.__qualname__.removesuffix(".__call__").removesuffix(".__init__")
         who = _CALLS.get(name, name.rpartition(".")[2])
         known = [x for x in signature.parameters.values() if x.name != "self"]
-        wanted = [x.name for x in known if x.default is x.empty and "VAR" not in x.kind.name]
-        shown, names = ", ".join(_SHOWN.get(x, x) for x in wanted), [x.name for x in known]
+        required = [x.name for x in known if x.default is x.empty and "VAR" not in x.kind.name]
+        shown = ", ".join(_SHOWN.get(x, x) for x in required)
+        names = [x.name for x in known]
         notes = "".join(note for name, note in _NOTES.items() if name in names)
-        allowed, hint = ", ".join(names), f"The call is {who}({shown}).{notes}"
         old = [f"{who}({name}=)" for name in kwargs if name not in names]
         old += [f"{who}(axis_name)"] * any(isinstance(x, (str, tuple)) for x in args[1:])
-        hint = next(filter(None, map(replacement, old)), hint)
-        raise TypeError(message(who, "arguments", allowed, f"others: {error}", hint)) from None
+        hint = next(filter(None, map(replacement, old)), f"The call is {who}({shown}).{notes}")
+        got = f"others: {error}"
+        raise TypeError(message(who, "arguments", ", ".join(names), got, hint)) from None
 
 
 def arguments(factory: Factory) -> Factory:
     """Make a function raise an error with an example call if its arguments do not fit."""
 
     @functools.wraps(factory)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         try:
             return factory(*args, **kwargs)
         except TypeError:

@@ -32,8 +32,8 @@ from boostax._core import bcoo, checks
 from boostax._core.types import PyTree
 
 # The result of a transformation: updates (or new params), and its state.
-Stepped = tuple[Any, Any]
-Update = TypeVar("Update", bound=Callable[..., Any])
+Stepped = tuple[PyTree, PyTree]
+Update = TypeVar("Update", bound=Callable[..., PyTree])
 _NUMBERS = float, complex
 
 # The roles: the effect of a part on a gradient, which decides its position in a chain.
@@ -143,7 +143,7 @@ def describe(
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
-        def scoped(*args: Any, **kwargs: Any) -> Any:
+        def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
             # The caller may have Python numbers among the leaves.
             args = jax.tree.map(lambda x: jnp.asarray(x) if type(x) in _NUMBERS else x, args)
             if bcoo.MODULE in sys.modules and args:
@@ -153,21 +153,21 @@ def describe(
                 return update(*args, **kwargs)
 
         factory = getattr(inspect.unwrap(update), "__globals__", {}).get(name)
-        found = Description(name, what or first_line(factory), role, axes, inner, lossy)
-        scoped.description = found  # type: ignore[attr-defined]
+        description = Description(name, what or first_line(factory), role, axes, inner, lossy)
+        scoped.description = description  # type: ignore[attr-defined]
         return cast(Update, scoped)
 
     return decorate
 
 
-def closure(fn: Callable[..., Any]) -> dict[str, Any]:
+def closure(fn: Callable[..., object]) -> dict[str, Any]:
     """Return the variables in the closure of a function, by name."""
-    found: dict[str, Any] = {}
-    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
-    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+    variables: dict[str, Any] = {}
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=False):
         with contextlib.suppress(ValueError):  # The variable is not assigned yet.
-            found[name] = cell.cell_contents
-    return found
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def first_line(thing: object) -> str:
@@ -184,16 +184,16 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     ``own(state).next_variant()`` is the variant of the next call, an i32 scalar. A gate that only
     watches, such as ``average_params``, has the variants of what is inside.
     """
-    told = getattr(tx.update, "description", None)
-    if hasattr(tx.update, "step") and told and told.role == "watch":
-        return variants_of(told.inner["inner_state"])
+    description = getattr(tx.update, "description", None)
+    if hasattr(tx.update, "step") and description and description.role == "watch":
+        return variants_of(description.inner["inner_state"])
     return getattr(tx.update, "variants", None)
 
 
-def elsewhere(extra: Mapping[str, Any], place: Callable[[PyTree], PyTree]) -> dict[str, Any]:
+def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
     """Return extra arguments whose functions take converted params; ``place`` converts back."""
 
-    def moved(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+    def moved(fn: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         return lambda trial: fn(place(trial))
 
     functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}

@@ -23,8 +23,9 @@ an i32, counts the calls since the start that did not.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,10 @@ import optax
 
 from boostax._core import axes, checks, interpret, mismatch, norms, placement, protocols, trees
 from boostax._core.describe import Stepped
-from boostax._core.types import PyTree
+from boostax._core.types import PyTree, State
 
 Extended = optax.GradientTransformationExtraArgs
+Extra = Mapping[str, PyTree]
 
 
 class Pending(NamedTuple):
@@ -66,9 +68,8 @@ class Pending(NamedTuple):
         """
 
         def product(g: jax.Array) -> jax.Array:
-            for factor in self.factors:
-                g = g * trees.as_dtype(factor, jnp.finfo(g.dtype).dtype)
-            return g
+            factors = (trees.as_dtype(x, jnp.finfo(g.dtype).dtype) for x in self.factors)
+            return math.prod(factors, start=g)
 
         return jax.tree.map(product, trees.at_least_float32(self.raw))
 
@@ -81,13 +82,12 @@ class Pending(NamedTuple):
         data, before rows with the same index are added.
         """
         largest = norms.largest_magnitudes(self.raw)
-
-        def small(dtype: Any) -> jax.Array:
-            found = jnp.stack([x for x in largest if x.dtype == dtype])
+        below = list[jax.Array]()
+        for dtype in dict.fromkeys(x.dtype for x in largest):
+            same_dtype = jnp.stack([x for x in largest if x.dtype == dtype])
             limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
-            return (self._replace(raw=found).value() < limit).all()
-
-        return norms.all_true([small(dtype) for dtype in dict.fromkeys(x.dtype for x in largest)])
+            below.append((self._replace(raw=same_dtype).value() < limit).all())
+        return norms.all_true(below)
 
 
 # ``step(grads, state, params, *, apply, **extra)`` is like ``update`` and gets a ``Pending``; it
@@ -111,28 +111,27 @@ class GatedUpdate:
       step: see ``Step``.
       flush: see ``Flush``.
       init: the ``init`` of the same transformation; errors compare a state with its result.
+      description: the description of the gate, which ``describe`` attached to ``step``.
     """
 
     step: Step
     flush: Flush
-    init: Any = dataclasses.field(default=None, kw_only=True)
+    init: Callable[[PyTree], PyTree] | None = dataclasses.field(default=None, kw_only=True)
 
-    @property
-    def description(self) -> Any:
-        """The description of the gate."""
-        return getattr(self.step, "description", None)
+    description = property(lambda gate: getattr(gate.step, "description", None))
 
     def __call__(
-        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: PyTree
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> Stepped:
         """Return updates in the dtypes of the params, or in f32 or wider without params."""
-        like, call = updates if params is None else params, "tx.update(grads, state, params)"
-        given = getattr(self.description, "name", "update"), call, self, state, like
-        with mismatch.explaining(mismatch.require_state, *given):
+        who = getattr(self.description, "name", "update")
+        call = "tx.update(grads, state, params)"
+        like = updates if params is None else params
+        with mismatch.explaining(mismatch.require_state, who, call, self, state, like):
             return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
-def gated(init: Any, step: Step, flush: Flush) -> Extended:
+def gated(init: Callable[..., PyTree], step: Step, flush: Flush) -> Extended:
     """Make a transformation from an ``init``, a ``step`` and a ``flush``."""
     return Extended(init, GatedUpdate(step, flush, init=init))
 
@@ -151,44 +150,43 @@ def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     return params if gate_of(tx) else trees.at_least_float32(params)
 
 
-def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
+def init_inner(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Make the first state of the transformation inside a gate."""
     mismatch.require_order("init", "tx.init(params)", params=params)
     return trees.first_state(tx, params_for(tx, params))
 
 
-def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> Any:
+def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Make the first state of an optimizer that ``who`` wraps; refuse one with a gate inside."""
     state = trees.first_state(tx, trees.at_least_float32(params))
     refuse_gates(who, gates_in(state))
     return state
 
 
-def refuse_gates(who: str, gates: Sequence[Any]) -> None:
+def refuse_gates(who: str, gates: Sequence[object]) -> None:
     """Refuse gates, or the states of gates, inside ``who``."""
     got = [type(gate).__name__ for gate in gates if gate is not None]
     hint = f"They skip steps: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
-def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
+def nothing_held(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
     """Return params and state unchanged: no window is open in an optimizer without gates."""
     return params, state
 
 
 def run(
-    tx: Extended, grads: Pending, state: Any, params: PyTree, *, apply: bool, extra: dict[str, Any]
+    tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
     """Run the transformation inside a gate, by its own ``step`` or else its ``update``.
 
     A transformation without a gate computes in f32 or wider, whatever the dtype of the params, so
     that moments and weight decay are not rounded.
     """
-    own = gate_of(tx)
-    if own is not None:
-        return own.step(grads, state, params, apply=apply, **extra)
+    if (gate := gate_of(tx)) is not None:
+        return gate.step(grads, state, params, apply=apply, **extra)
     if "grad" in extra:
-        extra = extra | {"grad": grads._replace(raw=extra["grad"]).value()}
+        extra = {**extra, "grad": grads._replace(raw=extra["grad"]).value()}
     updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     if apply:
         return placement.settled(trees.applied(params, updates)), state
@@ -202,32 +200,28 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     order of their leaves.
     """
     # The types have no shardings, because an Explicit mesh would check them.
-    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    leaves, treedef = jax.tree.flatten(jax.tree.map(typed, params))
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
-    def update(grads: list[Any], state: PyTree, params: list[Any]) -> Stepped:
-        given = Pending(treedef.unflatten(grads)), state, treedef.unflatten(params)
-        return run(tx, *given, apply=True, extra={"value": jnp.zeros(())})
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> Stepped:
+        return run(tx, Pending(grads), state, params, apply=True, extra={"value": jnp.zeros(())})
 
-    state = jax.eval_shape(functools.partial(init_inner, tx), treedef.unflatten(leaves))
-    traced, _ = trees.trace_once(update, leaves, state, leaves)
+    state = jax.eval_shape(functools.partial(init_inner, tx), types)
+    traced, _ = trees.trace_once(update, types, state, types)
     none = frozenset[int]()
-    unite = lambda facts: none.union(*facts)  # noqa: E731
-    known = [frozenset([i]) for i in range(len(leaves))]
-    known = [*known, *[none] * (len(traced.program.in_avals) - 2 * len(known)), *known]
-    each = lambda eqn, facts: [unite(facts)] * len(eqn.outvars)  # noqa: E731
-    found = interpret.flow(traced.program, known, each, unite, none)
-    return jax.tree.unflatten(traced.structure, found)
+    numbers = [frozenset([i]) for i in range(len(jax.tree.leaves(types)))]
+    of_state = [none] * (len(traced.program.in_avals) - 2 * len(numbers))
+    inputs = [*numbers, *of_state, *numbers]
+    results = interpret.flow(traced.program, inputs, None, lambda facts: none.union(*facts), none)
+    return jax.tree.unflatten(traced.structure, results)
 
 
-def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any]) -> Stepped:
+def flush_inner(tx: Extended, state: PyTree, params: PyTree, extra: Extra) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that is hidden by a wrapper.
 
     A state in which gradients may wait is a ``protocols.Window``.
     """
-    own = gate_of(tx)
-    if own is not None:
-        return own.flush(state, params, **extra)
+    if (gate := gate_of(tx)) is not None:
+        return gate.flush(state, params, **extra)
     hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
     hint = "The gate of these states is hidden: put it outside optax.chain and the like."
@@ -238,7 +232,7 @@ def flush_inner(tx: Extended, state: Any, params: PyTree, extra: dict[str, Any])
 def flush_of(tx: Extended) -> Flush:
     """Make the ``flush`` of a gate around ``tx`` that accumulates no gradients itself."""
 
-    def flush_fn(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
+    def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
         # A flush that closes a window applies it, even if the last gradient was skipped.
@@ -252,13 +246,13 @@ def run_or_hold(
     predicate: jax.Array,
     heavy: Callable[[], Stepped],
     params: PyTree,
-    state: Any,
+    state: PyTree,
     *,
     apply: bool,
     who: str,
     names: tuple[str, ...] | None = None,
 ) -> Stepped:
-    """Run ``heavy()`` where the predicate holds; else return params (or zero updates) and state.
+    """Run ``heavy()`` if the predicate is true, else return params (or zero updates) and state.
 
     Args:
       predicate: bool scalar, equal on all replicas.
@@ -273,48 +267,44 @@ def run_or_hold(
         depend on gradients.
     """
     axes.require_invariant(predicate, who)
-    # The holding branch must return the types of the result, which are known only after a trace.
+    # The other branch must return the types of the result, which are known only after a trace.
     replay, types = trees.trace_once(heavy)
     if names is not None:
         _require_agreed(replay, names, who)
     # The zeros have the dtype, the sharding and the varying axes of the result.
-    held = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
+    old = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
     hint = "tx.init(params) makes a state for these gradients."
-    for what, mine, theirs in zip(("params", "state"), held, types, strict=True):
-        trees.require_shapes(who, what, mine, theirs, hint)
-    held = axes.unify(held, types)
+    for what, tree, new_types in zip(("params", "state"), old, types, strict=True):
+        trees.require_shapes(who, what, tree, new_types, hint)
+    old = axes.unify(old, types)
 
     def work() -> Stepped:
         value, new_state = replay()
-        return axes.unify(axes.placed_like((value, trees.cast_like(new_state, state)), held), held)
+        return axes.unify(axes.placed_like((value, trees.cast_like(new_state, state)), old), old)
 
-    return branch(predicate, work, lambda: held)
+    return branch(predicate, work, lambda: old)
 
 
-def decide(
-    ok: jax.Array,
-    heavy: Callable[[], Stepped],
-    grads: Pending,
-    state: Any,
-    moved: Any,
-    finish: Callable[[Any, jax.Array, Any], Any],
-    params: PyTree,
-    **how: Any,
-) -> Stepped:
-    """Run ``heavy()`` if ``ok``; return its value and ``finish(moved, applied, inner_state)``.
+def skip_if_empty(ok: jax.Array, new: State, old: State, grads: Pending) -> tuple[jax.Array, State]:
+    """Return ``ok`` and ``new``, or False and ``old`` if the loss counted no items.
 
-    A call whose loss counted no items is skipped, too. Its zero gradient is no evidence about a
-    scale or a limit, so ``finish`` then gets ``state`` unchanged as ``moved``.
+    The zero gradient of such a call is no evidence about a scale or a limit.
+
+    Args:
+      ok: bool scalar, whether the gate runs the inner transformation.
+      new: the state of the gate after the call, except for what ``applied_or_skipped`` sets.
+      old: the state of the gate before the call.
+      grads: the gradients that the gate got.
     """
-    if (counted := grads.counted) is not None:
-        keep = lambda x, old: x if x is old else jnp.where(counted, x, old)  # noqa: E731
-        ok, moved = ok & counted, jax.tree.map(keep, moved, state)
-    value, inner_state = run_or_hold(ok, heavy, params, state.inner_state, **how)
-    return value, finish(moved, ok, inner_state)
+    if grads.counted is None:
+        return ok, new
+    select = functools.partial(jnp.where, grads.counted)
+    ok &= grads.counted
+    return ok, jax.tree.map(lambda x, y: x if x is y else select(x, y), new, old)
 
 
-def applied_or_skipped(state: Any, applied: jax.Array, inner_state: Any) -> Any:
-    """Return a state after a call that was applied or skipped, for ``decide``."""
+def applied_or_skipped(state: PyTree, applied: jax.Array, inner_state: PyTree) -> PyTree:
+    """Return the state of a gate after a call that was applied or skipped."""
     skipped = counted(state.skipped, ~applied)
     return state._replace(applied=applied, skipped=skipped, inner_state=inner_state)
 
@@ -327,12 +317,10 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     sent = axes.named(eqn for eqn, _ in interpret.equations(heavy.program.jaxpr))
     seen = axes.tracked((*names, *sent))
     missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
-    if missing:
-        raise ValueError(
-            f"{who}: axis_name must name all axes over which what is inside communicates, got "
-            f"{names or None}, and inside something is sent over {missing}. Pass them in "
-            "axis_name: replicas that decide alone deadlock in that collective."
-        )
+    got = f"{names or None}, and a part inside communicates over {missing}"
+    allowed = "all axes over which the parts inside communicate"
+    hint = "Pass them in axis_name: replicas that decide alone deadlock in that collective."
+    checks.require(not missing, who, "axis_name", got=got, allowed=allowed, hint=hint)
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
     allowed = "left out where nothing inside reduces"
     hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
@@ -343,7 +331,7 @@ Branch = Callable[..., PyTree]
 
 
 def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) -> PyTree:
-    """Run ``work(*operands)`` where the predicate holds, else ``hold(*operands)``, in place.
+    """Run ``work(*operands)`` if the predicate is true, else ``hold(*operands)``, in place.
 
     All branches that carry state are made here. ``work`` and ``hold`` must return the same types.
     The branch is a ``lax.switch``, because an index keeps the order of the branches.
@@ -382,6 +370,6 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
     return jnp.where(happened, optax.safe_increment(counter), counter)
 
 
-def flag(state: Any) -> jax.Array:
+def flag(state: PyTree) -> jax.Array:
     """Return ``applied``, as both methods of ``protocols.Gate`` do for a state with one flag."""
     return state.applied

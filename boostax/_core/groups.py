@@ -4,7 +4,7 @@
 import dataclasses
 import fnmatch
 import re
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -12,7 +12,7 @@ from boostax._core import checks, trees
 from boostax._core.types import PyTree
 
 
-def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
+def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
     Without params, as in ``optax.tree.map_params``, the number is read from ``groups``; for a
@@ -27,19 +27,23 @@ def as_groups(who: str, groups: Any, params: PyTree) -> "Labels":
         make the last group; or the result of ``freeze.mindspore_groups``.
       params: the params.
     """
-    named, treedef = trees.named(params), jax.tree.structure(params)
-    names = [name for name, _ in named]
+    names = trees.names(params)
+    treedef = jax.tree.structure(params)
     if isinstance(groups, Labels):
-        tree = treedef.unflatten(_spread(who, groups.tree, params)) if named else params
+        tree = treedef.unflatten(_spread(who, groups.tree, params)) if names else params
         return Labels(tree, groups.count)
-    if not named:
-        numbers = [63] if _is_function(groups) else jax.tree.leaves(groups)
-        last = len(groups) if _are_patterns(groups) else max(numbers, default=0)
+    # An Equinox module is also callable, but it is a tree and not a single leaf.
+    leaves = jax.tree.leaves(groups)
+    by_function = jax.tree_util.all_leaves([groups]) and callable(leaves[0])
+    # [0, 1] is not a list of patterns but a tree of labels, for params in a list.
+    by_pattern = issubclass(type(groups), (list, tuple)) and any(isinstance(x, str) for x in leaves)
+    if not names:
+        last = 63 if by_function else len(groups) if by_pattern else max(leaves, default=0)
         return Labels(params, last + 1)
-    if _are_patterns(groups):
+    if by_pattern:
         labels = _matched(who, groups, names)
-    elif _is_function(groups):
-        labels = [groups(name, leaf) for name, leaf in named]
+    elif by_function:
+        labels = [groups(name, leaf) for name, leaf in trees.named(params)]
     else:
         labels = _spread(who, groups, params)
     hint = "It is the group of {!r}; ['embed', 'block_*'] names groups by patterns."
@@ -66,7 +70,7 @@ class Labels:
     count: int
 
 
-def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
+def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
     """Return the label of each leaf, from a tree like the params or a prefix of one."""
     try:
         # JAX's error prints the leaves, which fails for donated leaves.
@@ -79,7 +83,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
             return [labels[path] for path in paths]
         pairs = groups.items() if isinstance(groups, dict) else ()
         if pairs and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs):
-            return _named(who, groups, trees.names(params))
+            return _by_name(who, groups, trees.names(params))
         allowed = "a tree of integers or a prefix of one, patterns, or a function of path and leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
@@ -89,44 +93,33 @@ def natural(text: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text))]
 
 
-def _is_function(groups: object) -> bool:
-    # An Equinox module is also callable, but it is a tree and not a single leaf.
-    return callable(groups) and jax.tree_util.all_leaves([groups])
-
-
-def _are_patterns(groups: object) -> bool:
-    # [0, 1] is not a list of patterns but a tree of labels, for params in a list.
-    found = jax.tree.leaves(groups)
-    return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
-
-
-def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
+def _by_name(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     """Return the labels from a dictionary of patterns, which must match every leaf."""
     numbers = sorted(set(groups.values()))
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
-    found = _matched(who, patterns, names)
-    missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
+    indices = _matched(who, patterns, names)
+    missed = [name for name, i in zip(names, indices, strict=True) if i == len(numbers)]
     hint = f"It has no group for {few(missed)}."
     allowed = "a dictionary whose names match every leaf"
     checks.require(not missed, who, "groups", got=groups, allowed=allowed, hint=hint)
-    return [numbers[i] for i in found]
+    return [numbers[i] for i in indices]
 
 
-def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
-    found: dict[str, tuple[int, str]] = {}
+def _matched(who: str, groups: Sequence[PyTree], names: list[str]) -> list[int]:
+    first_match: dict[str, tuple[int, str]] = {}
     for i, entry in enumerate(groups):
         for pattern in entry if isinstance(entry, (list, tuple)) else (entry,):
             hits = [x for x in names if isinstance(pattern, str) and matches(x, pattern)]
             hint = f"It matches none; there are {few(names)}."
             allowed = "patterns that match params"
             checks.require(bool(hits), who, "groups", got=pattern, allowed=allowed, hint=hint)
+            allowed = "patterns that match no leaf twice"
             for name in hits:
-                number, first = found.setdefault(name, (i, pattern))
-                allowed = "patterns that match no leaf twice"
-                hint = f"Both match {name!r}: leave it to one of them."
+                number, first = first_match.setdefault(name, (i, pattern))
                 got = (first, pattern)
+                hint = f"Both match {name!r}: leave it to one of them."
                 checks.require(number == i, who, "groups", got=got, allowed=allowed, hint=hint)
-    return [found.get(name, (len(groups),))[0] for name in names]
+    return [first_match.get(name, (len(groups),))[0] for name in names]
 
 
 def matches(name: str, pattern: str) -> bool:

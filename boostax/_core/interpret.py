@@ -19,16 +19,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from boostax._core import checks, jaxprs
 from boostax._core.types import PyTree
 
+if TYPE_CHECKING:
+    Atoms = Sequence[jaxprs.Atom]
+    Eqns = Sequence[jaxprs.JaxprEqn]
+    Enter = Callable[[jaxprs.JaxprEqn, Any], Iterable[Any]]
+
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
-Enter = Callable[[Any, Any], Iterable[Any]]
 
 # The errors that would go unnoticed if a program were misread.
 _MISSED = "What is computed inside would be missed."
@@ -37,53 +41,60 @@ _MIXED = "Constants would be taken for what is carried."
 
 # All names that JAX has used for each kind of equation.
 JIT = ("jit", "pjit")
-CALLS = (*JIT, "call", "closed_call", "core_call")
-CHECKPOINT = ("checkpoint", "remat", "remat2")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+_CALLS = ("call", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
 # The body of each of these equations takes its operands and returns its results.
-THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_OTHERS)
+THROUGH = (*JIT, *_CALLS, *CUSTOM, *_OTHERS)
 
 
 def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
     """Return the body of an equation in ``THROUGH``."""
-    kinds, sizes = (jaxprs.ClosedJaxpr, jaxprs.Jaxpr), (len(eqn.invars), len(eqn.outvars))
-    found = [x for x in eqn.params.values() if isinstance(x, kinds)]
-    closed = [x if isinstance(x, kinds[0]) else jaxprs.ClosedJaxpr(x, ()) for x in found]
-    fitting = [x for x in closed if (len(x.jaxpr.invars), len(x.jaxpr.outvars)) == sizes]
-    what, allowed = f"the parameters of {eqn.primitive.name}", "one program of its operands"
-    jaxprs.require(what, allowed, sorted(eqn.params), bool(fitting), _MISSED)
-    return fitting[0]
+    kinds = (jaxprs.ClosedJaxpr, jaxprs.Jaxpr)
+    programs = [x for x in eqn.params.values() if isinstance(x, kinds)]
+    closed = [x if isinstance(x, kinds[0]) else jaxprs.ClosedJaxpr(x, ()) for x in programs]
+    sizes = (len(eqn.invars), len(eqn.outvars))
+    matching = [x for x in closed if (len(x.jaxpr.invars), len(x.jaxpr.outvars)) == sizes]
+    _require_form(eqn, "one program of its operands", bool(matching), _MISSED)
+    return matching[0]
+
+
+def _require_form(eqn: jaxprs.JaxprEqn, allowed: str, valid: bool, risk: str) -> None:
+    """Raise unless JAX's parameters of an equation were read in the expected form."""
+    what = f"the parameters of {eqn.primitive.name} of JAX {jax.__version__}"
+    hint = f"{risk} In a checkout, pip install -c constraints.txt . takes versions tested together."
+    got = sorted(eqn.params)
+    checks.require(valid, "boostax", what, got=got, allowed=allowed, hint=hint, error=RuntimeError)
 
 
 def scan_operands(
     scan: jaxprs.JaxprEqn, operands: Sequence[Operand]
 ) -> tuple[list[Operand], list[Operand], list[Operand]]:
     """Split a scan's operands into constants, initial carry and scanned inputs (``xs``)."""
-    params, given = scan.params, list(operands)
+    params = scan.params
     sizes: list[int] = []
     if "num_consts" in params and "num_carry" in params:
         sizes = [params["num_consts"], params["num_carry"]]
-        sizes.append(len(given) - sum(sizes))
+        sizes.append(len(operands) - sum(sizes))
     elif hasattr(params.get("ft_in"), "unpack"):
         sizes = [len(part) for part in params["ft_in"].unpack()]
-    fits = len(sizes) == 3 and min(sizes) >= 0 and sum(sizes) == len(given)
-    what, allowed = "the parameters of scan", "num_consts and num_carry, or ft_in"
-    jaxprs.require(what, allowed, sorted(params), fits, _MIXED)
-    consts, carry, _ = sizes
-    return given[:consts], given[consts : consts + carry], given[consts + carry :]
+    is_valid = len(sizes) == 3 and min(sizes) >= 0 and sum(sizes) == len(operands)
+    _require_form(scan, "num_consts and num_carry, or ft_in", is_valid, _MIXED)
+    remaining = iter(operands)
+    consts, carry, xs = ([*itertools.islice(remaining, size)] for size in sizes)
+    return consts, carry, xs
 
 
 def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
     """Return the programs inside an equation: a called program, branches, or parts of a loop."""
-    kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
+    kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
     values = (jax.tree.leaves([*eqn.params.values()]) for eqn in eqns)
-    found: Any = [[getattr(x, "jaxpr", x) for x in y if isinstance(x, kinds)] for y in values]
-    return found
+    programs: Any = [[getattr(x, "jaxpr", x) for x in y if isinstance(x, kinds)] for y in values]
+    return programs
 
 
 def equations(
-    program: jaxprs.Jaxpr | Sequence[Any], context: Any = None, enter: Enter | None = None
+    program: jaxprs.Jaxpr | Eqns, context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
     """Yield all equations of a program in order, each before the equations of its bodies.
 
@@ -103,7 +114,7 @@ def equations(
 def evaluate(
     program: jaxprs.ClosedJaxpr,
     args: Sequence[Any],
-    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    rule: Callable[[jaxprs.JaxprEqn, list[Any]], Sequence[Any]],
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
     inline: Sequence[str] = (),
 ) -> list[Any]:
@@ -116,44 +127,43 @@ def evaluate(
       constant: ``constant(value, aval)`` returns the value that represents a constant.
       inline: names in ``THROUGH`` whose bodies replace their equations.
     """
-    jaxpr, avals = program.jaxpr, [var.aval for var in program.jaxpr.constvars]
-    consts = map(constant, program.consts, avals)
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
+    jaxpr = program.jaxpr
+    consts = [constant(x, var.aval) for x, var in zip(program.consts, jaxpr.constvars, strict=True)]
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: jaxprs.Atom) -> Any:
         return constant(atom.val, atom.aval) if isinstance(atom, jaxprs.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in inline:
-            found = evaluate(body_of(eqn), operands, rule, constant, inline)
+            results = evaluate(body_of(eqn), operands, rule, constant, inline)
         else:
-            found = rule(eqn, operands)
-        values.update(zip(eqn.outvars, found, strict=True))
+            results = rule(eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the results of an equation as JAX evaluates it, with its names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs, because the caller may pass other values in their place.
-    given: Any = [name(atom.aval) for atom in eqn.invars]
-    return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
+    args: list[jaxprs.Atom] = [name(atom.aval) for atom in eqn.invars]
+    return jaxprs.jaxpr_as_fun(excerpt(args, eqn.outvars, [eqn.replace(invars=args)]))(*operands)
 
 
-def excerpt(inputs: Sequence[Any], outputs: Sequence[Any], eqns: Any) -> jaxprs.ClosedJaxpr:
+def excerpt(inputs: Atoms, outputs: Atoms, eqns: Eqns) -> jaxprs.ClosedJaxpr:
     """Make a program from some equations of a program."""
-    empty = _nothing()
+    empty = _empty()
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
     debug_info = empty.debug_info._replace(**names)
-    effects: Any = set().union(*(eqn.effects for eqn in eqns))
-    parts: dict[str, Any] = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
+    effects = set().union(*(eqn.effects for eqn in eqns))
+    parts = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
     return jaxprs.ClosedJaxpr(empty.replace(**parts, effects=effects, debug_info=debug_info), ())
 
 
 @functools.cache
-def _nothing() -> Any:
+def _empty() -> Any:
     """Make an empty program, a template for ``replace``.
 
     The constructor's arguments differ between versions of JAX; ``replace`` works in all versions.
@@ -164,7 +174,7 @@ def _nothing() -> Any:
 def flow(
     program: jaxprs.ClosedJaxpr,
     inputs: Sequence[Fact],
-    transfer: Callable[[Any, list[Fact]], Sequence[Fact]],
+    transfer: Callable[[jaxprs.JaxprEqn, list[Fact]], Sequence[Fact]] | None,
     join: Callable[[Sequence[Fact]], Fact],
     nothing: Fact,
     *,
@@ -177,7 +187,8 @@ def flow(
       program: a traced program.
       inputs: a fact for each of its inputs.
       transfer: ``transfer(eqn, facts)`` returns facts about the results of an equation without a
-        body, or with an unknown body, for which it must assume the worst.
+        body, or with an unknown body, for which it must assume the worst. ``None`` joins the
+        operands' facts.
       join: ``join(facts)`` returns the fact about a value that depends on a choice between several.
       nothing: the fact about constants.
       once: run each loop body once, without a fixed point, and ignore branch indices and loop
@@ -185,42 +196,40 @@ def flow(
       constant: ``constant(value, aval)`` returns the fact about a constant; by default ``nothing``.
     """
 
-    def run(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        return evaluate(body, facts, rule, constant or (lambda value, aval: nothing))
+    def through(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
+        return evaluate(body, facts, rule, constant or (lambda value, aval: nothing), THROUGH)
 
-    def looped(turn: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
+    def looped(body: Any, consts: list[Fact], carry: list[Fact], xs: list[Fact]) -> list[Fact]:
         while True:
-            found = turn(carry)
+            results = through(body, [*consts, *carry, *xs])
             if once:
-                return found
-            grown = [join(pair) for pair in zip(carry, found, strict=False)]
-            if grown == carry:
-                return [*carry, *found[len(carry) :]]
-            carry = grown
+                return results
+            joined = [join(pair) for pair in zip(carry, results, strict=False)]
+            if joined == carry:
+                return [*carry, *results[len(carry) :]]
+            carry = joined
 
     def rule(eqn: jaxprs.JaxprEqn, facts: list[Fact]) -> Sequence[Fact]:
-        name, params = eqn.primitive.name, eqn.params
-        if name in THROUGH:
-            return run(body_of(eqn), facts)
+        name = eqn.primitive.name
+        params = eqn.params
         if name == "cond":
-            results = [run(branch, facts[1:]) for branch in params["branches"]]
+            results = [through(branch, facts[1:]) for branch in params["branches"]]
             deciding = [] if once else facts[:1]
-            return [join([*deciding, *each]) for each in zip(*results, strict=True)]
+            return [join([*deciding, *alternatives]) for alternatives in zip(*results, strict=True)]
         if name == "scan":
-            consts, carry, xs = scan_operands(eqn, facts)
-            return looped(lambda carry: run(params["jaxpr"], [*consts, *carry, *xs]), carry)
+            return looped(params["jaxpr"], *scan_operands(eqn, facts))
         if name == "while":
-            first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            consts, body = facts[first:second], params["body_jaxpr"]
-            carry = looped(lambda carry: run(body, [*consts, *carry]), facts[second:])
-            deciding = [] if once else run(params["cond_jaxpr"], [*facts[:first], *carry])
+            count = params["cond_nconsts"]
+            start = count + params["body_nconsts"]
+            carry = looped(params["body_jaxpr"], facts[count:start], facts[start:], [])
+            deciding = [] if once else through(params["cond_jaxpr"], [*facts[:count], *carry])
             return [join([*deciding, x]) for x in carry]
-        return transfer(eqn, facts)
+        return transfer(eqn, facts) if transfer else [join(facts)] * len(eqn.outvars)
 
-    return run(program, inputs)
+    return through(program, inputs)
 
 
-def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:
+def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
     """Replace equations in a program, or in programs among an equation's parameters.
 
     Args:
@@ -232,21 +241,21 @@ def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:
         return type(value)(rewrite(item, rule) for item in value)
     # From jax 0.11 on, open and closed programs are one class, and this case keeps the consts.
     if isinstance(value, jaxprs.Jaxpr):
-        return value.replace(eqns=[new for eqn in value.eqns for new in _replaced(eqn, rule)])
+        eqns: list[jaxprs.JaxprEqn] = []
+        for eqn in value.eqns:
+            new = rule(eqn)
+            if new is None:
+                params = {name: rewrite(x, rule) for name, x in eqn.params.items()}
+                new = [eqn.replace(params=params)]
+            eqns += new
+        return value.replace(eqns=eqns)
     if isinstance(value, jaxprs.ClosedJaxpr):
         return value.replace(jaxpr=rewrite(value.jaxpr, rule))
     return value
 
 
-def _replaced(eqn: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Sequence[Any]:
-    found = rule(eqn)
-    if found is not None:
-        return found
-    return [eqn.replace(params={name: rewrite(x, rule) for name, x in eqn.params.items()})]
-
-
 def of_data(
-    who: str, fn: Callable[..., Any], fixed: PyTree, data: tuple[Any, Any], allowed: str, hint: str
+    who: str, fn: Callable[..., PyTree], fixed: PyTree, data: PyTree, allowed: str, hint: str
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
     """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
 
@@ -258,9 +267,9 @@ def of_data(
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
     checks.require(bool(arrays), who, "args", got=data, allowed=allowed, hint=hint)
 
-    def call(fixed: PyTree, arrays: dict[int, Any]) -> list[jax.Array]:
-        given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+    def call(fixed: PyTree, arrays: dict[int, jax.Array]) -> list[jax.Array]:
+        args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
         # Results may contain names, None and Python numbers.
-        return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
+        return [x for x in jax.tree.leaves(fn(fixed, args, kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)

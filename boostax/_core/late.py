@@ -4,12 +4,11 @@
 import importlib
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from boostax._core import checks
 
 
-def late(package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()) -> None:
+def late(package: str, names: Mapping[str, str] | None = None, extra: Collection[str] = ()) -> None:
     """Give a package a ``__getattr__`` and a ``__dir__``.
 
     A type checker does not see the two functions, so it still reports unknown names.
@@ -17,24 +16,24 @@ def late(package: str, names: Mapping[str, str] | None = None, apart: Collection
     Args:
       package: the package's name.
       names: the module of each name; ``""`` for a subpackage.
-      apart: subpackages that need an optional dependency; they are loaded on demand, but not
+      extra: subpackages that need an optional dependency; they are loaded on demand, but not
         listed.
     """
     names = names or {}
 
-    def load(name: str) -> Any:
+    def load(name: str) -> object:
         if name in names:
             module = importlib.import_module(names[name] or f"{package}.{name}")
             value = getattr(module, name) if names[name] else module
             setattr(sys.modules[package], name, value)
             return value
-        if name in apart:
+        if name in extra:
             return importlib.import_module(f"{package}.{name}")
         text = f"module {package!r} has no attribute {name!r}"
         # Python itself looks up names in modules that begin with underscores.
         if not name.startswith("__"):
-            said = checks.replacement(f"{package}.{name}") or checks.replacement(f"boostax.{name}")
-            text = f"{text}. {said or checks.nearest(name, listed())}"
+            hint = checks.replacement(f"{package}.{name}") or checks.replacement(f"boostax.{name}")
+            text = f"{text}. {hint or checks.nearest(name, listed())}"
         raise AttributeError(text)
 
     def listed() -> list[str]:

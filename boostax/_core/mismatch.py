@@ -18,24 +18,24 @@ from boostax._core.types import PyTree
 
 # NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
+_OURS = re.compile(r"[\w.()]+: .+ must ", re.DOTALL)
 _MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
 
 
 @contextlib.contextmanager
-def explaining(look: Callable[..., None], *args: Any, **given: Any) -> Generator[None]:
-    """Replace an error raised in this context by the error that ``look(*args, **given)`` raises.
+def explaining(look: Callable[..., None], *args: PyTree, **kwargs: PyTree) -> Generator[None]:
+    """Replace an error raised in this context by the error that ``look(*args, **kwargs)`` raises.
 
     An error of boostax already names an argument, so it is replaced only by a ``TypeError``.
     """
-    ours = lambda error: re.match(r"[\w.()]+: .+ must ", str(error), re.DOTALL)  # noqa: E731
     try:
         yield
-    except Exception as error:
+    except Exception as old:
         try:
-            look(*args, **given)
-        except Exception as said:
-            if ours(said) and (isinstance(said, TypeError) or not ours(error)):
-                raise said from error
+            look(*args, **kwargs)
+        except Exception as new:
+            if _OURS.match(str(new)) and (isinstance(new, TypeError) or not _OURS.match(str(old))):
+                raise new from old
         raise
 
 
@@ -45,49 +45,55 @@ def parts(state: PyTree) -> list[str]:
     return [name for name in names if name not in _NO_PARTS]
 
 
-def require_order(who: str, call: str, **given: PyTree) -> None:
+def require_order(who: str, call: str, **arguments: PyTree) -> None:
     """Refuse donated arrays, and an optimizer state in another argument's position."""
-    leaves = jax.tree_util.tree_leaves_with_path(given)
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
     untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
     gone = [trees.path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
-    got, allowed = f"{gone[:4]} donated", "not yet donated"
+    got = f"{gone[:4]} donated"
     hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
-    checks.require(not gone, who, "arguments", got=got, allowed=allowed, hint=hint)
-    for what, tree in given.items():
+    checks.require(not gone, who, "arguments", got=got, allowed="not yet donated", hint=hint)
+    allowed = "without an optimizer state"
+    hint = f"The call is {call}."
+    for what, tree in arguments.items():
         names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
-        found = (x for x in names if re.match(r"(optax|boostax)\..*State$", x))
-        got, hint = "" if "state" in what else next(found, ""), f"The call is {call}."
-        allowed = "without an optimizer state"
-        checks.require_type(not got, who, what, got=f"one with {got}", allowed=allowed, hint=hint)
+        state = next((x for x in names if re.match(r"(optax|boostax)\..*State$", x)), "")
+        is_valid = "state" in what or not state
+        got = f"one with {state}"
+        checks.require_type(is_valid, who, what, got=got, allowed=allowed, hint=hint)
 
 
 def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
     """Refuse swapped arguments, and a state that differs from the result of ``tx.init``."""
-    allowed, fits = "an optax.GradientTransformation", hasattr(tx, "init")
     got = type(tx).__name__
-    checks.require_type(fits, who, "tx", got=got, allowed=allowed, hint=f"The call is {call}.")
+    allowed = "an optax.GradientTransformation"
+    hint = f"The call is {call}."
+    checks.require_type(hasattr(tx, "init"), who, "tx", got=got, allowed=allowed, hint=hint)
     require_order(who, call, grads=grads, opt_state=opt_state, params=params)
-    wanted = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
-    require_as_made(who, "opt_state", opt_state, wanted)
+    expected = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
+    require_as_made(who, "opt_state", opt_state, expected)
     # Gradients on a mesh are per-replica, or contain per-replica gradients.
-    local = lambda x: local(x.local) if hasattr(x, "local") else x  # noqa: E731
-    odd = {*trees.names([local(x) for x in grads])} - {*trees.names([params])}
+    while any(hasattr(x, "local") for x in grads):
+        grads = tuple(getattr(x, "local", x) for x in grads)
+    odd = {*trees.names([*grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
     allowed = "at the paths of the params"
     checks.require(not odd, who, "grads", got=sorted(odd)[:4], allowed=allowed, hint=hint)
 
 
-def require_as_made(who: str, what: str, state: PyTree, wanted: PyTree) -> PyTree:
-    """Return a state in the containers of ``wanted``; refuse other parts, leaves or shapes."""
-    mine, theirs = (", ".join(parts(x)[:8]) for x in (state, wanted))
-    got, allowed = f"that of {mine or type(state).__name__}", f"that of {theirs}"
+def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyTree:
+    """Return a state in the containers of ``expected``; refuse other parts, leaves or shapes."""
+    mine, theirs = (", ".join(parts(x)[:8]) for x in (state, expected))
+    got = f"that of {mine or type(state).__name__}"
     hint, error = (_MOVES, ValueError) if mine else (trees.LOST, TypeError)
+    allowed = f"that of {theirs}"
     checks.require(mine == theirs, who, what, got=got, allowed=allowed, hint=hint, error=error)
-    odd = sorted({*trees.names(state)} ^ {*trees.names(wanted)})
-    got, hint = f"others at {odd[:4]}", f"Params and state come from the same init. {_MOVES}"
+    odd = sorted({*trees.names(state)} ^ {*trees.names(expected)})
+    got = f"others at {odd[:4]}"
     allowed = "of the leaves that tx.init(params) makes"
+    hint = f"Params and state come from the same init. {_MOVES}"
     checks.require(not odd, who, what, got=got, allowed=allowed, hint=hint)
-    state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
+    state = jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state))
     hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
-    trees.require_shapes(who, what, state, wanted, hint)
+    trees.require_shapes(who, what, state, expected, hint)
     return state

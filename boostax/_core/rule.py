@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gate with a custom rule, which computes from the gradients whether to run a step."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 
 from boostax._core import axes, bound_axis, checks, trees
 from boostax._core import gate as gates
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import describe
 from boostax._core.types import PyTree
 
 
@@ -18,16 +19,16 @@ class GateState(NamedTuple):
     """State of ``gate``.
 
     Attributes:
-      own: the state of the rule.
+      rule_state: the state of the rule.
       applied: bool, whether the last call ran the inner transformation.
       skipped: i32, calls that were skipped since the start.
       inner_state: state of the inner transformation.
     """
 
-    own: PyTree
+    rule_state: PyTree  # the types that the rule returns
     applied: jax.Array  # [] bool
     skipped: jax.Array  # [] int32
-    inner_state: Any
+    inner_state: PyTree
 
     inner_ran = gradient_used = gates.flag
 
@@ -52,10 +53,10 @@ def gate(
 
     Args:
       inner: the optimizer.
-      rule: ``rule(grads, own, params) -> (run, own)``. ``grads`` is a ``Pending``; the gradients
-        are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and ``own`` is the state
-        of the rule, whose types must not change. With ``axis_name`` the gradients are local, and
-        the step runs only if ``run`` is True on every replica; ``own`` must be equal on all
+      rule: ``rule(grads, rule_state, params) -> (run, rule_state)``. ``grads`` is a ``Pending``;
+        the gradients are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and the
+        types of ``rule_state`` must not change. With ``axis_name`` the gradients are local, and the
+        step runs only if ``run`` is True on every replica; ``rule_state`` must be equal on all
         replicas.
       init: makes the first state of the rule from the params.
       axis_name: mesh axis or axes over which something inside reduces; needed with local gradients.
@@ -94,27 +95,27 @@ def gate(
 
     def init_fn(params: PyTree) -> GateState:
         # The leaves are copied, because donation refuses a buffer that two fields share.
-        own = jax.tree.map(jnp.array, init(params))
+        rule_state = jax.tree.map(jnp.array, init(params))
         inner_state = gates.init_inner(tx, params)
-        return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
+        return GateState(rule_state, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})
     def step_fn(
-        grads: gates.Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gates.Pending, state: GateState, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> tuple[PyTree, GateState]:
         axes.require_local(grads.raw, names, who)
-        ok, own = rule(grads, state.own, params)
-        fits = jnp.issubdtype(jnp.result_type(ok), jnp.bool_) and not jnp.shape(ok)
+        ok, rule_state = rule(grads, state.rule_state, params)
+        is_valid = jnp.issubdtype(jnp.result_type(ok), jnp.bool_) and not jnp.shape(ok)
         hint = "Such as optax.tree.norm(grads.value()) < 10."
-        checks.require_type(fits, who, "run", got=ok, allowed="a bool scalar", hint=hint)
+        checks.require_type(is_valid, who, "run", got=ok, allowed="a bool scalar", hint=hint)
         ok = axes.agree(ok, names)
-        trees.require_shapes(who, "own", state.own, own, "A rule keeps the shapes of its state.")
-
-        def heavy() -> Stepped:
-            return gates.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
-
-        moved = state._replace(own=trees.cast_like(own, state.own))
-        how: Any = {"apply": apply, "who": who, "names": names}
-        return gates.decide(ok, heavy, grads, state, moved, gates.applied_or_skipped, params, **how)
+        hint = "A rule keeps the shapes of its state."
+        trees.require_shapes(who, "rule_state", state.rule_state, rule_state, hint)
+        moved = state._replace(rule_state=trees.cast_like(rule_state, state.rule_state))
+        ok, moved = gates.skip_if_empty(ok, moved, state, grads)
+        inner = state.inner_state
+        heavy = functools.partial(gates.run, tx, grads, inner, params, apply=apply, extra=extra)
+        value, new = gates.run_or_hold(ok, heavy, params, inner, apply=apply, who=who, names=names)
+        return value, gates.applied_or_skipped(moved, ok, new)
 
     return gates.gated(init_fn, step_fn, gates.flush_of(tx))

@@ -45,7 +45,7 @@ class MultiStepsState(NamedTuple):
     @property
     def skip_state(self) -> PyTree:
         """The last state that ``should_skip_update_fn`` returned; ``()`` without that function."""
-        return self.gate_state.own if isinstance(self.gate_state, GateState) else ()
+        return self.gate_state.rule_state if isinstance(self.gate_state, GateState) else ()
 
     @property
     def acc_grads(self) -> PyTree:
@@ -147,8 +147,8 @@ class MultiSteps:
         self.init, self.update = _renamed(
             who,
             _skipping(tx, should_skip_update_fn, axis_name),
-            lambda state: kind(state._replace(own=state.own[1])),
-            lambda x: x.gate_state._replace(own=(x.gradient_step, x.skip_state)),
+            lambda state: kind(state._replace(rule_state=state.rule_state[1])),
+            lambda x: x.gate_state._replace(rule_state=(x.gradient_step, x.skip_state)),
         )
 
     def has_updated(self, state: PyTree) -> jax.Array:
@@ -212,15 +212,15 @@ class ApplyIfFiniteState(NamedTuple):
     A bad step is a step whose gradients are not finite.
 
     Attributes:
-      gate_state: state of the gate: its inner state, and the counts of the rule in ``own``.
+      gate_state: state of the gate: its inner state, and the counts of the rule in ``rule_state``.
     """
 
     gate_state: GateState
 
     inner_state = property(lambda x: x.gate_state.inner_state, doc="State of ``inner``.")
-    notfinite_count = property(lambda x: x.gate_state.own[0], doc="i32, bad steps in a row.")
-    last_finite = property(lambda x: x.gate_state.own[1], doc="bool, whether the last was finite.")
-    total_notfinite = property(lambda x: x.gate_state.own[2], doc="i32, all bad steps.")
+    notfinite_count = property(lambda x: x.gate_state.rule_state[0], doc="i32, bad steps in a row.")
+    last_finite = property(lambda x: x.gate_state.rule_state[1], doc="bool, whether the last was finite.")
+    total_notfinite = property(lambda x: x.gate_state.rule_state[2], doc="i32, all bad steps.")
 
 
 @bound_axis.gate

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from boostax._core import interpret, trees
 from boostax._core.types import PyTree
@@ -14,7 +13,7 @@ Origin = frozenset[int] | None
 
 
 def forward_order(
-    fn: Callable[..., Any], params: PyTree, /, *args: PyTree, **kwargs: PyTree
+    fn: Callable[..., PyTree], params: PyTree, /, *args: PyTree, **kwargs: PyTree
 ) -> list[str]:
     """Return path names of the params in the order in which ``fn`` reads them.
 
@@ -50,7 +49,10 @@ def forward_order(
       ['stem', 'body', 'head']
     """
     names = trees.names(params)
-    call = lambda params, given, named: fn(params, *given, **named)  # noqa: E731
+
+    def call(params: PyTree, args: list[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        return fn(params, *args, **kwargs)
+
     hint = "Pass the batch to forward_order; do not let the function close over it."
     program, data = interpret.of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
@@ -65,6 +67,5 @@ def forward_order(
 
     # A constant has no origin: the carry of a loop often starts from zeros.
     origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
-    computed = lambda eqn, found: [meet(found)] * len(eqn.outvars)  # noqa: E731
-    interpret.flow(program, [*origins, *[None] * data], computed, meet, nothing=frozenset())
+    interpret.flow(program, [*origins, *[None] * data], None, meet, nothing=frozenset())
     return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]

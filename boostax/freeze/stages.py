@@ -23,7 +23,7 @@ from boostax._core.types import PyTree
 NEVER = -1
 
 # The inputs and outputs of the operations of a stage, and these operations.
-_Stage: TypeAlias = tuple[list[Any], list[Any], list[Any]]
+_Stage: TypeAlias = "tuple[list[jaxprs.Var], list[jaxprs.Var], list[jaxprs.JaxprEqn]]"
 
 
 class Choice(NamedTuple):
@@ -49,46 +49,44 @@ class Choice(NamedTuple):
         return [sum(column) + NEVER for column in columns if column[0]]
 
 
-def staged(fn: Callable[[], Any], levels: Sequence[int], index: jax.Array) -> list[jax.Array]:
-    """Return the results of ``fn()`` that are wanted at ``index``; run only needed operations.
+def staged(fn: Callable[[], PyTree], levels: Sequence[int], index: jax.Array) -> list[jax.Array]:
+    """Return the results of ``fn()`` that ``index`` needs; run only the operations for them.
 
     Args:
       fn: a function that computes all results.
-      levels: the largest index at which each result is wanted, or ``NEVER``. For larger indices the
+      levels: the largest index that needs each result, or ``NEVER``. For larger indices the
         result is zeros, or a value that had to be computed anyway.
       index: i32 scalar, equal on all replicas.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)()
     # Calls of jitted functions are inlined, because the whole loss may be one.
     closed = jax.make_jaxpr(lambda: evaluate(traced, (), replay, inline=JIT))()
-    jaxpr: Any = closed.jaxpr
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for level, (inputs, outputs, operations) in _stages(jaxpr, levels):
-        run = jaxprs.jaxpr_as_fun(excerpt(inputs, outputs, operations))
+        stage = jaxprs.jaxpr_as_fun(excerpt(inputs, outputs, operations))
         arguments = [values[var] for var in inputs]
         # A stage that every depth needs is not put into a branch.
-        last = level == max(levels)
-        found = run(*arguments) if last else _or_zeros(index <= level, run, arguments)
-        values.update(zip(outputs, found, strict=True))
+        is_last = level == max(levels)
+        results = stage(*arguments) if is_last else _or_zeros(index <= level, stage, arguments)
+        values.update(zip(outputs, results, strict=True))
 
-    def result(var: Any, level: int, kind: jax.ShapeDtypeStruct) -> jax.Array:
+    def result(var: jaxprs.Atom, level: int, kind: jax.ShapeDtypeStruct) -> jax.Array:
         if level == NEVER:
             return axes.zeros(kind)
         return jnp.asarray(var.val, kind.dtype) if isinstance(var, jaxprs.Literal) else values[var]
 
-    return [result(*each) for each in zip(jaxpr.outvars, levels, types, strict=True)]
+    return [result(*x) for x in zip(jaxpr.outvars, levels, types, strict=True)]
 
 
-def _or_zeros(
-    predicate: jax.Array, run: Callable[..., Sequence[jax.Array]], arguments: list[jax.Array]
-) -> Sequence[jax.Array]:
-    zeros = [axes.zeros(kind) for kind in jax.eval_shape(run, *arguments)]
-    return gate.branch(predicate, lambda: axes.unify(list(run(*arguments)), zeros), lambda: zeros)
+def _or_zeros(predicate: jax.Array, stage: Callable[..., PyTree], arguments: PyTree) -> PyTree:
+    zeros = [axes.zeros(kind) for kind in jax.eval_shape(stage, *arguments)]
+    return gate.branch(predicate, lambda: axes.unify([*stage(*arguments)], zeros), lambda: zeros)
 
 
 def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
     """Return the stages of a program, ordered by the largest index that needs them, descending."""
-    operations: dict[int, list[Any]] = {}
+    operations: dict[int, list[jaxprs.JaxprEqn]] = {}
 
     def needed(eqn: Any, level: int) -> int:
         # Operations with effects always run. Operations on PRNG keys run too, because keys have no
@@ -103,22 +101,22 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         return level
 
     demand(jaxpr, levels, needed)
-    # Results that are never wanted are not outputs of a stage.
+    # Results that no index needs are not outputs of a stage.
     pairs = zip(jaxpr.outvars, levels, strict=True)
-    wanted = {x for x, level in pairs if level > NEVER and not isinstance(x, jaxprs.Literal)}
+    used = {x for x, level in pairs if level > NEVER and not isinstance(x, jaxprs.Literal)}
     stages: list[tuple[int, _Stage]] = []
     for level, eqns in sorted(operations.items()):
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
-        used = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
-        taken = list(dict.fromkeys(x for x in used if x not in made))
+        read = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
+        inputs = list(dict.fromkeys(x for x in read if x not in made))
         # The inputs of a stage are outputs of stages with larger indices, which come later in this
         # loop.
-        stages.insert(0, (level, (taken, [x for x in made if x in wanted], eqns)))
-        wanted.update(taken)
+        stages.insert(0, (level, (inputs, [x for x in made if x in used], eqns)))
+        used.update(inputs)
     return stages
 
 
-def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
+def demand(jaxpr: jaxprs.Jaxpr, levels: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
     """Carry levels of the results of a program back to the operands of its equations.
 
     Bodies are not entered: ``transfer`` returns one level for an equation with a body. The level of
@@ -126,19 +124,19 @@ def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, 
 
     Args:
       jaxpr: a program.
-      wanted: a level for each result of the program; ``NEVER`` for an unused result.
+      levels: a level for each result of the program; ``NEVER`` for an unused result.
       transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
         highest level of its results. It is called once per equation, the last equation first.
     """
-    known: dict[Any, int] = {}
+    known: dict[jaxprs.Atom, int] = {}
 
-    def want(atom: Any, level: int) -> None:
+    def need(atom: jaxprs.Atom, level: int) -> None:
         if not isinstance(atom, jaxprs.Literal):
             known[atom] = max(known.get(atom, NEVER), level)
 
-    for atom, level in zip(jaxpr.outvars, wanted, strict=True):
-        want(atom, level)
+    for atom, level in zip(jaxpr.outvars, levels, strict=True):
+        need(atom, level)
     for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
         level = transfer(eqn, max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER))
         for atom in eqn.invars:
-            want(atom, level)
+            need(atom, level)

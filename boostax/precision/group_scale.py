@@ -300,8 +300,10 @@ def group_loss_scale(
             return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         moved = _adjusted(state, moves, present, bad, largest)
-        how: Any = {"apply": apply, "who": _WHO, "names": names}
-        return gate.decide(ok, heavy, grads, state, moved, decided, params, **how)
+        ok, moved = gate.skip_if_empty(ok, moved, state, grads)
+        inner = state.inner_state
+        value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)
+        return value, decided(moved, ok, new)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx))
 

@@ -146,8 +146,10 @@ def check_replicas(
         state = state._replace(compared=jnp.asarray(count, jnp.int32))
         rows = [*_CHECKSUMS, *(name for name, _ in leaves_of(*arrays))]
         moved = _recorded(state, ok, rows, culprits)
-        how: Any = {"apply": apply, "who": _WHO, "names": names}
-        return gate.decide(ok, heavy, grads, state, moved, gate.applied_or_skipped, params, **how)
+        ok, moved = gate.skip_if_empty(ok, moved, state, grads)
+        inner = state.inner_state
+        value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)
+        return value, gate.applied_or_skipped(moved, ok, new)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx))
 
