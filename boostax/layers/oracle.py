@@ -25,7 +25,7 @@ from boostax.layers import scan
 from boostax.layers.release import LayersState, Released, released, require_mean
 from boostax.layers.stacks import Arrays, Plan, Stacked
 from boostax.precision.policy import Policy, autocast
-from boostax.train.oracle import Around, Backward, Gradients, Oracle, PlacedOracle
+from boostax.train.oracle import Around, Backward, Gradients, Oracle
 
 # Loss and aux.
 Result = tuple[jax.Array, PyTree]
@@ -35,7 +35,7 @@ _WHO = "Layers"
 
 
 @dataclasses.dataclass(frozen=True)
-class LayeredOracle(PlacedOracle):
+class LayeredOracle(Oracle):
     """The gradient function of a step with ``layers=``.
 
     Attributes:
@@ -93,10 +93,10 @@ class LayeredOracle(PlacedOracle):
         """Return whether the loss's program is read before differentiation."""
         return True
 
-    def judge(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
+    def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
         """Refuse a loss that uses the layers' params outside of ``scan_layers``."""
         if self.mesh is not None:
-            super().judge(program, trained)
+            super().check(program, trained)
         stack_of = self.plan.layers.stack_of
         scan.require_scanned(program, [stack_of(name) is not None for name in trees.names(trained)])
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update and apply in one call, so that a skipped step writes no params."""
 
-from typing import Any
-
 import optax
 
 from boostax._core import checks, mismatch, types
@@ -17,7 +15,7 @@ def apply_gradients(
     grads: PyTree,
     opt_state: types.State,
     params: types.Params,
-    **extra_args: Any,
+    **extra_args: PyTree,
 ) -> tuple[types.Params, types.State]:
     """Run ``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
 

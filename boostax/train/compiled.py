@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from boostax._core import axes, checks, mismatch, replicas, trees, types
+from boostax._core import axes, checks, jaxprs, mismatch, replicas, trees, types
 from boostax._core.describe import closure, variants_of
 from boostax._core.gate import outermost_passed
 from boostax._core.norms import all_finite
@@ -30,13 +30,13 @@ from boostax.accumulate.window import AccumulateState, flush, require_weighted
 from boostax.precision.policy import Policy
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
-from boostax.train.oracle import Gradients, Oracle, PlacedOracle, applied
+from boostax.train.oracle import Gradients, Oracle, applied
 from boostax.train.state import Placing, TrainState, metrics, own_rows
 
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
 # Keywords that a step or ``lower`` takes itself, or passes to the loss from the state.
-_OWN = ("active", "depth", "key", "model_state", "scales")
+_RESERVED = ("active", "depth", "key", "model_state", "scales")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,13 +69,13 @@ class TrainStep:
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
     gather: Gather | None = None
-    _programs: dict[Any, Programs] = dataclasses.field(default_factory=dict)
+    _programs: dict[PyTree, Programs] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def placing(self) -> Placing | None:
         """Return the placement of state and batches; ``None`` without a mesh."""
-        how = self.names, self.microbatches, self.param_specs, self.shard_optimizer
-        return None if self.mesh is None else Placing(self.mesh, *how)
+        options = self.names, self.microbatches, self.param_specs, self.shard_optimizer
+        return None if self.mesh is None else Placing(self.mesh, *options)
 
     @property
     def replicas(self) -> int:
@@ -105,13 +105,13 @@ class TrainStep:
         Returns:
           A ``TrainState``.
         """
-        given = params, key, model_state
+        args = params, key, model_state
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            state = jax.eval_shape(self._unplaced, *given)
-            typed = lambda x, p: x.update(sharding=p.sharding)  # noqa: E731
-            state = state._replace(params=jax.tree.map(typed, state.params, params))
+            state = jax.eval_shape(self._unplaced, *args)
+            typed = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), state.params, params)
+            state = state._replace(params=typed)
         else:
-            state = jax.tree.map(_own, self._unplaced(*given))
+            state = jax.tree.map(_donatable, self._unplaced(*args))
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
@@ -136,7 +136,7 @@ class TrainStep:
 
     @checks.arguments
     def __call__(
-        self, state: TrainState[types.Params], batch: PyTree, **given: PyTree
+        self, state: TrainState[types.Params], batch: PyTree, **kwargs: PyTree
     ) -> tuple[TrainState[types.Params], dict[str, jax.Array]]:
         """Take an optimizer step, or a micro-step of an ``accumulate`` window.
 
@@ -144,7 +144,7 @@ class TrainStep:
           state: the state from ``init`` or the last call; donated.
           batch: tree of arrays whose first dimension is the global batch; on a mesh of several
             processes, this process's rows (see ``rows``).
-          **given: keyword arguments of the loss that are not split by rows, such as ``beta=0.1``:
+          **kwargs: keyword arguments of the loss that are not split by rows, such as ``beta=0.1``:
             arrays, numbers, or trees of them, equal in all processes. Each micro-batch and replica
             gets the same values. They are traced, a number as an array of its default dtype, so a
             new value causes no recompilation.
@@ -167,91 +167,92 @@ class TrainStep:
           (0.5, 1.75)
         """
         with mismatch.explaining(self._explain, state, batch):
-            args = self._placed(batch, given)
+            args = self._placed(batch, kwargs)
             programs = self._of(state)
-            if (frozen := self._followed(state)) is None:
+            if (schedule := self._schedule(state)) is None:
                 return programs.jitted("step", None)(state, *args)
-            depth = programs.coming(frozen)
+            depth = programs.coming(schedule)
             part = programs.part(depth)
-            small, reported = programs.jitted("step", depth)(part.take(state), *args)
-            state = part.put(state, small)
-            programs.coming.follow(self._followed(state))
+            smaller, reported = programs.jitted("step", depth)(part.take(state), *args)
+            state = part.put(state, smaller)
+            programs.coming.follow(self._schedule(state))
             return state, reported
 
     def flush(self, state: TrainState[types.Params]) -> TrainState[types.Params]:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
         with mismatch.explaining(self._explain, state):
-            depth, programs = self._coming(state), self._of(state)
+            depth = self._coming(state)
+            programs = self._of(state)
             part = programs.part(depth)
             return part.put(state, programs.jitted("flush", depth)(part.take(state)))
 
     def jitted(
-        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
-    ) -> tuple[Any, tuple[TrainState, PyTree, PyTree]]:
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **kwargs: PyTree
+    ) -> tuple[jax.stages.Wrapped, tuple[TrainState, PyTree, PyTree]]:
         """Return the ``jax.jit`` function for a call at a depth, and the function's arguments."""
         with mismatch.explaining(self._explain, state, batch):
             depth = self._coming(state) if depth is None else depth
             programs = self._of(state)
-            args = programs.part(depth).take(state), *self._placed(batch, given)
+            args = programs.part(depth).take(state), *self._placed(batch, kwargs)
             return programs.jitted("step", depth), args
 
     def lower(
-        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **kwargs: PyTree
     ) -> jax.stages.Lowered:
         """Lower the program, also from shapes, to read its text, memory and cost."""
         with mismatch.explaining(self._explain, state, batch):
-            program, args = self.jitted(state, batch, depth=depth, **given)
+            program, args = self.jitted(state, batch, depth=depth, **kwargs)
             return program.lower(*args)
 
     def jaxpr(
-        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **given: PyTree
-    ) -> Any:
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None, **kwargs: PyTree
+    ) -> jaxprs.ClosedJaxpr:
         """Trace the program, to count collectives and bytes."""
         with mismatch.explaining(self._explain, state, batch):
-            program, args = self.jitted(state, batch, depth=depth, **given)
+            program, args = self.jitted(state, batch, depth=depth, **kwargs)
             return jax.make_jaxpr(program)(*args)
 
     def common_params(self, state: TrainState[types.Params]) -> types.Params:
         """Return the params for an evaluation: the mean of per-replica params."""
         return _mean_of_replicas(state.params) if is_per_replica(state.params) else state.params
 
-    def rows(self, size: int) -> np.ndarray[Any, Any]:
+    def rows(self, size: int) -> np.ndarray:
         """Return the rows of a global batch of ``size`` that this process passes to the step.
 
         The row numbers are ascending, and are all rows unless the mesh spans several processes.
         """
-        here = self.placing
-        return np.arange(size) if here is None else own_rows(here.rows_sharding, size)
+        placing = self.placing
+        return np.arange(size) if placing is None else own_rows(placing.rows_sharding, size)
 
     def place(self, batch: PyTree) -> PyTree:
         """Place a batch on the mesh, as a call does."""
         return batch if self.placing is None else self.placing.batch(batch)
 
-    def _placed(self, batch: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+    def _placed(self, batch: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
         """Return the batch and the keywords of a call, placed on the mesh."""
         hint = "Call it otherwise in loss_fn; step.init takes key= and model_state=."
-        allowed = f"none of {', '.join(_OWN)}"
-        own = next((name for name in given if name in _OWN), None)
-        checks.absent("TrainStep", "a keyword", own, allowed, hint)
-        given = jax.tree.map(_strong, given)
-        given = self.placing.common(given, batch) if given and self.placing else given
-        return self.place(batch), given
+        allowed = f"none of {', '.join(_RESERVED)}"
+        reserved = next((name for name in kwargs if name in _RESERVED), None)
+        checks.absent("TrainStep", "a keyword", reserved, allowed, hint)
+        kwargs = jax.tree.map(_strong, kwargs)
+        kwargs = self.placing.common(kwargs, batch) if kwargs and self.placing else kwargs
+        return self.place(batch), kwargs
 
-    def _followed(self, state: TrainState) -> Any:
+    def _schedule(self, state: TrainState) -> ChoosesVariant | None:
         """Return the state of the schedule that the host follows, or ``None``."""
         variants = variants_of(self.tx) if self.freeze_driver == "host" else None
-        own = variants and variants.own(state.opt_state)
+        schedule = variants and variants.own(state.opt_state)
         # Inside another program the state is traced and cannot be read.
-        return None if own is None or isinstance(own.next_variant(), Tracer) else own
+        return None if schedule is None or isinstance(schedule.next_variant(), Tracer) else schedule
 
     def _of(self, state: TrainState) -> Programs:
         """Return the programs for a structure of the state, and types and specs of the params."""
         structure = jax.tree.structure(state)
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
-        specs = self.placing.of_params(state.params) if self.placing else _placed(state.params)
+        specs = self.placing.of_params(state.params) if self.placing else _shardings(state.params)
         key = structure, types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
-            self._programs[key] = Programs(self, state, structure)
+            self._programs[key] = Programs(self, state)
         return self._programs[key]
 
     def _coming(self, state: TrainState) -> int | None:
@@ -260,32 +261,33 @@ class TrainStep:
         The result is ``None`` if the program reads the depth from the state. The end of a schedule
         does not raise here, because an open window may still have to be flushed.
         """
-        if (frozen := self._followed(state)) is None:
+        if (schedule := self._schedule(state)) is None:
             return None
-        coming = frozen.next_variant()
-        known = not isinstance(coming, jax.ShapeDtypeStruct)
+        depth = schedule.next_variant()
+        is_known = not isinstance(depth, jax.ShapeDtypeStruct)
         hint = "A state with values has the depth of the next call."
         allowed = "given with a state of shapes"
-        checks.require(known, "TrainStep", "depth", got=None, allowed=allowed, hint=hint)
-        return int(coming)
+        checks.require(is_known, "TrainStep", "depth", got=None, allowed=allowed, hint=hint)
+        return int(depth)
 
-    def _require_fit(self, state: TrainState) -> None:
+    def _require_shapes(self, state: TrainState) -> None:
         """Refuse an optimizer state of other params, which could silently broadcast."""
-        wanted = jax.eval_shape(self._stacked, local_types(state.params))
+        expected = jax.eval_shape(self._stacked, local_types(state.params))
         hint = "It belongs to other params: use step.init."
-        trees.require_shapes("TrainStep", "opt_state", state.opt_state, wanted, hint)
+        trees.require_shapes("TrainStep", "opt_state", state.opt_state, expected, hint)
 
     def _stacked(self, params: PyTree) -> PyTree:
         """Return the first optimizer state for the params of one replica."""
         return replicas.stack_replicas(self._unplaced(params, None, None).opt_state, self.replicas)
 
-    def _explain(self, state: Any, batch: PyTree = ()) -> None:
+    def _explain(self, state: PyTree, batch: PyTree = ()) -> None:
         """Refuse a state of another step, and swapped arguments."""
         who, call = "TrainStep", "step(state, batch)"
         mismatch.require_order(who, call, batch=batch, state=state)
-        fits, hint = hasattr(state, "opt_state"), "step.init(params) makes, and restores, one."
+        is_valid = hasattr(state, "opt_state")
+        hint = "step.init(params) makes, and restores, one."
         got = type(state).__name__
-        checks.require_type(fits, who, "state", got=got, allowed="a TrainState", hint=hint)
+        checks.require_type(is_valid, who, "state", got=got, allowed="a TrainState", hint=hint)
         tx = optax.GradientTransformation(self._stacked, self.tx.update)
         mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))
 
@@ -301,24 +303,25 @@ class Programs:
       coming: the depth of the next call.
     """
 
-    def __init__(self, step: TrainStep, state: TrainState, structure: Any):
-        self._step, self._structure, self._tx = step, structure, step.tx
-        self._placement: Any = step.placing and step.placing.placement(state.params)
-        self._where: Any = step.placing and step.shardings(state)
+    def __init__(self, step: TrainStep, state: TrainState):
+        self._step, self._structure = step, jax.tree.structure(state)
+        self._placement: PyTree = step.placing and step.placing.placement(state.params)
+        # Without a mesh XLA would give params the sharding of a state that the user has sharded.
+        unspecified: PyTree = None
+        shardings = TrainState(unspecified, _shardings(state.params), None, None, None)
+        self._shardings: PyTree = step.shardings(state) if step.placing else shardings
+        self._tx = step.tx
         if self._placement is not None:
             self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
-        self._oracle, self._exact = step.oracle, ()
-        if isinstance(step.oracle, PlacedOracle):
-            types = local_types(state.params)
-            self._exact = step.oracle.gathers(types)
-            self._oracle = step.oracle.placed(types, self._placement, step.gather)
-        self._kept = None if step.placing else _placed(state.params)
+        types = local_types(state.params)
+        self._exact = step.oracle.gathers(types)
+        self._oracle = step.oracle.placed(types, self._placement, step.gather)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
-        self.compiled: dict[tuple[Kind, int | None], Any] = {}
+        self.compiled: dict[tuple[Kind, int | None], jax.stages.Wrapped] = {}
         if self._variants is not None:
-            step._require_fit(state)
-            self._params = local_types(state.params)
+            step._require_shapes(state)
+            self._params = types
             self.coming = self._variants.on_host(self._params)
 
     def part(self, depth: int | None) -> Pruning:
@@ -327,84 +330,84 @@ class Programs:
             numbers = self._structure.unflatten(range(self._structure.num_leaves))
             if depth is not None:
                 with axes.binding(self._step.names):
-                    own = self._variants.part(self._params, numbers.opt_state, depth)
-                numbers = numbers._replace(opt_state=own)
+                    opt_state = self._variants.part(self._params, numbers.opt_state, depth)
+                numbers = numbers._replace(opt_state=opt_state)
             places, part = jax.tree.flatten(numbers)
             self._parts[depth] = Pruning(self._structure, part, tuple(places))
         return self._parts[depth]
 
-    def jitted(self, kind: Kind, depth: int | None) -> Any:
+    def jitted(self, kind: Kind, depth: int | None) -> jax.stages.Wrapped:
         """Return the step or the flush at a depth; ``None`` reads the depth from the state."""
         key = kind, depth
         if key not in self.compiled:
-            where = None
+            shardings = self._shardings
             if self._placement is not None:
-                where = self.part(depth).take(self._where)
-            elif self._kept is not None:
-                # Otherwise XLA would give params the sharding of a state that the user has sharded.
-                where = TrainState(None, self._kept, None, None, None)
-            where = (where, None) if kind == "step" else where
+                shardings = self.part(depth).take(shardings)
+            shardings = (shardings, None) if kind == "step" else shardings
             checked = functools.partial(self._checked, kind, depth)
-            self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
+            self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=shardings)
         return self.compiled[key]
 
-    def _checked(self, kind: Kind, depth: int | None, state: TrainState, *args: PyTree) -> Any:
+    def _checked(self, kind: Kind, depth: int | None, state: TrainState, *args: PyTree) -> PyTree:
         """Take a step, or flush, and check the state while the program is traced."""
         replicas.require_replicas("make_train_step", state, self._step.replicas)
         if depth is None:
-            self._step._require_fit(state)
-        extra: dict[str, Any] = {} if depth is None else {"depth": depth}
+            self._step._require_shapes(state)
+        extra: dict[str, PyTree] = {} if depth is None else {"depth": depth}
         if kind == "step":
-            return self._taken(state, *args, **extra)
+            return self._train(state, *args, **extra)
         params, opt_state = flush(self._tx, state.opt_state, state.params, **extra)
         return state._replace(params=params, opt_state=opt_state)
 
-    def _taken(
-        self, state: TrainState, batch: PyTree, given: PyTree, **extra: Any
+    def _train(
+        self, state: TrainState, batch: PyTree, kwargs: PyTree, **extra: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and the report of a step."""
-        step, params, opt_state = self._step, state.params, state.opt_state
+        step, params, opt_state, model_state, key = state
         active: PyTree = True
         if "depth" in extra:
             active = self._variants.active(params, extra["depth"])
         elif self._variants is not None:
             active = self._variants.choice(params, opt_state)
-        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        given = given | {"key": key, "model_state": state.model_state}
-        seen = self._gathering(params, opt_state)
-        (loss, aux), grads = self._oracle.with_aux(seen(params), opt_state, batch, active, given)
+        key = None if key is None else jax.random.fold_in(key, step)
+        kwargs = kwargs | {"key": key, "model_state": model_state}
+        gather = self._gathering(params, opt_state)
+        (loss, aux), grads = self._oracle.with_aux(gather(params), opt_state, batch, active, kwargs)
         aux = as_aux(aux)
+        loss_at = self._oracle.loss_at(batch, **kwargs)
+
         # Only line searches compile this function.
-        loss_at, wanted = self._oracle.loss_at(batch, **given), asked(step.tx)
-        value_fn = lambda params: loss_at(seen(params))  # noqa: E731
+        def value_fn(params: PyTree) -> jax.Array:
+            return loss_at(gather(params))
+
+        arguments = asked(self._step.tx)
         extra |= {"value": loss, "value_fn": value_fn}
-        extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
-        if "loss_program" in wanted:
+        extra |= {"obj_fn": value_fn} if "obj_fn" in arguments else {}
+        if "loss_program" in arguments:
             extra["loss_program"] = str(jax.make_jaxpr(value_fn)(params))
-        extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
+        extra |= {"grad": _mean_gradient(grads)} if arguments.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         require_weighted(opt_state, aux.weight)
         # A window sums the items of several calls.
         windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
         counted = None if aux.weight is None or windows else any_items(aux.weight)
         params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)
-        model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # An overflow in the forward pass affects the model's statistics even if gradients are
             # skipped.
             keep = outermost_passed(opt_state) & all_finite(aux.model_state)
-            choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
+            choose = functools.partial(jnp.where, keep)
             model_state = jax.tree.map(choose, aux.model_state, model_state)
-        steps = optax.safe_increment(state.step)
+        steps: PyTree = optax.safe_increment(step)
         new_state = TrainState(steps, params, opt_state, model_state, state.key)
         # Without a gate every call is applied.
         reported = {"loss": loss, "applied": jnp.asarray(True), **metrics(opt_state)}
-        given_by_loss = {name or "aux": x for name, x in trees.named(aux.metrics)} | aux.means
-        for name in sorted(given_by_loss.keys() & reported.keys()):
+        of_loss = {name or "aux": x for name, x in trees.named(aux.metrics)} | aux.means
+        for name in sorted(of_loss.keys() & reported.keys()):
             allowed = "by names that the step's report does not have"
             hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."
             raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
-        return new_state, given_by_loss | reported
+        return new_state, of_loss | reported
 
     def _gathering(self, params: PyTree, opt_state: PyTree) -> Callable[[PyTree], PyTree]:
         """Return the function from the stored params to the params that the loss gets."""
@@ -419,33 +422,33 @@ class Programs:
 def _mean_gradient(grads: PyTree) -> PyTree:
     """Return the gradient of the mean loss, in the units of the local gradients."""
     wide = trees.at_least_float32(grads if isinstance(grads, Gradients) else Gradients(grads))
-    own = is_per_replica(wide.local)
-    local = jax.tree.map(lambda g: g.mean(0), wide.local.local) if own else wide.local
-    return wide._replace(local=local).entered()
+    is_stacked = is_per_replica(wide.local)
+    local = jax.tree.map(lambda g: g.mean(0), wide.local.local) if is_stacked else wide.local
+    return wide._replace(local=local).unwrapped()
 
 
-def _placed(params: PyTree) -> PyTree | None:
-    """Return the shardings of params that the user placed on a mesh."""
+def _shardings(params: PyTree) -> PyTree | None:
+    """Return the shardings of params that the user placed on a mesh, or else ``None``."""
     leaves = jax.tree.leaves(params)
     # Inside another program params are traced, and may have a sharding only as part of the type.
-    known = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
-    here = known and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
-    return jax.tree.map(lambda x: x.sharding, params) if here else None
+    is_placed = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
+    is_placed = is_placed and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
+    return jax.tree.map(lambda x: x.sharding, params) if is_placed else None
 
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
     def mean(x: jax.Array) -> jax.Array:
         # On an Explicit mesh an index into a sharded dimension is refused.
-        chosen = jnp.arange(len(x)) == 0
-        first = jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
+        is_first = jnp.arange(len(x)) == 0
+        first = jnp.where(is_first.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
         # In this form the mean of bit-equal params is exact.
         return first + (x - first).mean(0)
 
     return jax.tree.map(mean, params.local)
 
 
-def _strong(x: Any) -> Any:
+def _strong(x: PyTree) -> PyTree:
     """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
@@ -453,7 +456,7 @@ def _strong(x: Any) -> Any:
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, jax.typing.ArrayLike) else x
 
 
-def _own(x: Any) -> jax.Array:
+def _donatable(x: PyTree) -> jax.Array:
     """Copy an array for donation, in a strong dtype, so that a step is traced once."""
     copy = jnp.array(x, copy=True)
     return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
@@ -473,25 +476,23 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     The names are read from signatures and closures. Other arguments are not passed; if one is
     required, Optax raises.
     """
-    found: dict[str, bool] = {}
+    required: dict[str, bool] = {}
     seen: set[int] = set()
-    stack: list[Any] = [tx.update]
+    stack: list[PyTree] = [tx.update]
     while stack:
-        thing = stack.pop()
-        if id(thing) in seen:
+        node = stack.pop()
+        if id(node) in seen:
             continue
-        seen.add(id(thing))
-        if isinstance(thing, (list, tuple, dict)):
-            stack.extend(thing.values() if isinstance(thing, dict) else thing)
-        elif inspect.isfunction(thing):
-            signature = inspect.signature(thing, follow_wrapped=False)
+        seen.add(id(node))
+        if isinstance(node, (list, tuple, dict)):
+            stack.extend(node.values() if isinstance(node, dict) else node)
+        elif inspect.isfunction(node):
+            signature = inspect.signature(node, follow_wrapped=False)
             for name, parameter in signature.parameters.items():
-                found[name] = found.get(name, False) or parameter.default is inspect.Parameter.empty
-            stack.extend(closure(thing).values())
-        elif not inspect.isclass(thing) and (
-            callable(thing) or isinstance(thing, optax.MultiSteps)
-        ):
+                required[name] = required.get(name, False) or parameter.default is parameter.empty
+            stack.extend(closure(node).values())
+        elif isinstance(node, optax.MultiSteps) or (callable(node) and not inspect.isclass(node)):
             # The function is, for example, a gate, a bound method, a partial or a jitted function.
-            stack.extend(getattr(thing, "__dict__", {}).values())
-            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__", "func"))
-    return found
+            stack.extend(getattr(node, "__dict__", {}).values())
+            stack.extend(getattr(node, name, None) for name in ("__self__", "__func__", "func"))
+    return required

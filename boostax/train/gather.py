@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -75,14 +75,14 @@ def gathering(
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
     checks.choice(who, "wire_dtype", dtype, Gather, "Leave it out for full precision.")
-    cut = {path: spec for path, spec in place.specs.items() if spec != without(spec, place.names)}
+    sharded = {k: spec for k, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
     hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
     got = {*place.specs.values()}
-    checks.require(bool(cut), who, "params", got=got, allowed=allowed, hint=hint)
+    checks.require(bool(sharded), who, "params", got=got, allowed=allowed, hint=hint)
 
-    def leaf(path: Any, x: Any) -> Any:
-        spec = cut.get(trees.plain_path(path))
+    def leaf(path: tuple[PyTree, ...], x: jax.Array) -> jax.Array:
+        spec = sharded.get(trees.plain_path(path))
         if spec is None or trees.path_name(path) in exact:
             return x
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -99,38 +99,41 @@ def gathering(
 def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather) -> jax.Array:
     """Return an array gathered over the replica axes in ``dtype``."""
     entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
-    names = [each if isinstance(each, tuple) else (each,) if each else () for each in entries]
-    shards = [math.prod(place.mesh.shape[name] for name in each) for each in names]
+    names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]
+    shards = [math.prod(place.mesh.shape[name] for name in dim) for dim in names]
 
-    def travel(coded: jax.Array) -> jax.Array:
+    def send(code: jax.Array) -> jax.Array:
         # The first constraint keeps the code sharded, so that XLA gathers the code.
         for at in (PartitionSpec(*entries), without(spec, place.names)):
-            coded = lax.with_sharding_constraint(coded, NamedSharding(place.auto_mesh, at))
-        return coded
+            code = lax.with_sharding_constraint(code, NamedSharding(place.auto_mesh, at))
+        return code
 
-    return rounded(x, shards, dtype, travel)
+    return rounded(x, shards, dtype, send)
 
 
 def rounded(
-    x: jax.Array, shards: Sequence[int], dtype: Gather, travel: Callable[..., Any] = lambda x: x
+    x: jax.Array, shards: Sequence[int], dtype: Gather, send: Callable[..., PyTree] = lambda x: x
 ) -> jax.Array:
     """Return an array as received from ``shards`` shards along each dimension.
 
-    The function ``travel`` sends its argument: ``x`` in bf16, or codes and scales of shape
+    The function ``send`` sends its argument: ``x`` in bf16, or codes and scales of shape
     ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
         # XLA may remove a pair of conversions and gather in the wide dtype, but it keeps this
         # rounding.
         low = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        return travel(low.astype(jnp.bfloat16)).astype(x.dtype)
+        return send(low.astype(jnp.bfloat16)).astype(x.dtype)
     # The shape is ``[*shards, *shard]``, so that no block spans two shards.
     sizes = [size for n, shard in zip(x.shape, shards, strict=True) for size in (shard, n // shard)]
-    there = (*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
-    back = tuple(there.index(dim) for dim in range(2 * x.ndim))
+    to_shards = (*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
+    parts = x.astype(jnp.float32).reshape(sizes).transpose(to_shards)
+
+    def per_shard(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        return functools.reduce(lambda fn, _: jax.vmap(fn), shards, fn)
+
     code = FORMATS[dtype]
-    one_by_one = lambda fn: functools.reduce(lambda fn, _: jax.vmap(fn), shards, fn)  # noqa: E731
-    parts = x.astype(jnp.float32).reshape(sizes).transpose(there)
-    coded = one_by_one(lambda part: code.encode(part, None))(parts)
-    wide = one_by_one(code.decode)(*map(travel, coded)).transpose(back).reshape(x.shape)
-    return wide.astype(x.dtype)
+    encoded = per_shard(lambda part: code.encode(part, None))(parts)
+    decoded = per_shard(code.decode)(*map(send, encoded))
+    restored = decoded.transpose([to_shards.index(dim) for dim in range(2 * x.ndim)])
+    return restored.reshape(x.shape).astype(x.dtype)

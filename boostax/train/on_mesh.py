@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, bcoo, checks, handshake, replicas, trees
+from boostax._core.describe import Stepped
 from boostax._core.gate import GatedUpdate, Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, settled
 from boostax._core.replicas import PerReplica, is_per_replica
@@ -21,7 +22,8 @@ from boostax._core.trees import is_array
 from boostax._core.types import PyTree
 from boostax.accumulate.window import terms_of
 from boostax.precision.policy import Policy
-from boostax.train.oracle import Backward, Gradients, Oracle, planned, require_dense
+from boostax.train import refusals
+from boostax.train.oracle import Backward, Gradients, Oracle, planned
 
 _WHO = "on_mesh"
 
@@ -95,17 +97,17 @@ def on_mesh(
     place = placement_of(_WHO, params, axis_name)
     if layers is None:
         return placed_on(tx, place, shard_optimizer)
-    tx, make = planned(tx, layers, shard_optimizer)
+    tx, layered = planned(tx, layers, shard_optimizer)
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays_alone(params))
 
     def around(oracle: Oracle, policy: Policy | None) -> Oracle:
-        got, ours = (oracle.mesh, oracle.names), (place.mesh, place.names)
+        got, mesh = (oracle.mesh, oracle.names), (place.mesh, place.names)
         hint = "Pass value_and_grad the mesh and the axis of on_mesh: mesh=mesh, axis_name=..."
-        checks.require(got == ours, "value_and_grad", "mesh", got=got, allowed=f"{ours}", hint=hint)
-        return make(oracle, policy).placed(types, place, None)
+        checks.require(got == mesh, "value_and_grad", "mesh", got=got, allowed=f"{mesh}", hint=hint)
+        return layered(oracle, policy).placed(types, place, None)
 
-    made = placed_on(tx, place, shard_optimizer)
-    return made._replace(update=MeshUpdate(**vars(made.update), around=around))
+    gate = placed_on(tx, place, shard_optimizer)
+    return gate._replace(update=MeshUpdate(**vars(gate.update), around=around))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,74 +126,76 @@ def placed_on(
 ) -> optax.GradientTransformationExtraArgs:
     """Return ``on_mesh`` for a known placement."""
     inner = optax.with_extra_args_support(tx)
-
     specs = functools.partial(specs_of, place, shard_optimizer)
 
     def init_fn(params: PyTree) -> PyTree:
         params = arrays_alone(params)
 
-        def make(params: PyTree) -> PyTree:
+        def stacked(params: PyTree) -> PyTree:
             with axes.binding(place.names):
                 return replicas.stack_replicas(tx.init(params), place.replicas)
 
-        shapes = jax.eval_shape(make, params)
-        of_state = specs(params, shapes)[1]
-        where = place.shardings(of_state)
+        types = jax.eval_shape(stacked, params)
+        state_specs = specs(params, types)[1]
+        shardings = place.shardings(state_specs)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, where)
-        return jax.jit(place.pinned(make, of_state), out_shardings=where)(params)
+            return jax.tree.map(lambda x, y: x.update(sharding=y), types, shardings)
+        return jax.jit(place.pinned(stacked, state_specs), out_shardings=shardings)(params)
 
-    def step_fn(
-        grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
+    def step_fn(grads: Pending, state: Any, params: Any, *, apply: bool, **extra: Any) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         parts = grads.raw if isinstance(grads.raw, Gradients) else Gradients(grads.raw)
-        raw = parts.local
-        raw = raw if is_per_replica(raw) else PerReplica(_stacked(raw, place))
+        local: PerReplica = parts.local
+        if not is_per_replica(local):
+            local = PerReplica(_stacked(local, place))
         if bcoo.MODULE in sys.modules:
-            require_dense(raw.local, _WHO)
-        whole, params = params, arrays_alone(params)
-        lead = place.replicas, *[len(terms) for terms in [terms_of(state)] if terms]
-        _require_stacked(raw, params, lead)
-
+            refusals.require_dense(local.local, _WHO)
+        trained = arrays_alone(params)
+        terms = terms_of(state)
+        lead = (place.replicas, len(terms)) if terms else (place.replicas,)
+        _require_stacked(local, trained, lead)
         outside = state
 
-        def change(params: PyTree, state: PyTree, grads: Pending, given: Any) -> Any:
+        def update(params: PyTree, state: PyTree, grads: Pending, arrays: PyTree) -> Stepped:
             handshake.hand_on_state(outside, state)
-            pending = grads._replace(raw=grads.raw.entered())
+            pending = grads._replace(raw=grads.raw.unwrapped())
             if (gate := gate_of(tx)) is not None:
-                return gate.step(pending, state, params, apply=apply, **given, **fixed)
+                return gate.step(pending, state, params, apply=apply, **arrays, **fixed)
             local = pending.value() if pending.factors else pending.raw
-            value, state = inner.update(local, state, params, **given, **fixed)
+            value, state = inner.update(local, state, params, **arrays, **fixed)
             return (settled(trees.applied(params, value)) if apply else value), state
 
-        of_arrays = lambda x: all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))  # noqa: E731
-        arrays = {k: x for k, x in extra.items() if of_arrays(x)}
-        fixed = {k: x for k, x in extra.items() if k not in arrays}
+        def is_traced(x: PyTree) -> bool:
+            return all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))
+
+        arrays = {name: x for name, x in extra.items() if is_traced(x)}
+        fixed = {name: x for name, x in extra.items() if name not in arrays}
         # Gradients are pinned to the params' shardings, so that XLA shards them where they are
         # computed.
-        raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
-        parts = grads._replace(raw=parts._replace(local=raw))
-        new, state = run(change, params, state, parts, arrays)
-        return (trees.put_back(new, whole) if apply else new), state
+        local = place.pinned(lambda g: g, specs(local, ())[0])(local)
+        pending = grads._replace(raw=parts._replace(local=local))
+        new, state = per_replica(update, trained, state, pending, arrays)
+        return (trees.put_back(new, params) if apply else new), state
 
-    def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
-        closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
-        new, state = run(closed, arrays_alone(params), state)
+    def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
+        def flush(params: PyTree, state: PyTree) -> Stepped:
+            return flush_inner(inner, state, params, extra)
+
+        new, state = per_replica(flush, arrays_alone(params), state)
         return trees.put_back(new, params), state
 
-    def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def per_replica(fn: Any, params: PyTree, state: PyTree, *args: PyTree) -> Stepped:
+        """Call ``fn`` for all replicas at once; return params or updates, and the state."""
         replicas.require_replicas(_WHO, (params, state), place.replicas)
-        of_params, of_state = specs(params, state)
-        own = is_per_replica(params)
+        is_local = is_per_replica(params)
 
-        def each(params: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
-            value, state = change(params.local if own else params, *rest)
-            return (PerReplica(value) if own else value), state
+        def of_replica(params: PyTree, *args: PyTree) -> Stepped:
+            value, state = fn(params.local if is_local else params, *args)
+            return (PerReplica(value) if is_local else value), state
 
-        here = dataclasses.replace(place, own=own, shared_out=shard_optimizer)
-        mapped = functools.partial(here.each, each)
-        return place.pinned(mapped, (of_params, of_state))(params, state, *args)
+        placement = dataclasses.replace(place, own=is_local, shared_out=shard_optimizer)
+        mapped = functools.partial(placement.each, of_replica)
+        return place.pinned(mapped, specs(params, state))(params, state, *args)
 
     return gated(init_fn, step_fn, flush_fn)
 
@@ -200,37 +204,39 @@ def specs_of(
     place: Placement, shard_optimizer: bool, params: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Return the specs of stacked params and of an optimizer state, or of their types."""
-    one = lambda x: PerReplica(local_types(x)) if is_per_replica(x) else x  # noqa: E731
-    params, state = jax.tree.map(one, (params, state), is_leaf=is_per_replica)
-    owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
-    leaves = params.local if is_per_replica(params) else params
-    for path, x in jax.tree_util.tree_leaves_with_path(leaves):
-        spec: Any = place.spec(path)
+    owners: dict[tuple[PyTree, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(local_types(params)):
+        spec = place.spec(path)
         if spec is None:
             allowed = "with the paths of those that on_mesh was given"
             got = f"another, {trees.path_name(path) or 'the root'!r}"
             hint = "Place a Python number that jit traces, jnp.asarray, or use equinox.filter_jit."
             raise ValueError(checks.message(_WHO, "params", allowed, got, hint))
         owners[path] = x.shape, spec
+
+    def of_replica(x: PyTree) -> PyTree:
+        return PerReplica(local_types(x)) if is_per_replica(x) else x
+
+    params, state = jax.tree.map(of_replica, (params, state), is_leaf=is_per_replica)
     shared_out = place.replicas if shard_optimizer else None
-    of_params = replicas.specs_like(owners, params, place.names)
-    of_state = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
-    return of_params, of_state(owners, state, place.names, shared_out)
+    params_specs = replicas.specs_like(owners, params, place.names)
+    specs_like = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
+    return params_specs, specs_like(owners, state, place.names, shared_out)
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
     """Return the mesh of the params, the replica axes, and the spec of each param by path."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays_alone(params))
-    shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
-    mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
+    shardings: dict[PyTree, PyTree] = {path: getattr(x, "sharding", None) for path, x in leaves}
+    mesh: PyTree = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=); "
     hint += "in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
     got, allowed = type(params).__name__, "placed on one mesh by NamedSharding"
     checks.require(bool(leaves), who, "params", got=got, allowed=allowed, hint=hint)
     for path, sharding in shardings.items():
         got = f"{sharding} at {trees.path_name(path) or 'the root'}"
-        fits = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-        checks.require(fits, who, "params", got=got, allowed=allowed, hint=hint)
+        is_valid = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        checks.require(is_valid, who, "params", got=got, allowed=allowed, hint=hint)
     names = axes.of_mesh(who, axis_name, mesh)
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
@@ -246,15 +252,15 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
         spec = getattr(jax.typeof(x).sharding, "spec", PartitionSpec())
         if not spec.unreduced:
             return x
+        is_valid, hint = {*spec.unreduced} == {*place.names}, "jax.reshard over the others first."
         allowed = f"unreduced over all of {place.names}, or over none"
-        fits, hint = {*spec.unreduced} == {*place.names}, "jax.reshard over the others first."
-        checks.require(fits, _WHO, "gradients", got=spec, allowed=allowed, hint=hint)
+        checks.require(is_valid, _WHO, "gradients", got=spec, allowed=allowed, hint=hint)
         # In JAX 0.10.0 a spec is iterated instead.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
-        how: Any = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
+        specs: PyTree = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
         # A checked map has no type for an unreduced value.
-        lead = lambda part: place.replicas * part[None]  # noqa: E731
-        return jax.shard_map(lead, mesh=place.mesh, check_vma=False, **how)(x)
+        mapped = functools.partial(jax.shard_map, mesh=place.mesh, check_vma=False, **specs)
+        return mapped(lambda part: place.replicas * part[None])(x)
 
     return jax.tree.map(stacked, grads)
 
@@ -267,17 +273,18 @@ def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -
     other = f"The mesh of the params has {lead[0]} replicas: give it to value_and_grad(mesh=mesh)."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
         shape = shapes.get(path, leaf.shape[len(lead) :])
-        wanted = *lead, *shape
-        allowed = f"local to each replica, shaped {wanted} for a param of {shape}"
-        stacked = leaf.shape[:1] and leaf.shape[1:] == wanted[1:]
-        mend, fits = (other if stacked else hint), leaf.shape == wanted
-        checks.require(fits, _WHO, "gradients", got=leaf.shape, allowed=allowed, hint=mend)
+        expected = *lead, *shape
+        allowed = f"local to each replica, shaped {expected} for a param of {shape}"
+        fix = other if leaf.shape[:1] and leaf.shape[1:] == expected[1:] else hint
+        is_valid = leaf.shape == expected
+        checks.require(is_valid, _WHO, "gradients", got=leaf.shape, allowed=allowed, hint=fix)
 
 
 def local_types(params: PyTree) -> PyTree:
     """Return the types of one replica's params; leave params outside a ``PerReplica`` unchanged."""
-    cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
-    return jax.tree.map(cut, params.local) if is_per_replica(params) else params
+    if is_per_replica(params):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params.local)
+    return params
 
 
 def arrays_alone(params: PyTree) -> PyTree:

@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
-import inspect
-import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -22,57 +18,41 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import (
-    axes,
-    bcoo,
-    checks,
-    handshake,
-    interpret,
-    jaxprs,
-    mismatch,
-    placement,
-    trees,
-)
-from boostax._core.bcoo import DENSE, is_sparse
+from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, placement, trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import PerReplica, is_per_replica
-from boostax._core.trees import is_aside, path_name
+from boostax._core.trees import is_aside
 from boostax._core.types import Grads, Params, PyTree, Value
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried, microbatch
-from boostax.accumulate.aux import Aux, as_aux, as_given, drop_empty, own_of, total
+from boostax.accumulate.aux import Aux, as_aux, drop_empty, total
 from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
+from boostax.train import refusals
 
-_ROWS = "Let loss_fn take the batch: arrays that it closes over are not split over replicas."
-# Hints for a loss that does not take an argument, by argument.
-_TAKEN = {
-    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
-    "edge between groups.",
-    "key": "Add key=None to its arguments, or start the state without a key.",
-    "model_state": "Add model_state=None to its arguments, or start the state without one.",
-}
-
+Kwargs = dict[str, PyTree]
+# Loss and aux.
+Result = tuple[jax.Array, PyTree]
 _Loss = Callable[Concatenate[Params, ...], Value]
 _WHO = "value_and_grad"
 _CALL = "boostax.value_and_grad(loss_fn)(params, opt_state, batch)"
 
 
-class _How(TypedDict, total=False):
+class _Options(TypedDict, total=False):
     axis_name: axes.AxisName | None
     policy: Policy | Level | None
     microbatches: Count
-    dtype: Any
+    dtype: jax.typing.DTypeLike
 
 
-class _Local(_How, total=False):
+class _Local(_Options, total=False):
     mesh: None
 
 
-class _Mapped(_How, total=False):
+class _Mapped(_Options, total=False):
     mesh: Mesh | None
     has_aux: bool
     layers: optax.GradientTransformation | None
@@ -80,24 +60,24 @@ class _Mapped(_How, total=False):
 
 @overload
 def value_and_grad(
-    loss_fn: _Loss[Params, Any], *, has_aux: Literal[False] = False, **how: Unpack[_Local]
+    loss_fn: _Loss[Params, PyTree], *, has_aux: Literal[False] = False, **how: Unpack[_Local]
 ) -> Oracle[jax.Array, Params, Params]: ...
 @overload
 def value_and_grad(
-    loss_fn: _Loss[Params, tuple[Any, Value]], *, has_aux: Literal[True], **how: Unpack[_Local]
+    loss_fn: _Loss[Params, tuple[PyTree, Value]], *, has_aux: Literal[True], **how: Unpack[_Local]
 ) -> Oracle[tuple[jax.Array, Value], Params, Params]: ...
 @overload
-def value_and_grad(loss_fn: Callable[..., Any], **how: Unpack[_Mapped]) -> Oracle: ...
+def value_and_grad(loss_fn: Callable[..., PyTree], **how: Unpack[_Mapped]) -> Oracle: ...
 @checks.arguments
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     *,
     axis_name: axes.AxisName | None = None,
     mesh: Mesh | None = None,
     policy: Policy | Level | None = None,
     microbatches: Count = 1,
     has_aux: bool = False,
-    dtype: Any = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     layers: optax.GradientTransformation | None = None,
 ) -> Oracle:
     r"""Differentiate a loss like ``jax.value_and_grad``, for an optimizer of boostax.
@@ -174,21 +154,23 @@ def value_and_grad(
       >>> f(jnp.float32(1.0), (), jnp.arange(4.0))
       (Array(2.1, dtype=float32), Array(2.2, dtype=float32))
     """
-    count, precision = microbatch.require_count(_WHO, microbatches), as_policy(policy)
+    count = microbatch.require_count(_WHO, microbatches)
+    precision = None if policy is None else as_policy(policy)
     names = axes.of_mesh(_WHO, axis_name, mesh)
 
     @functools.wraps(loss_fn)
-    def of_model(params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+    def of_model(params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return loss_fn(trees.restored(params), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
-    made = Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(dtype), mesh)
+    oracle = Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(dtype), mesh)
     if layers is None:
-        return made
+        return oracle
     around = getattr(getattr(layers, "update", None), "around", None)
-    hint, allowed = "boostax.on_mesh(tx, params, layers=...) returns it.", "the optimizer on a mesh"
+    allowed = "the optimizer on a mesh"
+    hint = "boostax.on_mesh(tx, params, layers=...) returns it."
     checks.require_type(around is not None, _WHO, "layers", got=layers, allowed=allowed, hint=hint)
-    return around(made, precision)  # pyright: ignore[reportOptionalCall]
+    return around(oracle, precision)  # pyright: ignore[reportOptionalCall]
 
 
 class Gradients(NamedTuple):
@@ -203,17 +185,16 @@ class Gradients(NamedTuple):
 
     local: PyTree
     averaged: PyTree = ()
-    applied: Any = ()
+    applied: PyTree = ()
 
-    def as_row(self) -> Gradients:
-        """Return one replica's gradients with a leading dimension of size 1."""
-        return self._replace(local=PerReplica(_as_row(self.local)))
-
-    def entered(self) -> PyTree:
-        """Return one replica's gradients without that dimension; ``applied`` is kept."""
+    def unwrapped(self) -> PyTree:
+        """Return one replica's gradients without a ``PerReplica``; ``applied`` is kept."""
         local = self.local.local if is_per_replica(self.local) else self.local
         if self.averaged:
-            either = lambda x, y: y if trees.is_masked(x) else x  # noqa: E731
+
+            def either(x: PyTree, y: PyTree) -> PyTree:
+                return y if trees.is_masked(x) else x
+
             local = jax.tree.map(either, local, self.averaged, is_leaf=trees.is_masked)
         return Gradients(local, applied=self.applied) if self.applied else local
 
@@ -235,12 +216,12 @@ class Oracle(Generic[Value, Params, Grads]):
         loss scale.
     """
 
-    loss_fn: Callable[..., Any]
-    computed: Callable[..., Any]
+    loss_fn: Callable[..., PyTree]
+    computed: Callable[..., PyTree]
     names: tuple[str, ...]
     count: Count
     has_aux: bool
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     mesh: Mesh | None = None
     watch: Callable[[list[str]], None] | None = None
 
@@ -256,19 +237,17 @@ class Oracle(Generic[Value, Params, Grads]):
         """Return whether the loss's program is read before differentiation."""
         return self.mesh is not None
 
-    def judge(self, program: Any, trained: PyTree) -> None:
+    def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
+        """Return the function for params of these types and placement, gathered in ``wire``."""
+        return self
+
+    def gathers(self, params: PyTree) -> tuple[str, ...]:
+        """Return the names of the params that this function gathers itself."""
+        return ()
+
+    def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
         """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
-        # Without types JAX sums the cotangents of a sum over the replicas. This is correct for a
-        # gradient that is taken outside the mapped function and averaged over the replicas, but
-        # wrong for a gradient that is taken inside, for one replica.
-        inside = of_transposes(program) & frozenset(self.names)
-        if inside:
-            raise ValueError(
-                "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
-                "itself (jax.grad of lax.psum or lax.pmean), got one over "
-                f"{', '.join(sorted(inside))}. Average the gradient, not what it is taken of: "
-                "lax.pmean(jax.grad(local)(x), axis)."
-            )
+        refusals.require_no_inner_sums(program, self.names)
 
     @property
     def replicas(self) -> int:
@@ -282,111 +261,113 @@ class Oracle(Generic[Value, Params, Grads]):
 
     @checks.arguments
     def __call__(
-        self, params: Params, opt_state: Any, batch: Any, /, *, active: Any = True, **given: Any
+        self, params: Params, opt_state: Any, batch: Any, /, *, active: Any = True, **kwargs: Any
     ) -> tuple[Value, Grads]:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
-        given_all = {"params": params, "opt_state": opt_state, "batch": batch}
-        with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **given_all):
-            value, grads = self.with_aux(params, opt_state, batch, active, given)
+        inputs = {"params": params, "opt_state": opt_state, "batch": batch}
+        with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **inputs):
+            value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(
-        self, params: PyTree, opt_state: PyTree, given_batch: PyTree, active: PyTree, kwargs: Any
-    ) -> tuple[Any, PyTree]:
+        self, params: PyTree, opt_state: PyTree, batch: PyTree, active: PyTree, kwargs: Kwargs
+    ) -> tuple[PyTree, PyTree]:
         """Return ``((loss, aux), grads)``, even if ``loss_fn`` has no aux."""
-        whole, params = params, trees.aside(params)
-        said: PyTree = True
+        is_active: PyTree = True
         if active is not True:
-            own = is_per_replica(params)
-            apart = params.local if own else params
+            local = params.local if is_per_replica(params) else params
             if isinstance(active, Choice):
-                at, options = active
-                active = Choice(at, tuple(of_arrays(x, apart) for x in options))
+                options = (_of_arrays(option, local) for option in active.options)
+                active = Choice(active.at, tuple(options))
             else:
-                said = _active(active, whole.local if own else whole)
-                active = of_arrays(said, apart)
+                is_active = refusals.active_leaves(active, local)
+                active = _of_arrays(is_active, local)
+        params = trees.aside(params)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
-            require_trainable(_WHO, _trained(params, active))
+            refusals.require_trainable(_trained(params, active))
             if self.rows[0] is None:
-                stacked_count(given_batch, _WHO, least=2)
+                stacked_count(batch, _WHO, least=2)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
-        given = _given(kwargs | {"scales": scales})
-        apart = terms_of(opt_state)
-        with scaling(opt_state):
-            params, specs, of_grads = self.inputs(params, opt_state)
+        kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
+        terms = terms_of(opt_state)
+        # The loss is traced in this context, and its gradients are unscaled outside.
+        with axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), handshake.scaled(opt_state))):
+            params, params_specs, grads_specs = self.inputs(params, opt_state)
             if self.mesh is None:
-                value, grads = self.local(params, given_batch, scale, given, active, rules, apart)
-                return value, trees.without_gradient(grads.entered(), said)
+                value, grads = self.local(params, batch, scale, kwargs, active, rules, terms)
+                return value, trees.without_gradient(grads.unwrapped(), is_active)
 
-            at, options = active if isinstance(active, Choice) else (None, ())
-            given_aux: PyTree = Aux()
+            loss_aux: PyTree = Aux()
 
-            def each(
-                params: PyTree, batch: PyTree, given: dict[str, Any], scale: jax.Array, at: Any
-            ) -> tuple[Any, PyTree, Gradients]:
-                nonlocal given_aux
-                handshake.hand_on(scales, given.get("scales"))
-                chosen = active if at is None else Choice(at, options)
-                value, grads = self.local(params, batch, scale, given, chosen, rules, apart)
-                loss, given_aux = value
-                return (loss, as_aux(given_aux)), _as_row(own_of(given_aux)), grads.as_row()
+            def per_replica(params: Any, batch: Any, kwargs: Any, scale: Any, at: Any) -> PyTree:
+                nonlocal loss_aux
+                handshake.hand_on(scales, kwargs.get("scales"))
+                chosen = active._replace(at=at) if isinstance(active, Choice) else active
+                value, grads = self.local(params, batch, scale, kwargs, chosen, rules, terms)
+                loss, loss_aux = value
+                stacked = auxiliary.own_of(loss_aux), grads.local
+                own_aux, local = jax.tree.map(lambda x: jnp.expand_dims(x, 0), stacked)
+                return (loss, as_aux(loss_aux)), own_aux, grads._replace(local=PerReplica(local))
 
-            run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names), of_grads), specs)
-            (loss, told), own, grads = run(params, given_batch, given, scale, at)
-        aux = as_given(told, PerReplica(own), given_aux)
-        said = said if said is True else Gradients(PerReplica(said))
-        grads = trees.without_gradient(grads, said)
+            specs = PartitionSpec(), PartitionSpec(self.names), grads_specs
+            at = active.at if isinstance(active, Choice) else None
+            fn = self._mapped(per_replica, specs, params_specs)
+            (loss, aux), own_aux, grads = fn(params, batch, kwargs, scale, at)
+        aux = auxiliary.as_given(aux, PerReplica(own_aux), loss_aux)
+        is_active = is_active if is_active is True else Gradients(PerReplica(is_active))
+        grads = trees.without_gradient(grads, is_active)
         return (loss, aux), grads if any(grads[1:]) else grads.local
 
-    def loss_at(self, batch: PyTree, /, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
+    def loss_at(self, batch: PyTree, /, **kwargs: PyTree) -> Callable[[PyTree], jax.Array]:
         """Return the loss of a batch as a function of the params."""
-        args = batch, _given(kwargs)
+        args = batch, {k: x for k, x in kwargs.items() if x is not None}
         if not self.names:
             return lambda params: self._loss(trees.aside(params), *args)
-        both = self._loss, self._slope
+        fns = self._loss, self._slope
         if self.mesh is not None:
-            both = (outside(self._mapped(fn, PartitionSpec())) for fn in both)
-        loss = differentiable(*both, args)
+            fns = (_outside(self._mapped(fn, PartitionSpec())) for fn in fns)
+        loss = _differentiable(*fns, args)
         return lambda params: loss(trees.aside(params))
 
-    def local(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        given: dict[str, Any],
-        active: PyTree,
-        rules: carried.Rules,
-        apart: tuple[str, ...] | None = None,
-        /,
-    ) -> tuple[Any, Gradients]:
-        """Return one replica's loss, aux and gradient; with ``apart``, a gradient per term."""
-        hint = "boostax.states.enter_replica(params).local is."
-        got, fits = type(params).__name__, not is_per_replica(params)
-        checks.require(fits, _WHO, "params", got=got, allowed="those of this replica", hint=hint)
-        active, names = _active(active, params), self.names
-        require_trainable(_WHO, _trained(params, active))
+    def local(self, params: PyTree, *args: PyTree) -> tuple[Result, Gradients]:
+        """Return one replica's loss, aux and gradient; with ``terms``, a gradient per term.
 
-        def evaluate(params: PyTree, rows: PyTree, counts: Any, scale: Any, /, **given: Any) -> Any:
+        Args:
+          params: the params of this replica.
+          *args: the batch, the loss scale, the loss's keyword arguments, the active leaves, the
+            rules of ``carry``, and the terms of a window or ``None``.
+        """
+        batch, scale, kwargs, active, rules, terms = args
+        hint = "boostax.states.enter_replica(params).local is."
+        got, allowed = type(params).__name__, "those of this replica"
+        is_local = not is_per_replica(params)
+        checks.require(is_local, _WHO, "params", got=got, allowed=allowed, hint=hint)
+        if not isinstance(active, Choice):
+            active = refusals.active_leaves(active, params)
+        names = self.names
+        refusals.require_trainable(_trained(params, active))
+
+        def evaluate(params: Any, rows: Any, counts: Any, scale: Any, /, **kwargs: Any) -> Any:
             """Return the loss and the gradient of one micro-batch."""
 
-            def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-                result = self._loss_and_aux(trained, params, rows, given, scale)
+            def scaled_loss(trained: PyTree) -> tuple[jax.Array, Result]:
+                result = self._loss_and_aux(trained, params, rows, kwargs, scale)
                 share = self.replicas / self._slices(batch)
-                loss, by_term, aux = auxiliary.of_slice(result, counts, apart, share)
+                loss, by_term, aux = auxiliary.of_slice(result, counts, terms, share)
                 # In a typed map a loss that is averaged over the replicas is typed as equal, and
                 # its gradient would be 1/n of the gradient in an untyped map.
                 loss, by_term = axes.to_varying((loss, by_term), names)
-                return (by_term if apart else loss) * scale.astype(loss.dtype), (loss, aux)
+                return (by_term if terms else loss) * scale.astype(loss.dtype), (loss, aux)
 
             with handshake.multiplied(scale):
                 grads, (loss, aux) = _grad(scaled_loss, params, active)
                 weight = as_aux(aux).weight
-                if weight is not None:
-                    _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, names)
+                if weight is not None and names:
+                    trained = _trained(params, active)
+                    refusals.require_uncrossed(lambda x: scaled_loss(x)[0], trained, names)
             if weight is not None:
                 # A mean over zero tokens is 0/0, which must not lower the scale as an overflow
                 # would.
@@ -395,45 +376,45 @@ class Oracle(Generic[Value, Params, Grads]):
                 grads = carried.put(grads, new)
             return (loss, aux), grads
 
-        how: Any = {"dtype": self.dtype, "rules": rules}
         # Carried records of cotangents must equal the records of the whole batch for any split.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
-        ((loss, aux), grads), terms = self._sliced(evaluate, params, batch, given, scale, **how)
+        options: PyTree = {"dtype": self.dtype, "rules": rules}
+        result, counted_terms = self._sliced(evaluate, params, batch, kwargs, scale, **options)
+        (loss, aux), grads = result
         new = carried.values(grads, carried.resolve(rules, grads))
         grads = carried.without(grads, new)
         grads = jax.tree.map(lambda g: g * parts, grads) if parts > 1 else grads
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
-        aux = auxiliary.reported(aux, terms, self.replicas)
-        grads = carried.put(grads, new)
-        return (loss, aux), Gradients(grads)
+        aux = auxiliary.reported(aux, counted_terms, self.replicas)
+        return (loss, aux), Gradients(carried.put(grads, new))
 
     def _sliced(
-        self, fn: Any, params: Any, batch: Any, given: Any, *args: Any, more: Any = (), **how: Any
-    ) -> Any:
-        """Return ``fn(params, rows, counts, *args, **given)`` of all micro-batches, and terms.
+        self, fn: Any, params: Any, batch: Any, kwargs: Any, *args: Any, more: Any = (), **how: Any
+    ) -> tuple[PyTree, tuple[str, ...]]:
+        """Return ``fn(params, rows, counts, *args, **kwargs)`` of all micro-batches, and terms.
 
         ``counts`` has the mean counts of a loss's terms per slice, or is ``None``. ``more`` has
-        keywords that only ``fn`` gets.
+        keywords that only ``fn`` gets, and ``how`` has options of ``microbatch``.
         """
         params = axes.to_varying(params, self.names)
-        run = microbatch.microbatch(fn, self.count, has_aux=True, **how)
+        evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
         try:
-            return run(params, batch, None, *args, **given, **dict(more)), ()
+            return evaluate(params, batch, None, *args, **kwargs, **dict(more)), ()
         except auxiliary.UncountedError:
             pass
 
-        def counted(params: PyTree, rows: PyTree, /, **given: Any) -> Any:
-            terms, aux = self._loss_and_aux(params, params, rows, given)
+        def counted(params: PyTree, rows: PyTree, /, **kwargs: PyTree) -> PyTree:
+            terms, aux = self._loss_and_aux(params, params, rows, kwargs)
             return (jnp.zeros(()), Aux(None, as_aux(aux).model_state, means=terms)), ()
 
         # XLA removes operations that the counts do not need, so counting a mask costs no forward
         # pass.
         count = microbatch.microbatch(counted, self.count, has_aux=True)
-        (_, aux), _ = count(params, batch, **given)
+        (_, aux), _ = count(params, batch, **kwargs)
         counts = {x: total(n, self.names) / self._slices(batch) for x, (_, n) in aux.means.items()}
-        return run(params, batch, counts, *args, **given, **dict(more)), tuple(counts)
+        return evaluate(params, batch, counts, *args, **kwargs, **dict(more)), tuple(counts)
 
     def _slices(self, batch: PyTree) -> int:
         """Return the number of micro-batches of all replicas."""
@@ -441,21 +422,21 @@ class Oracle(Generic[Value, Params, Grads]):
         return count * self.replicas
 
     def _loss_and_aux(
-        self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any, scale: Any = None
-    ) -> Any:
+        self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Kwargs, scale: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
         """Return the result of the loss from the trained params and all params."""
 
-        def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
-            require_taken(_WHO, self.loss_fn, kwargs)
-            whole = trees.unmasked(trained, params)
-            return auxiliary.loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
+        def of_trained(trained: PyTree) -> tuple[PyTree, PyTree]:
+            refusals.require_signature(self.loss_fn, kwargs)
+            result = self.computed(trees.unmasked(trained, params), batch, **kwargs)
+            return auxiliary.loss_and_aux(result, self.has_aux)
 
-        watch: Any = None if scale is None else self.watch
+        watch = None if scale is None else self.watch
         if not self.reads and watch is None:
             return of_trained(trained)
-        run, _ = trees.trace_once(of_trained, trained)
-        program = run.program
-        self.judge(program, trained)
+        replay, _ = trees.trace_once(of_trained, trained)
+        program = replay.program
+        self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
         if watch is not None and interpret.CUSTOM[1] in operations:
             from boostax.train import degrees
@@ -463,79 +444,67 @@ class Oracle(Generic[Value, Params, Grads]):
             # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
             watch(degrees.nonlinear(program, sure))
-        return run(trained)
+        return replay(trained)
 
-    def _loss(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
+    def _loss(self, params: PyTree, batch: PyTree, kwargs: Kwargs) -> jax.Array:
         """Return the loss without the aux."""
 
-        def forward(params: PyTree, batch: PyTree, counts: Any, /, **kwargs: Any) -> Any:
+        def forward(params: PyTree, batch: PyTree, counts: PyTree, /, **kwargs: PyTree) -> PyTree:
             result = self._loss_and_aux(params, params, batch, kwargs)
             loss, _, aux = auxiliary.of_slice(result, counts)
             weight = as_aux(aux).weight
             loss = loss if weight is None else drop_empty(loss, jnp.asarray(weight))
             return (loss, Aux(weight)), ()
 
-        ((loss, aux), _), _ = self._sliced(forward, params, batch, given)
+        ((loss, aux), _), _ = self._sliced(forward, params, batch, kwargs)
         return auxiliary.over_replicas(loss, aux, (), self.names)[0] if self.names else loss
 
-    def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
+    def _slope(self, params: PyTree, batch: PyTree, kwargs: Kwargs) -> PyTree:
         """Return the gradient of the loss, averaged over the replicas."""
-        _, grads = Oracle.local(self, params, batch, jnp.ones(()), given, True, {})
+        _, grads = Oracle.local(self, params, batch, jnp.ones(()), kwargs, True, {}, None)
         return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads.local))
 
-    def _mapped(
-        self, fn: Callable[..., Any], out_specs: Any, of_params: Any = None
-    ) -> Callable[..., Any]:
-        """Map ``fn(params, batch, given, ...)`` over the replicas of global arrays."""
-        names, whole = self.names, PartitionSpec()
+    def _mapped(self, fn: Any, out_specs: Any, params_specs: Any = None) -> Callable[..., PyTree]:
+        """Map ``fn(params, batch, kwargs, ...)`` over the replicas of global arrays."""
+        names = self.names
 
-        def run(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
-            own = is_per_replica(params)
+        def mapped(params: PyTree, batch: PyTree, kwargs: Kwargs, *more: PyTree) -> PyTree:
+            is_local = is_per_replica(params)
 
-            def each(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
-                params = jax.tree.map(lambda x: x[0], params.local) if own else params
-                if "key" in given:
-                    given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
-                return fn(params, batch, given, *more)
+            def per_replica(params: PyTree, batch: PyTree, kwargs: Kwargs, *more: PyTree) -> PyTree:
+                params = jax.tree.map(lambda x: x[0], params.local) if is_local else params
+                if "key" in kwargs:
+                    kwargs = kwargs | {"key": jax.random.fold_in(kwargs["key"], axes.index(names))}
+                return fn(params, batch, kwargs, *more)
 
-            spec = of_params or (PartitionSpec(names) if own else whole)
-            specs = spec, self.rows, whole, *[whole] * len(more)
+            replicated = PartitionSpec()
+            spec = params_specs or (PartitionSpec(names) if is_local else replicated)
+            specs = spec, self.rows, replicated, *[replicated] * len(more)
             # The map is untyped, so that loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
             around = jax.sharding.get_abstract_mesh()
-            mesh: Any = self.mesh if around.empty else around
-            how: Any = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
-            mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
+            mesh: PyTree = self.mesh if around.empty else around
+            options: PyTree = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
+            shard_map = jax.shard_map(per_replica, in_specs=specs, out_specs=out_specs, **options)
             # JAX's own error about rows would describe this map.
-            sizes: Any = self.mesh and self.mesh.shape
-            count, dim = math.prod(sizes[x] for x in names), len(self.rows) - 1
+            sizes = self.mesh.shape if self.mesh else {}
+            count = math.prod(sizes[x] for x in names)
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
+                dim = len(self.rows) - 1
                 microbatch.require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
             batch = placement.gathered(mesh, names, batch, self.rows)
-            params = params if of_params else placement.gathered(mesh, names, params)
-            args = params, batch, given, *more
+            params = params if params_specs else placement.gathered(mesh, names, params)
+            args = params, batch, kwargs, *more
             # Outside jit, JAX maps a subset of a mesh's axes only with checked types.
-            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-            return (mapped if traced else jax.jit(mapped))(*args)
+            is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+            return (shard_map if is_traced else jax.jit(shard_map))(*args)
 
-        return run
-
-
-class PlacedOracle(Oracle, abc.ABC):
-    """A gradient function that gathers some params itself, so it needs their placement."""
-
-    @abc.abstractmethod
-    def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
-        """Return the function for params of these types and placement, gathered in ``wire``."""
-
-    @abc.abstractmethod
-    def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that this function gathers itself."""
+        return mapped
 
 
 # Makes a gradient function from that of the whole loss and its policy.
-Around = Callable[[Oracle, Policy | None], PlacedOracle]
+Around = Callable[[Oracle, Policy | None], Oracle]
 
 
 class Backward(abc.ABC):
@@ -560,33 +529,30 @@ def planned(
     return layers.planned(tx, shard_optimizer)
 
 
-def _as_row(tree: PyTree) -> PyTree:
-    """Return the arrays of one replica with a leading dimension, ``[1, ...]``."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
-
-
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if value is not None}
-
-
 def _trained(params: PyTree, active: PyTree) -> PyTree:
     """Return the trained params, for a ``Choice`` at any of its indices."""
     return trees.masked(params, active.widest if isinstance(active, Choice) else active)
 
 
-def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[PyTree, Any]:
+def _of_arrays(tree: PyTree, params: PyTree) -> PyTree:
+    """Hide in a tree like the params the leaves that ``aside`` hides in ``params``."""
+    arrays = trees.aside(params)
+    return jax.tree.map(lambda p, x: p if is_aside(p) else x, arrays, tree, is_leaf=is_aside)
+
+
+def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[PyTree, PyTree]:
     """Return the gradient with respect to the active params, and the auxiliary result of ``fn``.
 
     If ``fn`` returns terms ``[terms]``, the leaves of the gradient are ``[terms, ...]``.
     """
-    chosen = isinstance(active, Choice)
     trained = _trained(params, active)
     value, pullback, more = jax.vjp(fn, trained, has_aux=True)
 
     def gradient(cotangent: jax.Array) -> PyTree:
-        backward = lambda: jax.tree.leaves(pullback(cotangent))  # noqa: E731
-        grads = staged(backward, active.levels(), active.at) if chosen else backward()
-        return jax.tree.unflatten(jax.tree.structure(trained), grads)
+        if not isinstance(active, Choice):
+            return pullback(cotangent)[0]
+        leaves = staged(lambda: jax.tree.leaves(pullback(cotangent)), active.levels(), active.at)
+        return jax.tree.unflatten(jax.tree.structure(trained), leaves)
 
     if not value.ndim:
         return gradient(jnp.ones_like(value)), more
@@ -595,38 +561,7 @@ def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: PyTree) -> tuple[
     return jax.tree.map(lambda *terms: jnp.stack(terms), *grads), more
 
 
-def _require_uncrossed(
-    fn: Callable[[PyTree], jax.Array], params: PyTree, active: Any, names: tuple[str, ...]
-) -> None:
-    """Refuse weights of replicas for a loss whose gradient crosses replicas.
-
-    A part of such a gradient belongs to another replica's loss, which has another weight.
-    """
-    if not names:
-        return
-    programs: list[Any] = []
-
-    def look(trained: PyTree) -> None:
-        _, tangent = jax.linearize(fn, trained)
-        value, pullback = jax.vjp(fn, trained)
-        # A typed sum communicates nothing in the backward pass; a tangent program does not show a
-        # custom backward rule.
-        programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
-
-    jax.eval_shape(look, _trained(params, active))
-    crossed = frozenset().union(*map(of_gradients, programs)) & frozenset(names)
-    allowed = "left out of a loss through which gradients go from replica to replica"
-    got = f"one and a collective over {', '.join(sorted(crossed))}"
-    hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
-    checks.require(not crossed, _WHO, "Aux.weight", got=got, allowed=allowed, hint=hint)
-
-
-def _active(active: PyTree, params: PyTree) -> PyTree:
-    """Return a ``Choice`` unchanged, and anything else as a bool for each leaf of the params."""
-    return active if isinstance(active, Choice) else active_leaves(_WHO, active, params)
-
-
-def outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``fn`` in a form that a line search may call inside the mapped region.
 
     ``fn`` itself runs outside of that region. Its params must be equal on all replicas.
@@ -634,14 +569,14 @@ def outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     called = custom_vmap(fn)
 
     @called.def_vmap
-    def rule(size: int, batched: Any, *args: PyTree) -> Any:
+    def rule(size: int, batched: PyTree, *args: PyTree) -> PyTree:
         allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
         raise ValueError(checks.message(_WHO, "loss_at", allowed, "some that differ", hint))
 
     return called
 
 
-def differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
+def _differentiable(value: Any, gradient: Any, args: Any) -> Callable[[PyTree], jax.Array]:
     """Return a function of params that has the given gradient.
 
     JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
@@ -653,145 +588,44 @@ def differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable
         return value(params, *args)
 
     @loss.defjvp
-    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
         slopes = jax.tree.leaves(gradient(*primals, *args))
-        moves = zip(slopes, jax.tree.leaves(tangents), strict=True)
-        change = sum(jnp.sum((g * move).real) for g, move in moves)
+        pairs = zip(slopes, jax.tree.leaves(tangents), strict=True)
+        change = sum(jnp.sum((slope * tangent).real) for slope, tangent in pairs)
         out = value(*primals, *args)
         return out, jnp.asarray(change, out.dtype)
 
     return loss
 
 
-def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
-    """Hide in a tree like the params the leaves that ``aside`` hid in ``params``."""
-    return jax.tree.map(lambda p, x: p if is_aside(p) else x, params, tree, is_leaf=is_aside)
-
-
-def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a tangent program communicates values that depend on its inputs.
-
-    The constants of a tangent program are values of the forward pass, or values recomputed under a
-    checkpoint. Gradients are communicated over the returned axes.
-    """
-    found: set[str] = set()
-
-    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
-        if any(fed):
-            # An unknown body could do anything to its operands, so the worst is assumed.
-            found.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
-        return [any(fed)] * len(eqn.outvars)
-
-    interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
-    return frozenset(found)
-
-
-def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a program sums in a backward pass inside the program."""
-
-    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
-        return itertools.repeat(backward or _backward(eqn))
-
-    found = interpret.equations(program.jaxpr, False, enter)
-    backward = (eqn for eqn, inside in found if inside or _backward(eqn))
-    kinds = "psum", "reduce_scatter"
-    return axes.named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
-
-
-def _backward(eqn: jaxprs.JaxprEqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
-
-
-def scaling(opt_state: PyTree) -> contextlib.AbstractContextManager[None]:
-    """Mark the scales in a state, for a loss that is traced in this context and scaled outside."""
-    return axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), handshake.scaled(opt_state)))
-
-
 def applied(
-    tx: Any,
+    tx: optax.GradientTransformation,
     grads: PyTree,
     opt_state: PyTree,
     params: PyTree,
-    extra_args: dict[str, Any],
+    extra_args: Kwargs,
     counted: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Apply gradients like ``apply_gradients``, without its explanations of errors.
 
     ``counted`` is described in ``Pending``.
     """
-    like, own = grads.local if isinstance(grads, Gradients) else grads, params
+    like = grads.local if isinstance(grads, Gradients) else grads
     like = like.local if is_per_replica(like) and not is_per_replica(params) else like
-    holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
-    if holes:
+    trained = params
+    has_holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
+    if has_holes:
         # Equinox's filters leave None for the gradient of a function in a module.
-        ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-        own = jax.tree.map(lambda g, p: None if g is None else p, like, params, is_leaf=ends)
+        def is_hole(node: PyTree) -> bool:
+            return node is None or trees.is_masked(node)
+
+        trained = jax.tree.map(lambda g, p: None if g is None else p, like, params, is_leaf=is_hole)
     if (gate := gate_of(tx)) is not None:
         pending = Pending(grads, counted=counted)
-        new, opt_state = gate.step(pending, opt_state, own, apply=True, **extra_args)
+        new, opt_state = gate.step(pending, opt_state, trained, apply=True, **extra_args)
     else:
         tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
-        new = trees.applied(own, updates)
-    new = axes.placed_like(new, own)
-    return (trees.put_back(new, params) if holes else new), opt_state
-
-
-def require_taken(who: str, loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that does not take the arguments that it is called with."""
-    try:
-        # A wrapper may take arguments that the wrapped function does not.
-        takes = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):
-        # Some callables have no signature that Python can read.
-        return
-    try:
-        takes.bind(None, None, **kwargs)
-    except TypeError as error:
-        name = next((name for name in kwargs if repr(name) in str(error)), "")
-        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
-        hint = _TAKEN.get(name, f"Leave {name}= out of the call.") if name else _ROWS
-        if "missing" in str(error):
-            allowed = f"given all that it takes ({error})"
-            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
-        raise TypeError(checks.message(who, "loss_fn", allowed, loss_fn, hint)) from error
-
-
-def active_leaves(who: str, active: PyTree, params: PyTree) -> PyTree:
-    """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
-    given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
-    bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
-    hint = "tx.active(params, depth) of a scheduled_freeze is one."
-    checks.require_type(bools, who, "active", got=active, allowed=allowed, hint=hint)
-
-    def of_part(keep: Any, part: PyTree) -> Any:
-        # A subtree without arrays needs no entry, so its entry may be None.
-        trained = any(map(trees.is_array, jax.tree.leaves(part)))
-        return True if keep is None and not trained else keep
-
-    active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
-    return jax.tree.broadcast(active, params)
-
-
-def require_trainable(who: str, trained: PyTree) -> None:
-    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
-    if bcoo.MODULE in sys.modules:
-        require_dense(trained, who, "params")
-    allowed = "floating or complex arrays where they are trained"
-    hint = "Separate it (model_state, equinox.partition, nnx.split), or pass active= with False."
-    if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
-        hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
-        hint += "optimizer.value_and_grad(loss)(model, batch)."
-    for path, x in jax.tree_util.tree_leaves_with_path(trained):
-        dtype = getattr(x, "dtype", None)
-        if isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype):
-            continue
-        got = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'}"
-        raise TypeError(checks.message(who, "params", allowed, got, hint))
-
-
-def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
-    """Raise if a leaf is sparse."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse)
-    got = [(type(x).__name__, path_name(path)) for path, x in leaves if is_sparse(x)]
-    checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=DENSE)
+        updates, opt_state = tx.update(grads, opt_state, trained, **extra_args)
+        new = trees.applied(trained, updates)
+    new = axes.placed_like(new, trained)
+    return (trees.put_back(new, params) if has_holes else new), opt_state

@@ -2,7 +2,6 @@
 """Read a saved state for another number of replicas, and reshard it."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -12,7 +11,7 @@ from boostax._core.replicas import distributed_items, is_per_replica, spread_ane
 from boostax._core.types import PyTree
 
 
-def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
+def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTree:
     """Return the types of ``target``, with the saved number of replicas in per-replica leaves.
 
     Args:
@@ -28,7 +27,7 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
     items = distributed_items(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
 
-    def type_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def type_of(path: tuple[PyTree, ...], leaf: PyTree) -> jax.ShapeDtypeStruct:
         shape = tuple(saved.get(trees.path_name(path), {}).get("shape", ()))
         free = local.get(id(leaf), 0)
         alike = free and min(len(shape), leaf.ndim) >= free and shape[free:] == leaf.shape[free:]
@@ -37,12 +36,12 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
     return jax.tree_util.tree_map_with_path(type_of, target)
 
 
-def typed(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return the type of a leaf with another shape and its sharding, by default the first device.
 
     If the number of replicas is not a multiple of the devices, every device reads all replicas.
     """
-    sharding: Any = getattr(leaf, "sharding", None)
+    sharding: PyTree = getattr(leaf, "sharding", None)
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
     try:
         sharding.shard_shape(shape)
@@ -53,15 +52,16 @@ def typed(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
     """Reshard ``state`` by ``reshard_state`` to the replicas and shardings of ``target``."""
-    summed, items = summed_parts(state), distributed_items(state)
+    summed = summed_parts(state)
+    items = distributed_items(state)
 
-    def node(old: Any, new: Any) -> Any:
-        shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (old, new)]
-        if not is_per_replica(old) or shapes[0] == shapes[1]:
+    def node(old: PyTree, new: PyTree) -> PyTree:
+        old_shapes, new_shapes = ([x.shape for x in jax.tree.leaves(tree)] for tree in (old, new))
+        if not is_per_replica(old) or old_shapes == new_shapes:
             return old
-        how = shapes[1][0][0], any(old is part for part in summed), items.get(id(old))
+        rule = new_shapes[0][0], any(old is part for part in summed), items.get(id(old))
         # The rule is compiled, so each device computes only its own part.
-        where = jax.tree.map(lambda x: typed(x, x.shape).sharding, new)
-        return jax.jit(lambda x: spread_anew(x, *how), out_shardings=where)(old)
+        shardings = jax.tree.map(lambda x: typed(x, x.shape).sharding, new)
+        return jax.jit(lambda x: spread_anew(x, *rule), out_shardings=shardings)(old)
 
     return jax.tree.map(node, state, target, is_leaf=is_per_replica)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ class TrainState(NamedTuple, Generic[types.Params]):
       key: constant PRNG key, into which each call folds ``step`` and the replica; or ``None``.
     """
 
-    step: Any
-    params: types.Params
+    step: jax.Array  # [] int32
+    params: types.Params  # shapes and dtypes of the model
     opt_state: PyTree
-    model_state: PyTree
-    key: Any
+    model_state: PyTree  # shapes and dtypes of the model
+    key: jax.Array | None  # [] PRNG key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,23 +82,24 @@ class Placing:
 
     def state(self, state: TrainState) -> TrainState:
         """Place the state of one replica on all replicas; for types, add shardings."""
-        specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
-        given = len(jax.tree.leaves(specs))
+        specs = self.of_params(state.params)
+        got = len(jax.tree.leaves(specs))
+        count = len(jax.tree.leaves(state.params))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
-        checks.require(given == count, _WHO, "param_specs", got=given, allowed=allowed, hint=hint)
+        checks.require(got == count, _WHO, "param_specs", got=got, allowed=allowed, hint=hint)
         for (name, x), spec in zip(trees.named(state.params), jax.tree.leaves(specs), strict=True):
-            self._require_fits(name, x, spec)
-        here = dataclasses.replace(self, param_specs=specs)
+            self._require_shardable(name, x, spec)
+        placing = dataclasses.replace(self, param_specs=specs)
         if owns_params(state.opt_state):
             state = state._replace(params=PerReplica(state.params))
         stack = functools.partial(stack_replicas, replicas=self.replicas)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
             state = jax.eval_shape(stack, state)
-            return jax.tree.map(lambda x, s: x.update(sharding=s), state, here.shardings(state))
+            return jax.tree.map(lambda x, s: x.update(sharding=s), state, placing.shardings(state))
         # On the host the stacked replicas are views of one array.
         state = stack(on_host(state) if self.spans_processes else state)
-        return place(state, here.shardings(state))
+        return place(state, placing.shardings(state))
 
     def shardings(self, state: TrainState) -> TrainState:
         """Return the sharding of each leaf of a placed state."""
@@ -106,28 +107,28 @@ class Placing:
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the spec of each leaf of a placed state."""
-        whole, place = PartitionSpec(), self.placement(state.params)
-        specs = specs_of(place, self.shard_optimizer, state.params, state.opt_state)
-        return jax.tree.broadcast(TrainState(whole, *specs, model_state=whole, key=whole), state)
+        replicated: PyTree = PartitionSpec()
+        placement = self.placement(state.params)
+        specs = specs_of(placement, self.shard_optimizer, state.params, state.opt_state)
+        return jax.tree.broadcast(TrainState(replicated, *specs, replicated, replicated), state)
 
     def of_params(self, params: PyTree) -> PyTree:
         """Return the spec of each param, from ``param_specs`` or from the param's sharding."""
-        own = isinstance(params, PerReplica)
-        params = params.local if own else params
         if self.param_specs is not None:
             return self.param_specs
+        is_stacked = isinstance(params, PerReplica)
 
-        def found(path: Any, x: Any) -> PartitionSpec:
+        def spec_of(path: tuple[PyTree, ...], x: PyTree) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
             if not isinstance(sharding, NamedSharding):
                 return PartitionSpec()
             if sharding.mesh != self.mesh:
-                self._require_fits(trees.path_name(path), x, sharding.spec)
-            return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
+                self._require_shardable(trees.path_name(path), x, sharding.spec)
+            return PartitionSpec(*sharding.spec[1:]) if is_stacked else sharding.spec
 
-        return jax.tree_util.tree_map_with_path(found, params)
+        return jax.tree_util.tree_map_with_path(spec_of, params.local if is_stacked else params)
 
-    def _require_fits(self, name: str, x: Any, spec: PartitionSpec) -> None:
+    def _require_shardable(self, name: str, x: PyTree, spec: PartitionSpec) -> None:
         """Refuse a spec that does not fit its param, because JAX's errors do not name the param."""
         try:
             NamedSharding(self.mesh, spec).shard_shape(x.shape)
@@ -141,18 +142,18 @@ class Placing:
     def placement(self, params: PyTree) -> Placement:
         """Return the placement of params."""
         specs = jax.tree_util.tree_leaves_with_path(self.of_params(params))
-        at = {trees.plain_path(path): spec for path, spec in specs}
-        return Placement(self.mesh, self.names, at)
+        by_path = {trees.plain_path(path): spec for path, spec in specs}
+        return Placement(self.mesh, self.names, by_path)
 
     def batch(self, batch: PyTree) -> PyTree:
         """Place a batch, or this process's rows of a batch; for types, add shardings."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
-            whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
-            replicas = self.replicas if whole else len(own_rows(self.rows_sharding, self.replicas))
-            of = "replicas" if whole else "this process's replicas"
-            by = f"{of} x microbatches = {replicas} x {self.microbatches}"
-            require_even(_WHO, path, getattr(leaf, "shape", ()), replicas * self.microbatches, by)
+            is_global = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
+            count = self.replicas if is_global else len(own_rows(self.rows_sharding, self.replicas))
+            of = "replicas" if is_global else "this process's replicas"
+            by = f"{of} x microbatches = {count} x {self.microbatches}"
+            require_even(_WHO, path, getattr(leaf, "shape", ()), count * self.microbatches, by)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
             return _typed(batch, self.rows_sharding)
         if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
@@ -161,21 +162,21 @@ class Placing:
             return place_rows(batch, self.rows_sharding)
         return jax.device_put(batch, self.rows_sharding)
 
-    def common(self, given: PyTree, batch: PyTree) -> PyTree:
+    def common(self, kwargs: PyTree, batch: PyTree) -> PyTree:
         """Replicate arrays that are not split over replicas; for types, add shardings."""
-        where = NamedSharding(self.mesh, PartitionSpec())
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((given, batch))):
-            return _typed(given, where)
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((kwargs, batch))):
+            return _typed(kwargs, sharding)
 
-        def put(x: Any) -> Any:
+        def replicated(x: PyTree) -> jax.Array:
             if isinstance(x, Tracer):
                 return x
             # XLA gathers arrays where the loss reads them, except on an Explicit mesh.
-            here = isinstance(x, jax.Array) and x.sharding.device_set == where.device_set
-            here = here and AxisType.Explicit not in self.mesh.axis_types
-            return x if here else place(x, where)
+            is_placed = isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set
+            is_placed = is_placed and AxisType.Explicit not in self.mesh.axis_types
+            return x if is_placed else place(x, sharding)
 
-        return jax.tree.map(put, given)
+        return jax.tree.map(replicated, kwargs)
 
 
 def _typed(tree: PyTree, sharding: NamedSharding) -> PyTree:
@@ -220,14 +221,13 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     for gate, name in itertools.product(gates if len(gates) > 1 else (), ("applied", "skipped")):
         part = re.sub(r"\B([A-Z])", r"_\1", type(gate).__name__.removesuffix("State")).lower()
         pairs += [(f"{part}_{name}", getattr(gate, name))] if hasattr(gate, name) else []
-    pairs += [
-        x for node in trees.telling(opt_state, protocols.HasMetrics) for x in node.metrics().items()
-    ]
-    found: dict[str, jax.Array] = {}
+    for node in trees.telling(opt_state, protocols.HasMetrics):
+        pairs += node.metrics().items()
+    scalars: dict[str, jax.Array] = {}
     for name, scalar in pairs:
         numbered = itertools.chain((name,), (f"{name}_{i}" for i in itertools.count(1)))
-        found[next(x for x in numbered if x not in found)] = scalar
-    return found
+        scalars[next(x for x in numbered if x not in scalars)] = scalar
+    return scalars
 
 
 def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
@@ -241,15 +241,15 @@ def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
       The global batch, each row on its device. Cost: no communication between processes.
     """
 
-    def put(x: Any) -> jax.Array:
+    def placed(x: PyTree) -> jax.Array:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(placed, tree)
 
 
-def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
+def own_rows(sharding: NamedSharding, size: int) -> np.ndarray:
     """Return the rows of a batch of ``size`` on this process's devices, ascending."""
     indices = sharding.addressable_devices_indices_map((size,)).values()
     rows = [np.arange(size)[index] for index in indices if index is not None]
@@ -257,9 +257,9 @@ def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """Copy this process's arrays to NumPy; PRNG keys and arrays of several processes stay."""
+    """Copy this process's arrays to NumPy, except for PRNG keys and arrays of several processes."""
 
-    def fetch(x: Any) -> Any:
+    def copied(x: PyTree) -> PyTree:
         return x if not x.is_fully_addressable or is_key(x) else np.asarray(x)
 
-    return jax.tree.map(fetch, tree)
+    return jax.tree.map(copied, tree)

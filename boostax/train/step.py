@@ -6,8 +6,8 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -21,12 +21,12 @@ from boostax.train.gather import Gather
 from boostax.train.oracle import Backward, planned, value_and_grad
 
 # The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
-_JUDGED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, bool]]] = weakref.WeakKeyDictionary()
+_FINDINGS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[PyTree], bool]]]()
 
 
 @checks.arguments
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     tx: optax.GradientTransformation,
     *,
     mesh: Mesh | None = None,
@@ -34,7 +34,7 @@ def make_train_step(
     policy: Policy | Level | None = None,
     microbatches: int = 1,
     has_aux: bool = False,
-    dtype: Any = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     param_specs: PyTree | None = None,
     freeze_driver: FreezeDriver = "host",
     shard_optimizer: bool = False,
@@ -120,29 +120,28 @@ def make_train_step(
     checks.choice(who, "freeze_driver", freeze_driver, FreezeDriver, hint)
     hint = "The step cuts the batch: a stacked one is x.reshape(-1, *x.shape[2:])."
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
-    rules = as_policy(policy)
-    how: Any = {"policy": rules, "microbatches": slices, "dtype": dtype}
-    how |= {"mesh": mesh, "axis_name": names or None, "has_aux": has_aux}
-    oracle = value_and_grad(_reporting(loss_fn) if has_aux else loss_fn, **how)
-    how = {"policy": rules, "param_specs": param_specs, "freeze_driver": freeze_driver}
-    how |= {"shard_optimizer": shard_optimizer, "gather": gather}
+    precision = None if policy is None else as_policy(policy)
+    options: PyTree = {"policy": precision, "microbatches": slices, "dtype": dtype}
+    options |= {"mesh": mesh, "axis_name": names or None, "has_aux": has_aux}
+    oracle = value_and_grad(_reporting(loss_fn) if has_aux else loss_fn, **options)
     if layers is not None:
         hint, allowed = "Blocks of int8 are of whole arrays.", "'bfloat16' with layers="
         checks.require(gather != "int8", who, "gather", got=gather, allowed=allowed, hint=hint)
         tx, around = planned(tx, layers, shard_optimizer)
-        oracle = around(oracle, rules)
-    step = TrainStep(tx, oracle, mesh, names, slices, **how)
-    watch = functools.partial(_warn_of_rules, set()) if _judge(step) else None
+        oracle = around(oracle, precision)
+    settings = precision, param_specs, freeze_driver, shard_optimizer, gather
+    step = TrainStep(tx, oracle, mesh, names, slices, *settings)
+    watch = functools.partial(_warn_of_rules, set()) if _check_chain(step) else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
 
-def _judge(step: TrainStep) -> bool:
-    """Refuse a chain that is wrong in every run; warn once of its other findings.
+def _check_chain(step: TrainStep) -> bool:
+    """Refuse a chain that is wrong in every run; warn of its other findings.
 
     The result is whether a nonlinear backward rule would be wrong under the chain's loss scale.
     """
     try:
-        known = _JUDGED.setdefault(step.tx.update, {})
+        known = _FINDINGS.setdefault(step.tx.update, {})
     except TypeError:  # a callable that has no weak references, or no hash
         known = {}
     if (step.policy, step.names) not in known:
@@ -150,31 +149,32 @@ def _judge(step: TrainStep) -> bool:
         from boostax.chain.findings import findings, scales
         from boostax.chain.parts import read, rows
 
-        found = sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain)
-        known[step.policy, step.names] = found, scales(step.tx)
-    found, scaled = known[step.policy, step.names]
-    for finding in found:
+        ordered = sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain)
+        known[step.policy, step.names] = ordered, scales(step.tx)
+    ordered, is_scaled = known[step.policy, step.names]
+    for finding in ordered:
         if finding.certain:
             allowed = "a chain whose parts fit each other and the step"
             raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
         warnings.warn(f"make_train_step: {finding}", stacklevel=4)
-    return scaled
+    return is_scaled
 
 
 def _warn_of_rules(known: set[str], rules: list[str]) -> None:
     from boostax.chain.findings import finding
 
     # The set avoids repeated warnings, because a loss may be traced several times.
-    new, _ = set(rules) - known, known.update(rules)
-    for rule in sorted(new):
+    new = sorted(set(rules) - known)
+    known.update(rules)
+    for rule in new:
         warnings.warn(f"make_train_step: {finding('not_linear', rule=rule)}", stacklevel=2)
 
 
-def _reporting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(loss_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return the loss with an aux that a step can report, which is equal on all replicas."""
 
     @functools.wraps(loss_fn)
-    def reported(*args: Any, **kwargs: Any) -> Any:
+    def reported(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = loss_fn(*args, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             return result

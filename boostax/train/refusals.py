@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse arguments of the gradient function, and losses whose gradients would be wrong.
+
+An argument is refused before the loss is traced. A loss is refused by its traced program, if the
+program shows that a gradient would be wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from boostax._core import axes, bcoo, checks, interpret, jaxprs, trees
+from boostax._core.types import PyTree
+
+_WHO = "value_and_grad"
+# Hints for a loss that does not take an argument, by argument; "" is the batch.
+_HINTS = {
+    "": "Let loss_fn take the batch: arrays that it closes over are not split over replicas.",
+    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
+    "edge between groups.",
+    "key": "Add key=None to its arguments, or start the state without a key.",
+    "model_state": "Add model_state=None to its arguments, or start the state without one.",
+}
+
+
+def require_signature(loss_fn: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
+    """Refuse a loss that does not take the arguments with which it is called."""
+    try:
+        # A wrapper may take arguments that the wrapped function does not.
+        signature = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # Some callables have no signature that Python can read.
+        return
+    try:
+        signature.bind(None, None, **kwargs)
+    except TypeError as error:
+        name = next((name for name in kwargs if repr(name) in str(error)), "")
+        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
+        hint = _HINTS.get(name, f"Leave {name}= out of the call.")
+        if "missing" in str(error):
+            allowed = f"given all that it takes ({error})"
+            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
+        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
+
+
+def active_leaves(active: PyTree, params: PyTree) -> PyTree:
+    """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
+    entries = jax.tree.leaves(active)
+    is_valid = bool(entries) and all(isinstance(x, (bool, np.bool_)) for x in entries)
+    allowed = "a tree of bools like the params"
+    hint = "tx.active(params, depth) of a scheduled_freeze is one."
+    checks.require_type(is_valid, _WHO, "active", got=active, allowed=allowed, hint=hint)
+
+    def entry(is_active: bool | None, part: PyTree) -> bool | None:
+        # A subtree without arrays needs no entry, so its entry may be None.
+        has_arrays = any(map(trees.is_array, jax.tree.leaves(part)))
+        return True if is_active is None and not has_arrays else is_active
+
+    active = jax.tree.map(entry, active, params, is_leaf=trees.is_none)
+    return jax.tree.broadcast(active, params)
+
+
+def require_trainable(trained: PyTree) -> None:
+    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
+    if bcoo.MODULE in sys.modules:
+        require_dense(trained, _WHO, "params")
+    allowed = "floating or complex arrays where they are trained"
+    hint = "Separate it (model_state, equinox.partition, nnx.split), or pass active= with False."
+    if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
+        hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
+        hint += "optimizer.value_and_grad(loss)(model, batch)."
+    for path, x in jax.tree_util.tree_leaves_with_path(trained):
+        dtype = getattr(x, "dtype", None)
+        if isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype):
+            continue
+        got = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'}"
+        raise TypeError(checks.message(_WHO, "params", allowed, got, hint))
+
+
+def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
+    """Raise if a leaf is sparse."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=bcoo.is_sparse)
+    got = [(type(x).__name__, trees.path_name(path)) for path, x in leaves if bcoo.is_sparse(x)]
+    checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=bcoo.DENSE)
+
+
+def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
+    """Refuse a loss that itself differentiates a sum over the replicas, for an untyped map."""
+    # Without types JAX sums the cotangents of a sum over the replicas. This is correct for a
+    # gradient that is taken outside the mapped function and averaged over the replicas, but wrong
+    # for a gradient that is taken inside, for one replica.
+    inside = axes_of_inner_sums(program) & frozenset(names)
+    if inside:
+        raise ValueError(
+            "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
+            "itself (jax.grad of lax.psum or lax.pmean), got one over "
+            f"{', '.join(sorted(inside))}. Average the gradient, not what it is taken of: "
+            "lax.pmean(jax.grad(local)(x), axis)."
+        )
+
+
+def axes_of_inner_sums(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a program sums in a backward pass inside the program."""
+
+    def is_backward(eqn: jaxprs.JaxprEqn) -> bool:
+        return "transpose(" in str(eqn.source_info.name_stack)
+
+    def enter(eqn: jaxprs.JaxprEqn, inside: bool) -> Iterator[bool]:
+        return itertools.repeat(inside or is_backward(eqn))
+
+    equations = interpret.equations(program.jaxpr, False, enter)
+    backward = (eqn for eqn, inside in equations if inside or is_backward(eqn))
+    kinds = "psum", "reduce_scatter"
+    return axes.named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
+
+
+def require_uncrossed(fn: Callable[..., PyTree], trained: PyTree, names: tuple[str, ...]) -> None:
+    """Refuse weights of replicas for a loss whose gradient crosses replicas.
+
+    A part of such a gradient belongs to another replica's loss, which has another weight.
+    """
+    programs: list[jaxprs.ClosedJaxpr] = []
+
+    def trace(trained: PyTree) -> None:
+        _, tangent = jax.linearize(fn, trained)
+        value, pullback = jax.vjp(fn, trained)
+        # A typed sum communicates nothing in the backward pass; a tangent program does not show a
+        # custom backward rule.
+        programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
+
+    jax.eval_shape(trace, trained)
+    crossed = frozenset().union(*map(axes_of_gradients, programs)) & frozenset(names)
+    allowed = "left out of a loss through which gradients go from replica to replica"
+    got = f"one and a collective over {', '.join(sorted(crossed))}"
+    hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
+    checks.require(not crossed, _WHO, "Aux.weight", got=got, allowed=allowed, hint=hint)
+
+
+def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a tangent program communicates values that depend on its inputs.
+
+    The constants of a tangent program are values of the forward pass, or values recomputed under a
+    checkpoint. Gradients are communicated over the returned axes.
+    """
+    names: set[str] = set()
+
+    def transfer(eqn: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
+        if any(depends):
+            # An unknown body could do anything to its operands, so the worst is assumed.
+            names.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
+        return [any(depends)] * len(eqn.outvars)
+
+    interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
+    return frozenset(names)
