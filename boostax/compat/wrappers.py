@@ -219,7 +219,9 @@ class ApplyIfFiniteState(NamedTuple):
 
     inner_state = property(lambda x: x.gate_state.inner_state, doc="State of ``inner``.")
     notfinite_count = property(lambda x: x.gate_state.rule_state[0], doc="i32, bad steps in a row.")
-    last_finite = property(lambda x: x.gate_state.rule_state[1], doc="bool, whether the last was finite.")
+    last_finite = property(
+        lambda x: x.gate_state.rule_state[1], doc="bool, whether the last was finite."
+    )
     total_notfinite = property(lambda x: x.gate_state.rule_state[2], doc="i32, all bad steps.")
 
 

@@ -299,7 +299,9 @@ def _scaled(
             value, inner_state = heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
         ok, moved = gate.skip_if_empty(ok, adjust(state, ok), state, grads)
-        value, new = gate.run_or_hold(ok, heavy, params, state.inner_state, apply=apply, who=who, names=names)
+        value, new = gate.run_or_hold(
+            ok, heavy, params, state.inner_state, apply=apply, who=who, names=names
+        )
         return value, decided(moved, ok, new)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx))
