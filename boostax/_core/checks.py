@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
 Choice = TypeVar("Choice", bound=str)
 Factory = TypeVar("Factory", bound=Callable[..., object])
@@ -152,7 +151,7 @@ def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> N
     require(value is None, who, argument, got=value, allowed=allowed, hint=hint)
 
 
-def floating_dtype(who: str, argument: str, value: DTypeLike) -> np.dtype[np.floating]:
+def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[np.floating]:
     """Require a real floating dtype, or the name of one."""
     try:
         is_valid = jnp.issubdtype(jnp.dtype(value), jnp.floating)
