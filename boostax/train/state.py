@@ -213,7 +213,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     gates = gates_in(opt_state)
     # A window counts what the gates inside it skipped.
     windows = trees.telling(opt_state, protocols.Window)
-    inside = {id(x) for window in windows for x in gates_in(window) if x is not window}
+    inside = {id(x) for window in windows for x in gates_in(window) if id(x) != id(window)}
     skips = [getattr(x, "skipped", None) for x in gates if id(x) not in inside]
     skips = [x for x in skips if x is not None]
     pairs = [("applied", passed(opt_state))] if gates else []
