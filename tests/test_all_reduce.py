@@ -60,7 +60,7 @@ def test_several_axes_are_reduced_together():
             update = updating(boostax.all_reduce(names, **options))
             result = mapped(update, mesh, P(("a", "b")))(leaves)
             for actual, rows in zip(result, leaves, strict=True):
-                bound = rounded(options.get("dtype", "float32"), 4, rows)
+                bound = rounded(options.get("wire_dtype", "float32"), 4, rows)
                 np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound)
 
 

@@ -57,8 +57,7 @@ class ByShapeState(NamedTuple):
     def distributed_items(self) -> list[tuple[PerReplica, int]]:
         """Return the distributed parts and the number of their items, for ``reshard_state``."""
         views = trees.find(self.inner_state, _is_distributed)
-        counts = [len(paths) for paths in self.order]
-        return [pair for x in views for pair in zip(x.by_shape, counts, strict=True)]
+        return [pair for x in views for pair in zip(x.by_shape, map(len, self.order), strict=True)]
 
 
 class _Shape(NamedTuple):

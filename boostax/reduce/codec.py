@@ -124,12 +124,11 @@ class Staged(Codec):
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
         """Send the leaves with the codec of the current stage."""
-        step, inner = state
-        stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
+        now, inner = state
+        stage = jnp.searchsorted(jnp.array(self.starts), now, side="right") - 1
         sends = [functools.partial(c.reduce, leaves, inner, names) for c in self.codecs]
-        message = switched(stage, sends, names)
-        later = jnp.minimum(step, jnp.iinfo(jnp.int32).max - 1) + 1
-        return message._replace(state=(later, message.state))
+        sent = switched(stage, sends, names)
+        return sent._replace(state=(jnp.minimum(now, jnp.iinfo(jnp.int32).max - 1) + 1, sent.state))
 
 
 def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Names) -> Message:

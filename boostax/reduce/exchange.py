@@ -22,7 +22,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
-from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
+from boostax.reduce.pairwise import Bucket, Rows, exponent_of, grown, leafwise, power_of_two
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
 # slice are also packed, because 4 KiB is a tile of a TPU.
@@ -59,7 +59,7 @@ class Alone(NamedTuple):
     slices: int
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> np.ndarray:
         """Return the leaf of every block of columns; this chunk has a single block."""
         return np.array([self.leaf])
 
@@ -95,7 +95,7 @@ class Packed(NamedTuple):
     dim = 0
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> np.ndarray:
         """Return the leaf of every block of columns."""
         return np.repeat(self.indices, [width // self.block for width in self.widths])
 
@@ -344,7 +344,7 @@ def _exponents(sent: Chunks, arrays: Arrays) -> jax.Array:
     return exponent_of(jnp.stack([largest[i] for i in range(len(largest))]))
 
 
-def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
+def _shrunk(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
     """Return ``x / 2**exponents``, with one exponent per leaf."""
     blocks, powers = leafwise(x, 1 / power_of_two(exponents, x.dtype), owners)
     return (blocks * powers).reshape(x.shape)
@@ -404,11 +404,10 @@ class Grid(NamedTuple):
         height = size // last * parts
         if last >= LANES and 16 * (-height % multiple) <= height:
             return cls(shape, size // last, parts, math.ceil(last / parts), multiple)
-        width = WIDTH
         most = min(block, 4 * WIDTH)
+        width = min(WIDTH, most)
         while 2 * width <= most and size >= 64 * multiple * width:
             width *= 2
-        width = min(width, most)
         return cls(shape, 1, math.ceil(size / width), width, multiple)
 
     @property

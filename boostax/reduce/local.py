@@ -123,8 +123,7 @@ class _Rounds(NamedTuple):
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._synchronized(state, due, local, value, apply)
         since = jnp.where(warm | jnp.stack(due).all(), 0, since)
-        state = state._replace(since_sync=since, inner_state=inner)
-        return trees.as_updates(value, local), state
+        return trees.as_updates(value, local), state._replace(since_sync=since, inner_state=inner)
 
     def flush(self, state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         """Synchronize all fragments, but the last ones not twice by the outer optimizer."""

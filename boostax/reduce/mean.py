@@ -82,8 +82,7 @@ def _reducing(tx: Any, who: str, call: inspect.BoundArguments) -> Extended:
     allowed = f"among the axes of the step around it, {bound}"
     hint = "Leave it out: the step binds its own axis."
     checks.require(is_valid, who, "axis_name", got=over, allowed=allowed, hint=hint)
-    reduced = bound_axis.REDUCED.get()
-    if reduced is not None:
+    if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(over)
     return tx
 
@@ -251,6 +250,5 @@ def _narrow(
 ) -> list[jax.Array]:
     """Reduce leaves that are sent and returned in half precision; the sum is in f32."""
     sent = exchange.chunks(leaves, axes.size(names), bucket_bytes)
-    arrays = [chunk.array(leaves) for chunk in sent]
-    rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
+    rows = exchange.exchange(sent, [x.array(leaves) for x in sent], names, wire, by_leaf=False)
     return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, leaves)

@@ -41,7 +41,6 @@ def to_owners(
     placement = placed_here()
     assert placement is not None
     (name,) = placement.names
-    mesh = placement.auto_mesh
     specs = [placement.shards(path, who) for path in dims]
 
     @custom_vmap
@@ -57,13 +56,13 @@ def to_owners(
             entries = [*specs[i], *[None] * (dim + 1 - len(specs[i]))]
             owned.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
 
-        def on_device(stacked: list[jax.Array]) -> list[jax.Array]:
+        def on_shard(stacked: list[jax.Array]) -> list[jax.Array]:
             return send(local_dims, [x[0] for x in stacked])
 
         means = dict(enumerate(leaves))
         if local:
-            stacked = ([PartitionSpec(name, *specs[i]) for i in local],)
-            call = jax.shard_map(on_device, mesh=mesh, in_specs=stacked, out_specs=owned)
+            rows = ([PartitionSpec(name, *specs[i]) for i in local],)
+            call = jax.shard_map(on_shard, mesh=placement.auto_mesh, in_specs=rows, out_specs=owned)
             means |= zip(local, call([leaves[i] for i in local]), strict=True)
         return [*means.values()], [False] * len(leaves)
 

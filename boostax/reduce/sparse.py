@@ -523,8 +523,7 @@ def _checked(
     who: str, block: int | None, bucket_bytes: int | None, wire_dtype: DTypeLike | None
 ) -> tuple[int | None, int | None, exchange.Wire]:
     """Check the arguments of elements with positions."""
-    if block is not None:
-        block = checks.positive_int(who, "block", block, "Try 1000.")
+    block = None if block is None else checks.positive_int(who, "block", block, "Try 1000.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     return block, exchange.check_bytes(who, bucket_bytes), wire
 
