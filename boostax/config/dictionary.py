@@ -81,7 +81,7 @@ def from_mindspore(
         level = "O0"
     data = ledger.known("boost_config_dict", data, KEYS)
     manager = data.get("loss_scale_manager") or {}
-    manager = keys.part("loss_scale", manager, build=True) if manager else manager
+    manager = manager and keys.part("loss_scale", manager, build=True)
     # MindSpore makes a loss-scale cell only if the manager checks for overflows.
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
     on = _switches(ledger, data.get("boost", {}), level, cell)

@@ -160,7 +160,14 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     sources = matches | ({} if count is None else _starts(news, matches, count, notes))
     values = {y.path: _placed(y, sources.get(y.path), size) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
-    state = _scheduled(narrowed(first, state), new_tx, params, notes)
+    state = narrowed(first, state)
+    if (variants := variants_of(new_tx)) is not None:
+        # The next depth comes from the new schedule and the number of applied steps.
+        new = variants.resumed(params, state)
+        depth, was = (variants.own(x).next_variant() for x in (new, state))
+        if int(depth) != int(was):
+            notes.append(_DATA["notes"]["depth"].format(depth, was))
+        state = jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
     return state, _report(olds, news, matches, notes)
 
 
@@ -439,8 +446,7 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) ->
         at = matches[y.path].at
         scales = outside(at, before), outside(y.at, after)
         words = f"{_named(y)} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
-        valid = other or not owned or scales[0] == scales[1]
-        require(valid, "unit", f"{words} at {_spot(y.at)}")
+        require(other or not owned or scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
 
 
 def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
@@ -484,17 +490,6 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
     # It goes through the host, because a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True) if x.is_fully_replicated else x.copy()
-
-
-def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
-    """Set the next depth from the new schedule and the number of applied steps."""
-    if (variants := variants_of(tx)) is None:
-        return state
-    new = variants.resumed(params, state)
-    depth, was = (variants.own(x).next_variant() for x in (new, state))
-    if int(depth) != int(was):
-        notes.append(_DATA["notes"]["depth"].format(depth, was))
-    return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
 def _report(olds: list[Leaf], news: list[Leaf], matches: Leaves, notes: Notes) -> MigrationReport:
