@@ -118,8 +118,7 @@ def _finish(options: types.SimpleNamespace) -> Data:
 
 def _basis(options: types.SimpleNamespace) -> PyTree:
     """Read a basis from a source; without a source, return the recorder of snapshots, if any."""
-    count = options.n_components
-    checks.positive_int("", "n_components", count, "It counts directions.")
+    count = checks.positive_int("", "n_components", options.n_components, "It counts directions.")
     paths = [x for x in (options.weight_load_dir, options.pca_mat_path) if x is not None]
     require(len(paths) < 2, "two_files", options.weight_load_dir)
     if options.source is None:
