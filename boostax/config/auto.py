@@ -114,8 +114,7 @@ class Boost:
             # If the scaler is inside the window, an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
-        place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
-        return self._stacked(order, inner, place)
+        return self._stacked(order, inner, axis_name=axis_name, tree=params, less_bn=less_bn)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
         """Make the mesh of the replicas, by servers where AdaSum combines servers.
@@ -133,8 +132,7 @@ class Boost:
         """
         devices = devices or jax.devices()
         within = self.config.get("reduce", {}).get("within")
-        count = within if isinstance(within, int) else None
-        sizes, names = keys.mesh_of_servers(len(devices), count)
+        sizes, names = keys.mesh_of_servers(len(devices), within)
         types = (jax.sharding.AxisType.Auto,) * len(names)
         return jax.make_mesh(sizes, names, types, devices=devices)
 
@@ -179,7 +177,15 @@ class Boost:
           ValueError, TypeError: as ``boostax.make_train_step`` and ``optimizer``; no ``less_bn``
             although LessBN is on, or params of another model.
         """
-        self._require_less_bn(less_bn, params)
+        is_on = "less_bn" in self.config
+        require(is_on or less_bn is None, "less_bn_off", less_bn)
+        require(not is_on or isinstance(less_bn, LessBNReport), "less_bn", less_bn)
+        if less_bn is not None:
+            paths = " ".join(f"/{name}/" for name in trees.names(params))
+            same = [x for x in less_bn.removed if f"/{x}/" in paths]
+            if paths and less_bn.head and f"/{less_bn.head}/multiplier/" not in paths:
+                same.append(less_bn.head)
+            require(not same, "unchanged", f"params of the model as it was at {', '.join(same)}")
         options.setdefault("microbatches", self.config.get("microbatches", 1))
         names = axes.of_mesh("make_train_step", options.get("axis_name"), options.get("mesh"))
         tx = self.optimizer(inner, params, axis_name=names or None, less_bn=less_bn)
@@ -209,21 +215,9 @@ class Boost:
         """
         place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
         (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
-        return self._stacked(["loss_scale"], tx, place)
+        return self._stacked(["loss_scale"], tx, **place)
 
-    def _require_less_bn(self, report: Any, params: PyTree) -> None:
-        """Refuse a loss unless ``less_bn`` reports that its model was changed."""
-        if "less_bn" not in self.config:
-            require(report is None, "less_bn_off", report)
-            return
-        require(isinstance(report, LessBNReport), "less_bn", report)
-        paths = " ".join(f"/{name}/" for name in trees.names(params))
-        same = [x for x in report.removed if f"/{x}/" in paths]
-        if paths and report.head and f"/{report.head}/multiplier/" not in paths:
-            same.append(report.head)
-        require(not same, "unchanged", f"params of the model as it was at {', '.join(same)}")
-
-    def _stacked(self, order: Sequence[str], inner: Tx, place: keys.Data) -> Chain:
+    def _stacked(self, order: Sequence[str], inner: Tx, **place: PyTree) -> Chain:
         """Put each part, in the recommended order, in front of the chain so far or around it."""
         replicas = axes.canonical("Boost.optimizer", place["axis_name"])
         parts = [inner]
@@ -315,9 +309,21 @@ def auto(
         data = {"level": data}
     require(isinstance(data, Mapping), "spec", data, near=checks.nearest(data, dictionary.LEVELS))
     data = dict(cast("keys.Data", data))
-    level, strict = _once("level", level, data), _once("strict", strict, data)
-    keys.flag(_WHO, "strict", bool(strict) if strict is None else strict)
-    return _read(data, level or "O0", strict, _owned(data, factories))
+    level = _once("level", level, data)
+    flag = _once("strict", strict, data)
+    require(isinstance(flag, bool | None), "flag", flag, TypeError, who=_WHO, what="strict")
+    users: dict[str, tuple[keys.Factory, str]] = {}
+    for factory in factories:
+        name = getattr(factory, "__name__", repr(factory))
+        require(callable(factory) and name not in keys.NAMED, "factory", factory)
+        if (value := data.get(name)) is None or value is False:
+            data.pop(name, None)
+            continue
+        arguments = keys.part(name, value, user=factory)
+        kind = role(read(keys.layer(factory, arguments, [optax.identity()], axis_name="axis")[0]))
+        require(kind in keys.PLACES, "role", kind, name=name)
+        users[name] = (factory, keys.PLACES[kind])
+    return _read(data, level or "O0", flag, users)
 
 
 def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: Own) -> Boost:
@@ -359,22 +365,6 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
         config["freeze"] = config["freeze"] | {"moments": "shared"}
         notes += (dictionary.DATA["why"]["freeze"],)
     return Boost(config, notes, users, is_strict and (strict is True or level == "O0"))
-
-
-def _owned(data: keys.Data, factories: Sequence[keys.Factory]) -> Own:
-    """Return the user's factories that a dictionary names, each with its key in the order."""
-    users: dict[str, tuple[keys.Factory, str]] = {}
-    for factory in factories:
-        name = getattr(factory, "__name__", repr(factory))
-        require(callable(factory) and name not in keys.NAMED, "factory", factory)
-        if (value := data.get(name)) is None or value is False:
-            data.pop(name, None)
-            continue
-        arguments = keys.part(name, value, user=factory)
-        kind = role(read(keys.layer(factory, arguments, [optax.identity()], axis_name="axis")[0]))
-        require(kind in keys.PLACES, "role", kind, name=name)
-        users[name] = (factory, keys.PLACES[kind])
-    return users
 
 
 def _once(name: str, value: Any, data: keys.Data) -> Any:

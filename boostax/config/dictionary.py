@@ -81,7 +81,7 @@ def from_mindspore(
         level = "O0"
     data = ledger.known("boost_config_dict", data, KEYS)
     manager = data.get("loss_scale_manager") or {}
-    manager = keys.part("loss_scale", manager, build=True) if manager else manager
+    manager = manager and keys.part("loss_scale", manager, build=True)
     # MindSpore makes a loss-scale cell only if the manager checks for overflows.
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
     on = _switches(ledger, data.get("boost", {}), level, cell)
@@ -105,13 +105,11 @@ def from_mindspore(
     }
     rows = ((name, x) for name, x in DATA["parts"].items() if on[name])
     parts = {x["is"]: settings.get(x.get("of", name), {}) | x.get("with", {}) for name, x in rows}
-    values = manager | parts.get("reduce", {})
     for names, text in DATA["differs"].items():
         if any(all(on.get(x) for x in together.split()) for together in names.split(" or ")):
-            ledger.notes.append(text.format(**values))
+            ledger.notes.append(text.format(**manager | parts.get("reduce", {})))
     with keys.speaking_of(_WHO, _NAMES):
-        config = {key: keys.part(key, x, build=True) for key, x in parts.items()}
-    return config, tuple(ledger.notes)
+        return {x: keys.part(x, y, build=True) for x, y in parts.items()}, tuple(ledger.notes)
 
 
 class _Ledger(NamedTuple):
@@ -149,7 +147,7 @@ def _switches(ledger: _Ledger, boost: keys.Data, level: Level, cell: str) -> dic
     on = {x: x in LEVELS[level] if by_level else mode == "enable_all" for x in SWITCHES}
     whose = f"mode {mode!r} at level {level!r}" if by_level else f"mode {mode!r}"
     for name, value in asked.items():
-        keys.flag(_WHO, f"boost.{name}", value)
+        require(isinstance(value, bool), "flag", value, TypeError, who=_WHO, what=f"boost.{name}")
         if not manual and value != on[name]:
             ledger.ignore(f"boost.{name}", value, f"{whose} decides.")
     on |= asked if manual else {}
@@ -212,7 +210,7 @@ def from_singa(options: keys.Data) -> keys.Data:
     top_k = mode == "sparseTopK"
     require(options.get("topK", top_k) == top_k, "top_k", not top_k, top_k=top_k, mode=mode)
     clips = options.get("clipping", False)
-    keys.flag("singa", "clipping", clips)
+    require(isinstance(clips, bool), "flag", clips, TypeError, who="singa", what="clipping")
     require(clips or options.get("clip_Value") is None, "clip", options.get("clip_Value"))
     # A number of partitions replaces the size of a buffer.
     defaults = {} if "partitions" in options else modes[mode].get("given", {})
@@ -222,7 +220,6 @@ def from_singa(options: keys.Data) -> keys.Data:
         require(elements < 2**29, "elements", elements)
         # The size is in bytes of f32; with buckets of one byte every leaf is its own bucket.
         options["threshold"] = max(4 * elements, 1)
-    arguments = {used.get(name, name): value for name, value in options.items()}
-    reduction = {"kind": modes[mode]["kind"]} | {x: y for x, y in arguments.items() if x}
+    arguments = {used.get(x, x): y for x, y in options.items() if used.get(x, x)}
     with keys.speaking_of("singa", {argument: name for name, argument in used.items()}):
-        return keys.part("reduce", reduction, build=True)
+        return keys.part("reduce", {"kind": modes[mode]["kind"]} | arguments, build=True)

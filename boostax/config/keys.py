@@ -118,9 +118,7 @@ def _finish(options: types.SimpleNamespace) -> Data:
 
 def _basis(options: types.SimpleNamespace) -> PyTree:
     """Read a basis from a source; without a source, return the recorder of snapshots, if any."""
-    count = options.n_components
-    tree = options.tree
-    checks.positive_int("", "n_components", count, "It counts directions.")
+    count = checks.positive_int("", "n_components", options.n_components, "It counts directions.")
     paths = [x for x in (options.weight_load_dir, options.pca_mat_path) if x is not None]
     require(len(paths) < 2, "two_files", options.weight_load_dir)
     if options.source is None:
@@ -130,12 +128,12 @@ def _basis(options: types.SimpleNamespace) -> PyTree:
     if isinstance(options.source, subspace.Basis):
         return options.source
     if options.source is not FILES:
-        return subspace.trajectory_basis(options.source, count, params=tree)
+        return subspace.trajectory_basis(options.source, count, params=options.tree)
     require(paths, "no_files", None)
-    require(tree is not None, "files", tree)
+    require(options.tree is not None, "files", options.tree)
     if options.pca_mat_path is not None:
-        return saved_basis(options.pca_mat_path, tree, count)
-    return subspace.pca_basis(files.snapshots(options.weight_load_dir, tree), count)
+        return saved_basis(options.pca_mat_path, options.tree, count)
+    return subspace.pca_basis(files.snapshots(options.weight_load_dir, options.tree), count)
 
 
 # For each factory, the function that makes its arguments that are not data.
@@ -194,9 +192,9 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
     return [_after_decay(tx, chained(parts))] if arguments.get("after_decay") else [tx, *parts]
 
 
-def mesh_of_servers(count: int, devices: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the sizes and names of a mesh whose last axis has the devices of a server."""
-    if devices is None or count <= devices:
+    if not isinstance(devices, int) or count <= devices:
         return (count,), ("data",)
     require(count % devices == 0, "devices", count, devices=devices)
     return (count // devices, devices), ("server", "data")
@@ -275,10 +273,10 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
     known(arguments, takes(factory), f"arguments of {who}")
     arguments = (before if chosen.items() <= before.items() else {}) | arguments
     for x, default in takes(factory).items():
-        is_set = x in arguments or default is not inspect.Parameter.empty
-        require(is_set, "given", None, who=who, what=x)
-        if isinstance(default, bool) and x in arguments:
-            flag(who, x, arguments[x])
+        value = arguments.get(x, default)
+        require(value is not inspect.Parameter.empty, "given", None, who=who, what=x)
+        is_valid = isinstance(value, bool) or not isinstance(default, bool)
+        require(is_valid, "flag", value, TypeError, who=who, what=x)
     if build and key != "less_bn":  # LessBN needs a model.
         within = arguments.get("within")
         names = ("axis", within if isinstance(within, str) else "another")
@@ -293,11 +291,6 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
     for key in data:
         near = checks.replacement(f"{what.split()[-1]}({key}=)") or checks.nearest(key, allowed)
         require(key in allowed, "key", key, near=near, **words)
-
-
-def flag(who: str, name: str, value: object) -> None:
-    """Refuse anything but a bool."""
-    require(isinstance(value, bool), "flag", value, TypeError, who=who, what=name)
 
 
 @contextlib.contextmanager

@@ -64,13 +64,9 @@ class MigrationReport:
 
 @checks.arguments
 def migrate_state(
-    old_state: PyTree,
-    new_tx: Tx,
-    params: PyTree,
-    *,
-    replicas: int | None = None,
+    old_state: PyTree, new_tx: Tx, params: PyTree, *, replicas: int | None = None,
     count: int | None = None,
-) -> tuple[PyTree, MigrationReport]:
+) -> tuple[PyTree, MigrationReport]:  # fmt: skip
     """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
     The result has the structure of ``new_tx.init(params)``. A new state takes the arrays of an old
@@ -156,8 +152,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     # The state of on_mesh already has the dimension of replicas.
     news, stacked = _stacked(news, None)
     olds, size = _stacked(olds, stacked or replicas)
-    _require_same_params(olds, news)
-    _require_same_order(old_state, first)
+    _require_same_params(olds, news, old_state, first)
     matched = (_matched(_of_class(olds, cls), _of_class(news, cls), notes) for cls in classes)
     matches = {path: x for some in matched for path, x in some.items()}
     _require_same_scales(olds, news, matches)
@@ -165,7 +160,14 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     sources = matches | ({} if count is None else _starts(news, matches, count, notes))
     values = {y.path: _placed(y, sources.get(y.path), size) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
-    state = _scheduled(narrowed(first, state), new_tx, params, notes)
+    state = narrowed(first, state)
+    if (variants := variants_of(new_tx)) is not None:
+        # The next depth comes from the new schedule and the number of applied steps.
+        new = variants.resumed(params, state)
+        depth, was = (variants.own(x).next_variant() for x in (new, state))
+        if int(depth) != int(was):
+            notes.append(_DATA["notes"]["depth"].format(depth, was))
+        state = jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
     return state, _report(olds, news, matches, notes)
 
 
@@ -246,12 +248,11 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
     def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
         _require_known(x)
         if jax.tree_util.all_leaves([x]):
-            value = jnp.asarray(x)
+            x = jnp.asarray(x)
             field = trees.path_name(rel if state is None else rel[:1])
             owner = next((rel[i:] for i in range(len(rel) + 1) if rel[i:] in owners), None)
             # The path of a single param is empty and ends every path, so the shape decides.
-            named = owner is not None and (owner or owners[()] in (value.shape, value.shape[1:]))
-            owner = owner if named else None
+            owner = None if owner == () and owners[()] not in (x.shape, x.shape[1:]) else owner
             known = holds(type(state))
             # The sums of a window have a dimension for the terms of a loss.
             window = getattr(state, "window", None)
@@ -259,13 +260,13 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             terms = (len(weight),) if isinstance(weight, dict) else ()
             like = None if owner is None else (*terms, *owners[owner])
             about = (field, known, field in (known.bound or ()), owner, like, replicas)
-            by_state[at].append(Leaf(path, rel, value, at, state, *about))
+            by_state[at].append(Leaf(path, rel, x, at, state, *about))
             return
         # A NamedTuple within a state, such as a ``Window``, is no state.
         name = type(x).__name__
-        node = name in ("MaskedNode", "WrappedScheduleState")
-        if type(x).__module__.startswith("boostax."):
-            node = not name.endswith("State")
+        is_boostax = type(x).__module__.startswith("boostax.")
+        is_wrapper = name in ("MaskedNode", "WrappedScheduleState")
+        node = not name.endswith("State") if is_boostax else is_wrapper
         if hasattr(x, "_fields") and not node and type(x) not in containers:
             rel, at, state = (), path, x
             by_state[path] = []
@@ -314,8 +315,6 @@ def _translated(tree: PyTree, classes: set[type]) -> PyTree:
         return type(x) not in classes and _BECOMES.get(type(x).__name__) in classes
 
     def translate(x: Any) -> Any:
-        if not foreign(x):
-            return x
         cls = _BECOMES[type(x).__name__]
         names = _DATA["becomes"][type(x).__name__]["fields"]
         values = {ours: getattr(x, theirs) for ours, theirs in names.items()}
@@ -323,25 +322,21 @@ def _translated(tree: PyTree, classes: set[type]) -> PyTree:
             values[name] = jnp.asarray(values[name], _DATA["numbers"][name]).reshape(())
         return _translated(cls(**dict.fromkeys(cls._fields) | values), classes)
 
-    return jax.tree.map(translate, tree, is_leaf=foreign)
+    return jax.tree.map(lambda x: translate(x) if foreign(x) else x, tree, is_leaf=foreign)
 
 
-def _require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
-    """Refuse a state that was made for params of other shapes."""
-    before = {(type(x.state), x.rel): x for x in olds}
+def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, after: PyTree) -> None:
+    """Refuse a state that was made for params of other shapes, or of other names (``by_shape``)."""
+    by_place = {(type(x.state), x.rel): x for x in olds}
     shapes = {(x.owner, x.shape) for x in olds}
-    for leaf in news:
-        old = before.get((type(leaf.state), leaf.rel), leaf)
+    for new in news:
+        old = by_place.get((type(new.state), new.rel), new)
         # Optimizers keep an array of one element instead of a state that they do not need.
-        same = old.shape in (leaf.shape, (1,)) or (leaf.owner, leaf.shape) in shapes
-        got = f"{trees.path_name(leaf.owner or ()) or 'a leaf'} of {leaf.shape}"
-        is_valid = same or leaf.shape != leaf.like
-        require(is_valid, "shapes", got, shape=old.shape, path=_spot(old.path))
-
-
-def _require_same_order(old: PyTree, new: PyTree) -> None:
-    """Refuse moments that are distributed by the order of params whose names have changed."""
-    orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (old, new)]
+        same = old.shape in (new.shape, (1,)) or (new.owner, new.shape) in shapes
+        got = f"{trees.path_name(new.owner or ()) or 'a leaf'} of {new.shape}"
+        require(same or new.shape != new.like, "shapes", got, shape=old.shape, path=_spot(old.path))
+    # ``by_shape`` distributes moments by the order of the params' names.
+    orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (before, after)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
             require(x.shape != y.shape or np.array_equal(x, y), "dealt", "others by name")
@@ -436,32 +431,22 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) ->
 
     A scaler divides the gradients for the states inside it; other states get them times its scale.
     """
-    before = [x for x in olds if _is_scale(x)]
-    after = [y for y in news if _is_scale(y)]
+    before, after = ([x for x in y if x.field == x.holds.scale != ""] for y in (olds, news))
 
     def outside(at: Path, scalers: list[Leaf]) -> list[Any]:
-        leaves = [matches.get(x.path, x) for x in scalers if at[: len(x.at)] != x.at]
+        # A scaler next to the optimizer does not divide the gradients of the optimizer's state.
+        around = (x for x in scalers if getattr(x.state, "inner_state", ()) is not None)
+        leaves = [matches.get(x.path, x) for x in around if at[: len(x.at)] != x.at]
         return [np.unique(x.value).tolist() for x in leaves]
 
-    for y in (y for y in news if y.path in matches and _of_gradients(y)):
+    for y in (y for y in news if y.path in matches and trees.is_inexact(y.value.dtype)):
+        # If the only param is a scalar, every scalar of a state looks like an array of this param.
+        owned = y.owner is not None and not y.owner == y.shape == ()
+        other = y.holds.params or y.holds.opened
         at = matches[y.path].at
         scales = outside(at, before), outside(y.at, after)
         words = f"{_named(y)} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
-        require(scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
-
-
-def _is_scale(leaf: Leaf) -> bool:
-    # A scaler next to the optimizer does not divide the gradients of the optimizer's state.
-    around = getattr(leaf.state, "inner_state", ()) is not None
-    return leaf.field != "" and leaf.field == leaf.holds.scale and around
-
-
-def _of_gradients(leaf: Leaf) -> bool:
-    """Return whether an array may depend on the scale of the gradients that its state gets."""
-    # If the only param is a scalar, every scalar of a state looks like an array of this param.
-    owned = leaf.owner is not None and not leaf.owner == leaf.shape == ()
-    other = leaf.holds.params or leaf.holds.opened
-    return owned and not other and trees.is_inexact(leaf.value.dtype)
+        require(other or not owned or scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
 
 
 def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
@@ -472,8 +457,7 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
     where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
     notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
     value = old.value.astype(dtype)
-    finite = norms.stays_finite(old.value, value)
-    require(finite, "range", f"{dtype} at {trees.path_name(new.path)}")
+    require(norms.stays_finite(old.value, value), "range", f"{dtype} at {_spot(new.path)}")
     return old._replace(value=value)
 
 
@@ -506,17 +490,6 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
     # It goes through the host, because a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True) if x.is_fully_replicated else x.copy()
-
-
-def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: Notes) -> PyTree:
-    """Set the next depth from the new schedule and the number of applied steps."""
-    if (variants := variants_of(tx)) is None:
-        return state
-    new = variants.resumed(params, state)
-    depth, was = (variants.own(x).next_variant() for x in (new, state))
-    if int(depth) != int(was):
-        notes.append(_DATA["notes"]["depth"].format(depth, was))
-    return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
 def _report(olds: list[Leaf], news: list[Leaf], matches: Leaves, notes: Notes) -> MigrationReport:

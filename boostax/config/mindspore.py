@@ -25,6 +25,7 @@ import optax
 from boostax._core import checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.types import PyTree
+from boostax.config.refusals import require
 from boostax.precision.policy import NORMS
 
 Data: TypeAlias = dict[str, Any]
@@ -156,13 +157,11 @@ def sgd(
       ValueError, TypeError: ``loss_scale`` is not positive; ``nesterov`` without momentum or with
         dampening.
     """
-    got = None if not nesterov or (momentum > 0 and dampening == 0) else nesterov
-    checks.absent("sgd", "nesterov", got, "False here", "It needs momentum alone.")
+    require(not nesterov or (momentum > 0 and dampening == 0), "nesterov", nesterov)
     parts = [optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))]
     parts = parts if momentum and dampening else []
     parts += [optax.trace(momentum, nesterov)] if momentum else []
-    parts += [_rate("sgd", learning_rate)]
-    return _coupled("sgd", weight_decay, loss_scale, grouped, parts)
+    return _coupled("sgd", weight_decay, loss_scale, grouped, [*parts, _rate("sgd", learning_rate)])
 
 
 def adam(
@@ -293,8 +292,7 @@ def _moments(
 
 def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: list[Tx]) -> Tx:
     """Put weight decay, then the division by the loss scale, in front of a chain."""
-    hint = "1.0 divides nothing."
-    checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, hint)
+    checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, "1.0 has no effect.")
     return optax.chain(_decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale), *parts)
 
 
@@ -313,10 +311,7 @@ def _rate(who: str, rate: Rate) -> Tx:
     """Multiply by the negative learning rate; a list has the rate of each step."""
     listed = type(rate) in (list, tuple) and not any(map(np.ndim, jax.tree.leaves(rate)))
     is_rate = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
-    got = "a tree of arrays"
-    allowed = "a number, a schedule or a list of rates"
-    hint = "Params are left out here."
-    checks.require_type(is_rate, who, "learning_rate", got=got, allowed=allowed, hint=hint)
+    require(is_rate, "rate", "a tree of arrays", TypeError, who=who)
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
     # An index beyond the end takes the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

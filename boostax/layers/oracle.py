@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks, handshake, jaxprs, norms, placement, trees
+from boostax._core import axes, checks, handshake, interpret, jaxprs, norms, placement, trees
 from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica
 from boostax._core.types import PyTree
@@ -84,9 +84,8 @@ class LayeredOracle(Oracle):
         rules = carried.resolve(rules, params)
         hint = "A carried leaf's cotangent is no gradient."
         checks.absent(_WHO, "layers", [*rules][:3] or None, "None with boostax.carry", hint)
-        microbatches = self._slices(batch) // self.replicas
-        replica = _Replica(self, self.plan, params, states, batch, microbatches)
-        return replica.gradients(kwargs, scale)
+        count = self._slices(batch) // self.replicas
+        return _Replica(self, self.plan, params, states, batch, count).gradients(kwargs, scale)
 
     @property
     def reads(self) -> bool:
@@ -94,11 +93,20 @@ class LayeredOracle(Oracle):
         return True
 
     def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
-        """Refuse a loss that uses the layers' params outside of ``scan_layers``."""
+        """Refuse a loss that does not scan a stack, or also uses the stack's params elsewhere."""
         if self.mesh is not None:
             super().check(program, trained)
-        stack_of = self.plan.layers.stack_of
-        scan.require_scanned(program, [stack_of(name) is not None for name in trees.names(trained)])
+        if not scan.STACKS.get():
+            return
+        missing = [stack.name for stack in scan.STACKS.get() if not stack.scanned]
+        hint = "Scan its params themselves: casts, masks and the like belong into the body."
+        allowed = "scanned by boostax.train.scan_layers in loss_fn"
+        checks.absent("scan_layers", "layers", missing or None, allowed, hint)
+        shown = [self.plan.layers.stack_of(name) is not None for name in trees.names(trained)]
+        got = "used outside" if any(interpret.flow(program, shown, None, any, False)) else None
+        hint = "No gradient would arrive there: move it into the body, or leave layers= out."
+        allowed = "used in scan_layers alone"
+        checks.absent("scan_layers", "params of layers", got, allowed, hint)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
         """Return the names of the params that this function gathers itself."""
@@ -138,11 +146,18 @@ class _Replica:
         types = layers.split(self.plan.types)[1]
         # The loss gets zeros in place of the layers.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
-        options: dict[str, PyTree] = {"dtype": self.oracle.dtype}
         args = self.evaluate, layers.joined(self.params, zeros), self.batch, kwargs, scale
-        options["more"] = {"threaded": (self.accumulators(), jnp.asarray(True))}
+        accumulators: dict[str, PyTree] = {}
+        for name, leaves in self.stacks.items():
+            if layers.release:
+                skipped = jnp.zeros(len(leaves[0]), jnp.float32)
+                bits = jax.tree.map(scan.as_floats, self.states[name])
+                accumulators[name] = scan.UpdatedLayers(leaves, bits, skipped)
+            else:
+                accumulators[name] = trees.buffers(leaves, self.oracle.dtype)
+        more = {"threaded": (accumulators, jnp.asarray(True))}
         with axes.during(scan.STACKS, self.traced()):
-            result, terms = self.oracle._sliced(*args, **options)
+            result, terms = self.oracle._sliced(*args, more=more, dtype=self.oracle.dtype)
         (loss, aux), grads, (stacks, finite) = result
         if layers.once:
             grads = layers.joined(grads, self.means(stacks, auxiliary.as_aux(aux).weight))
@@ -167,18 +182,6 @@ class _Replica:
         """Divide the sums of stacks by their weight, or without one by the micro-batches."""
         total = self.microbatches if weight is None else weight
         return {k: auxiliary.divide(x, jnp.asarray(total, jnp.float32)) for k, x in sums.items()}
-
-    def accumulators(self) -> dict[str, PyTree]:
-        """Return the initial accumulators of the backward loop."""
-        if not self.plan.layers.release:
-            dtype = self.oracle.dtype
-            return {name: trees.buffers(x, dtype) for name, x in self.stacks.items()}
-        accumulators: dict[str, PyTree] = {}
-        for name, leaves in self.stacks.items():
-            skipped = jnp.zeros(len(leaves[0]), jnp.float32)
-            bits = jax.tree.map(scan.as_floats, self.states[name])
-            accumulators[name] = scan.UpdatedLayers(leaves, bits, skipped)
-        return accumulators
 
     def evaluate(
         self, *args: PyTree, threaded: tuple[dict[str, PyTree], jax.Array], **kwargs: PyTree

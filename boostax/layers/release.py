@@ -65,13 +65,28 @@ class Released(NamedTuple):
 def released(
     tx: optax.GradientTransformation, layers: Stacked
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` in a form that takes the stacks' updates from the backward loop."""
+    """Return ``tx`` in a form that takes the stacks' updates from the backward loop.
+
+    It refuses parts that need all gradients, several calls, or the loss.
+    """
     inner = optax.with_extra_args_support(tx)
-    _require_by_layer(tx)
+    arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
+    got = f"one that asks for {arguments}" if arguments else None
+    hint = "Layers are updated before the loss is returned: leave release= out."
+    checks.absent(_WHO, "tx", got, "an optimizer without them with release=True", hint)
+    got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
+    hint = "A layer's gradient is gone when the next one exists."
+    checks.absent(_WHO, "tx", got or None, "an optimizer without gates with release=True", hint)
 
     def init_fn(params: PyTree) -> LayersState:
         layers.require_stacked(params)
-        _require_independent_leaves(inner, params)
+        # The update of a leaf must not depend on other leaves' gradients.
+        with axes.binding(axes.bound().names, averaged=True, partial=True):
+            sources = jax.tree.leaves(gate.sources(inner, params)[0])
+        got = None if all(x <= {i} for i, x in enumerate(sources)) else "a norm of several"
+        allowed = "one that reads the gradient of one param at a time"
+        hint = "Clip each tensor by its norm: boostax.model.adagc() for optax.clip_by_global_norm."
+        checks.absent(_WHO, "tx with release=True", got, allowed, hint)
         rest = gate.init_inner(inner, layers.split(params)[0])
         stacks = layers.first_states(tx, params, axes.bound().names)
         return LayersState(stacks, rest, jnp.asarray(True), jnp.zeros((), jnp.int32))
@@ -98,17 +113,6 @@ def released(
     return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
-def _require_by_layer(tx: optax.GradientTransformation) -> None:
-    """Refuse parts that need all gradients, several calls, or the loss."""
-    arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
-    got = f"one that asks for {arguments}" if arguments else None
-    hint = "Layers are updated before the loss is returned: leave release= out."
-    checks.absent(_WHO, "tx", got, "an optimizer without them with release=True", hint)
-    got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
-    hint = "A layer's gradient is gone when the next one exists."
-    checks.absent(_WHO, "tx", got or None, "an optimizer without gates with release=True", hint)
-
-
 def require_mean(tx: optax.GradientTransformation) -> None:
     """Refuse reductions other than a plain mean, because the loop averages gradients."""
     for row in rows(read(tx)):
@@ -118,13 +122,3 @@ def require_mean(tx: optax.GradientTransformation) -> None:
         allowed = "one with the plain mean where layers are reduced in the loop"
         hint = "The loop averages gradients: boostax.all_reduce()."
         checks.require(is_mean, _WHO, "tx", got=got, allowed=allowed, hint=hint)
-
-
-def _require_independent_leaves(tx: gate.Extended, params: PyTree) -> None:
-    """Refuse an optimizer whose update of a leaf depends on other leaves' gradients."""
-    with axes.binding(axes.bound().names, averaged=True, partial=True):
-        sources = jax.tree.leaves(gate.sources(tx, params)[0])
-    got = None if all(x <= {i} for i, x in enumerate(sources)) else "a norm of several"
-    allowed = "one that reads the gradient of one param at a time"
-    hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
-    checks.absent(_WHO, "tx with release=True", got, allowed, hint)

@@ -14,7 +14,7 @@ of all layers never exist together.
 import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.dtypes import float0
 
-from boostax._core import checks, interpret, norms, placement, trees
+from boostax._core import checks, norms, placement, trees
 from boostax._core.types import PyTree
 
 Arrays = list[jax.Array]
@@ -143,26 +143,6 @@ class Stack:
             return _scan_with_updates(self, layer, init, others)
         xs = self.weights, others
         return lax.scan(lambda carry, x: layer(carry, self.read(x[0]), x[1]), init, xs)
-
-
-def require_scanned(program: Any, shown: Sequence[bool]) -> None:
-    """Refuse a loss that does not scan a stack, or that also uses the stack's params elsewhere.
-
-    Args:
-      program: the loss as a function of the params.
-      shown: for each input of the program, whether it represents a param of a stack.
-    """
-    stacks = STACKS.get()
-    if not stacks:
-        return
-    missing = [stack.name for stack in stacks if not stack.scanned]
-    hint = "Scan its params themselves: casts, masks and the like belong into the body."
-    allowed = "scanned by boostax.train.scan_layers in loss_fn"
-    checks.require(not missing, _WHO, "layers", got=missing, allowed=allowed, hint=hint)
-    used = interpret.flow(program, shown, lambda eqn, x: [any(x)] * len(eqn.outvars), any, False)
-    hint = "No gradient would arrive there: move it into the body, or leave layers= out."
-    got = "used outside" if any(used) else None
-    checks.absent(_WHO, "params of layers", got, "used in scan_layers alone", hint)
 
 
 def _unmapped(x: jax.Array) -> jax.Array:

@@ -79,8 +79,7 @@ class Stacked:
 
     def alone(self, params: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
         """Return a tree like the params with only the leaves of these stacks, at their paths."""
-        head = jax.tree.map(lambda _: optax.MaskedNode(), self.split(params)[0])
-        return self.joined(head, stacks)
+        return self.joined(jax.tree.map(lambda _: optax.MaskedNode(), params), stacks)
 
     def require_stacked(self, params: PyTree) -> None:
         """Refuse params without a stack at one of the paths."""
@@ -182,9 +181,7 @@ class Plan:
     @functools.cached_property
     def dtypes(self) -> dict[str, list[jnp.dtype]]:
         """Return the dtypes in which the loss gets the params of each stack."""
-        types = self.types
-        if self.policy is not None:
-            types = jax.eval_shape(self.policy.cast_params, types)
+        types = jax.eval_shape(self.policy.cast_params, self.types) if self.policy else self.types
         return {k: [x.dtype for x in leaves] for k, leaves in self.layers.split(types)[1].items()}
 
     def specs(self, tree: PyTree) -> PyTree:
