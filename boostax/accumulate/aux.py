@@ -209,7 +209,8 @@ def of_slice(
 def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     """Return the loss (a scalar in f32 or wider, or a dict of terms) and the aux; refuse others."""
     is_pair = isinstance(result, tuple) and len(result) == 2
-    loss, aux = result if has_aux and is_pair else (result, Aux())
+    loss: PyTree = result[0] if has_aux and is_pair else result
+    aux = result[1] if has_aux and is_pair else Aux()
     checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
     if is_pair == has_aux and hasattr(loss, "items") and loss:
         terms = pairs(_WHO, "the terms of the loss", loss)
