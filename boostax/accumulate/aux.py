@@ -18,7 +18,7 @@ slices                       a slice's weight                 divided
 micro-batches of a step      local to the replica             by ``microbatch``, by the local sum
 replicas of a step           local; then the mean over the    by ``value_and_grad``, which returns
                              replicas, equal on all           the mean weight in ``Aux.weight``
-calls of a window            either of these                  by ``accumulate``, by ``factor``
+calls of a window            either of these                  by ``accumulate``, at its end
 ============================ ================================ ===================================
 
 A loss of several terms :math:`t`, each a sum :math:`s_{t,i}` with a count :math:`n_{t,i}` of its
@@ -43,9 +43,6 @@ from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
 
 _WHO = "value_and_grad"
-# A scaler accepts gradients below 2**48, whose products with weights below MOST have a finite sum
-# in f32. The reciprocal of LEAST is finite.
-LEAST, MOST = 2.0**-64, 2.0**64
 
 
 class Aux(NamedTuple):
@@ -169,19 +166,6 @@ def total(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return lax.psum(axes.to_varying(weight, names), names) if names else weight
 
 
-def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    r"""Return whether a window's weights are a usable divisor, and the factor that divides by them.
-
-    Each replica multiplies its local sum by :math:`n / \sum_r w_r`. The caller multiplies by this
-    factor, because XLA:CPU writes a copy of the sums for a division. With a weight for each term,
-    at least one weight must be usable; the factor of a term with count 0 is 0.
-    """
-    summed = total(weight, names)
-    usable = summed >= LEAST
-    scaled = jnp.where(usable, (axes.size(names) if names else 1) / summed, 0)
-    return usable.any() & (summed >= 0).all(), scaled
-
-
 def any_items(weight: PyTree) -> jax.Array:
     """Return whether a call has items: its weight, or one count of a term, is positive."""
     return jnp.stack([jnp.asarray(x) > 0 for x in jax.tree.leaves(weight)]).any()
@@ -279,5 +263,4 @@ def addends(tree: PyTree, narrow: jnp.dtype) -> PyTree:
     weight is applied, the weight would multiply the rounding error, and values that are small
     before weighting would underflow.
     """
-    dtypes = jax.tree.map(lambda g: jnp.promote_types(trees.wide_dtype(g), narrow), tree)
-    return jax.tree.map(lambda g, dtype: g.astype(dtype), tree, dtypes)
+    return jax.tree.map(lambda g: g.astype(jnp.promote_types(trees.wide_dtype(g), narrow)), tree)

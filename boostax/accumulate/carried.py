@@ -183,11 +183,9 @@ class _Carry(NamedTuple):
     def flush(self, state: CarryState, params: PyTree, **extra: PyTree) -> Stepped:
         """Close the open windows inside, and set their carried leaves."""
         others = without(params, resolve(self.rules, params))
-        trained, inner_state = gate.flush_inner(self.tx, state.inner_state, others, extra)
-        is_applied = state.open & gate.passed(inner_state)
-        params = _set_carried(trained, params, state.window, is_applied)
-        is_open = state.open & gate.held_open(inner_state)
-        return params, state._replace(open=is_open, inner_state=inner_state)
+        trained, inner = gate.flush_inner(self.tx, state.inner_state, others, extra)
+        params = _set_carried(trained, params, state.window, state.open & gate.passed(inner))
+        return params, state._replace(open=state.open & gate.held_open(inner), inner_state=inner)
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
@@ -208,10 +206,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """Return the rule of each carried leaf."""
-    if not rules:
-        return {}
     # The first matching rule applies, so the rules are written in reverse order.
-    names = trees.names(tree)
+    names = trees.names(tree) if rules else []
     last_first = reversed([*rules.items()])
     return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
 
@@ -228,8 +224,7 @@ def values(tree: PyTree, names: Container[str]) -> Carried:
 
 def put(tree: PyTree, carried: Carried) -> PyTree:
     """Return a tree from ``without`` with the carried leaves put back."""
-    masked = trees.is_masked
-    return _map(lambda name, x: carried.get(name, x) if masked(x) else x, tree, is_leaf=masked)
+    return _map(lambda name, x: carried.get(name, x), tree, is_leaf=trees.is_masked)
 
 
 def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -104,8 +104,7 @@ def microbatch(
         slices, number, axis = _split(batch, count)
         key = kwargs.pop("key", None)
         # A micro-batch gets these keyword arguments from the previous micro-batch.
-        names = "model_state", "threaded"
-        first = {k: x for k in names if (x := kwargs.pop(k, None)) is not None}
+        init = {k: x for k in ("model_state", "threaded") if (x := kwargs.pop(k, None)) is not None}
         last_aux: PyTree = Aux()
 
         def evaluate(index: jax.Array, state: dict[str, PyTree]) -> _Terms:
@@ -124,11 +123,10 @@ def microbatch(
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight, means=means)
             state = state | dict(zip(("threaded",), threaded, strict=False))
-            if aux.model_state is not None:
-                state = state | {"model_state": aux.model_state}
+            state = state | ({} if aux.model_state is None else {"model_state": aux.model_state})
             return sums, new, state, own_of(last_aux)
 
-        total, new, state, stacked = _scan(evaluate, number, first, rules, narrow)
+        total, new, state, stacked = _scan(evaluate, number, init, rules, narrow)
         mean = divide(total, total.weight) if normalize == "mean" else total
         weight = None if as_aux(last_aux).weight is None else total.weight
         aux = Aux(weight, state.get("model_state"), mean.metrics, total.means)

@@ -22,7 +22,7 @@ from boostax._core.gate import Pending
 from boostax._core.protocols import SumsGradients
 from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import Params, PyTree
-from boostax.accumulate.aux import MOST, addends, factor, weigh
+from boostax.accumulate.aux import addends, total, weigh
 from boostax.accumulate.carried import CarryState
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
@@ -35,6 +35,9 @@ Sums = Literal["local", "sharded"]
 Every = int | Callable[[jax.Array], jax.Array | int]
 
 _WHO = "accumulate"
+# A scaler accepts gradients below 2**48, whose products with weights below _MOST have a finite sum
+# in f32. The reciprocal of _LEAST is finite.
+_LEAST, _MOST = 2.0**-64, 2.0**64
 
 
 class Window(NamedTuple):
@@ -271,7 +274,16 @@ class _Windows(NamedTuple):
         require_like(_WHO, "the window", old, new)
         seed = formats.fold(state.optimizer_steps, state.micro_step) if self.stochastic else None
         is_first = state.micro_step == 0
-        sums = tree_map_with_path(lambda *leaf: _summed(is_first, seed, *leaf), old, new)
+
+        def summed(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
+            # The first gradient of a window begins the sum.
+            total = axes.placed_like(old.astype(new.dtype) + new, old)
+            total = jnp.where(is_first, axes.placed_like(new, old), total)
+            if seed is not None and old.dtype == jnp.bfloat16:
+                return formats.to_bfloat16(total, formats.seed_of(seed, path))
+            return total.astype(old.dtype)
+
+        sums = tree_map_with_path(summed, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
         call = _Call(state, params, apply, elsewhere(extra, _refused))
@@ -306,10 +318,9 @@ class _Windows(NamedTuple):
         terms = tuple(sorted(weight)) if isinstance(weight, dict) else ()
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
-        weight = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weight)
-        weight = axes.to_varying(weight, self.names + self.averaged)
+        weight = axes.to_varying(jax.tree.map(jnp.float32, weight), self.names + self.averaged)
         # A bad weight becomes NaN, in the sum of the weights but not in the sum of the gradients.
-        weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < MOST), x, jnp.nan), weight)
+        weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < _MOST), x, jnp.nan), weight)
         if not self.terms:
             return Window(weigh(grads, weight), weight)
         counts = jnp.stack([weight[name] for name in self.terms])
@@ -334,14 +345,20 @@ class _Windows(NamedTuple):
         inner = state.inner_state
         # With the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
         # must get such a sum, because a scaler needs overflows to lower the scale.
-        is_checked = float(jnp.finfo(self.narrow).max) < MOST and not gate.gates_in(inner)
+        is_checked = float(jnp.finfo(self.narrow).max) < _MOST and not gate.gates_in(inner)
         ok = norms.all_finite(window.grads) if is_checked else jnp.asarray(True)
         factors = [1.0 / count.astype(jnp.float32)] if self.normalize == "mean" else []
         if window.weight is not None:
             weight = window.weight
             weight = jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
             weight = jnp.where(ok, weight, jnp.nan) if is_checked else weight
-            ok, *factors = factor(weight, self.names)
+            # Each replica multiplies its local sum by n / sum of the replicas' weights, because
+            # XLA:CPU writes a copy of the sums for a division. At least one term's weight must be
+            # usable; the factor of a term with count 0 is 0.
+            summed = total(weight, self.names)
+            usable = summed >= _LEAST
+            factors = [jnp.where(usable, (axes.size(self.names) if self.names else 1) / summed, 0)]
+            ok = usable.any() & (summed >= 0).all()
         elif is_checked:
             ok = axes.agree(ok, self.names)
 
@@ -391,8 +408,7 @@ def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
     """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
     if trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState)):
         hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
-        allowed = "left out around optax.MultiSteps"
-        checks.absent("apply_gradients", "weight", weight, allowed, hint)
+        checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
 
 
 def _next(state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.Array) -> PyTree:
@@ -400,17 +416,6 @@ def _next(state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.
     steps = gate.counted(state.optimizer_steps, applied)
     skipped = gate.counted(state.skipped, ended & ~applied)
     return AccumulateState(count, steps, skipped, applied, state.window, inner_state)
-
-
-def _summed(
-    first: jax.Array, seed: jax.Array | None, path: KeyPath, old: jax.Array, new: jax.Array
-) -> jax.Array:
-    """Add a gradient to a window's sum, or begin the sum with the first one."""
-    total = axes.placed_like(old.astype(new.dtype) + new, old)
-    total = jnp.where(first, axes.placed_like(new, old), total)
-    if seed is not None and old.dtype == jnp.bfloat16:
-        return formats.to_bfloat16(total, formats.seed_of(seed, path))
-    return total.astype(old.dtype)
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
@@ -481,8 +486,7 @@ def flush(
 @contextlib.contextmanager
 def averaged(names: tuple[str, ...]) -> Generator[None]:
     """Call inner parts on gradients averaged over these axes; report the axes to outer gates."""
-    reduced = bound_axis.REDUCED.get()
-    if reduced is not None:
+    if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(names)
     with axes.binding(names, averaged=True) if names else contextlib.nullcontext():
         yield

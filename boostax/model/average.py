@@ -155,9 +155,8 @@ def average_params(
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "kind", kind, Kind, "'ema' is the usual one.")
     allowed = f"left out with kind {kind!r}"
-    for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
-        valid = kind == owner or value is None
-        checks.require(valid, _WHO, name, got=value, allowed=allowed, hint=f"It is for {owner!r}.")
+    for name, value, only in (("decay", decay, "ema"), ("size", size, "lawa")):
+        checks.absent(_WHO, name, None if kind == only else value, allowed, f"It is for {only!r}.")
     decay = 0.999 if decay is None else decay
     slots = 5 if size is None else size
     checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")

@@ -145,8 +145,7 @@ def centralize_gradients(
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, _WHO)
         trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
-        dims = dims_of(updates)
-        return jax.tree.map(lambda g, x: centralized(g, x, least), updates, dims), state
+        return jax.tree.map(lambda g, x: centralized(g, x, least), updates, dims_of(updates)), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)

@@ -136,9 +136,7 @@ def adagc(
     @describe(who, "norm clip")
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
-        sizes = jax.tree.map(
-            lambda g: norms.root(norms.square_sums([g])[0]).astype(jnp.float32), updates
-        )
+        sizes = jax.tree.map(lambda g: jnp.float32(norms.root(norms.square_sums([g])[0])), updates)
         early = state.steps < warmup
         global_norm = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
 

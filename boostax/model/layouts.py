@@ -34,16 +34,15 @@ class Layout(NamedTuple):
     tables: tuple[str, ...] = ()
 
 
-_FLAX = Layout()
 LAYOUTS: dict[LayoutName, Layout] = {
-    "linen": _FLAX,
-    "nnx": _FLAX,
+    "linen": Layout(),
+    "nnx": Layout(),
     "equinox": Layout(0, 0, "weight", tables=("emb",)),
     "haiku": Layout(-1, -2, vectors=("b", "offset")),
     "torch": Layout(0, 1, "weight", tables=("emb", "wte", "wpe")),
 }
 # Flax splits the outputs of these kernels into heads: (in, heads, head_dim).
-_PROJECTION = re.compile("(.*/)?(query|key|value)/kernel")
+_HEADS = re.compile("(.*/)?(query|key|value)/kernel")
 # The modules of Equinox with kernels; kernels of convolutions also have spatial dimensions.
 _EQUINOX_KERNELS = {"Linear", "Conv", "ConvTranspose", "GRUCell", "LSTMCell"}
 _EITHER = re.compile("(.*_)?weight(_.*)?")
@@ -100,7 +99,7 @@ class Kernels:
         hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
         ok = bool(self.name or classes or not either)
         checks.require(ok, "centralize_gradients", "layout", got=None, allowed=allowed, hint=hint)
-        if layout is _FLAX and ndim - lead == 3 and _PROJECTION.fullmatch("/".join(_parts(path))):
+        if layout == Layout() and ndim - lead == 3 and _HEADS.fullmatch("/".join(_parts(path))):
             return (lead,)
         outputs = layout.transposed if transposed else layout.outputs
         outputs += ndim if outputs < 0 else lead

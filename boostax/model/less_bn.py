@@ -102,13 +102,6 @@ class Flow(NamedTuple):
     norms: Nodes = frozenset()
     sites: Nodes = frozenset()
 
-    def through(self, node: Node) -> Flow:
-        """Return the flow of the value that ``node`` computes from this value."""
-        if not self.nodes:
-            return self
-        nodes = frozenset([node])
-        return Flow(self.nodes | nodes, nodes if node.kind == "norm" else self.norms, nodes)
-
 
 def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
     """Mark a value in a model for ``examine``.
@@ -149,12 +142,9 @@ def examine(
     """
     allowed = "a sample of what the module takes"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
-    return _report(*interpret.of_data("less_bn", apply, fixed, data, allowed, hint), paths)
-
-
-def _report(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:
-    """Return the norms and the head of a program whose last inputs are the data."""
-    nodes = [Node(number, "input") for number in range(data)]
+    program, count = interpret.of_data("less_bn", apply, fixed, data, allowed, hint)
+    # The last inputs of the program are the data.
+    nodes = [Node(number, "input") for number in range(count)]
     verdicts: dict[Node, Norm] = {}
 
     def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
@@ -167,10 +157,13 @@ def _report(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -
         if name in _PRODUCTS or label.startswith(_PREFIX):
             words = ["product"] if name in _PRODUCTS else label.split(":", 2)[1:]
             nodes.append(Node(len(nodes), *words))
-            result = result.through(nodes[-1])
+            if result.nodes:
+                site = frozenset(nodes[-1:])
+                nearest = site if words[0] == "norm" else result.norms
+                result = Flow(result.nodes | site, nearest, site)
         return [result] * len(eqn.outvars)
 
-    inputs = [Flow()] * (len(program.jaxpr.invars) - data) + [Flow(frozenset([x])) for x in nodes]
+    inputs = [Flow()] * (len(program.jaxpr.invars) - count) + [Flow(frozenset([x])) for x in nodes]
     outputs = interpret.flow(program, inputs, results, _union, nothing=Flow(), once=True)
     norms: dict[str, Norm] = {}
     for node in (node for node in nodes if node.kind == "norm"):
@@ -195,19 +188,16 @@ def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
     def verdict(node: Node) -> Norm:
         if node in branch.norms:
             return Norm(node.path, False, f"last of its branch to {_ENDS[name]}")
-        ends = ", ".join(_relative(node.path, end.path) for end in sorted(branch.norms))
+        # A norm in the same module is named without the module's path.
+        module = node.path.rpartition("/")[0]
+        splits = (end.path.rpartition("/") for end in sorted(branch.norms))
+        ends = ", ".join(name if x == module else f"{x}{by}{name}" for x, by, name in splits)
         if node in branch.nodes:
             return Norm(node.path, True, f"{ends} is the last of its branch")
         return Norm(node.path, True, f"on the shortcut; {ends} stays")
 
     decided = _union(beyond).nodes if name == "add" and branch.norms else branch.nodes
     return {node: verdict(node) for node in decided if node.kind == "norm"}
-
-
-def _relative(path: str, other: str) -> str:
-    """Return the path ``other``, without the module's path if both lie in the same module."""
-    parent, _, name = other.rpartition("/")
-    return name if parent == path.rpartition("/")[0] else other
 
 
 def _union(flows: Iterable[Flow]) -> Flow:
@@ -299,7 +289,7 @@ def changed(
     checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "It starts at 1.")
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
     hint = "Pass the model itself, once; remove= chooses further norms."
-    valid = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
+    valid = isinstance(module, flax.Model) and not isinstance(module, flax.LessBN)
     checks.require_type(valid, _WHO, "module", got=type(module), allowed=allowed, hint=hint)
     report = flax.structure(module, data)
     norms = report.norms if remove is None else _chosen(report.norms, remove)

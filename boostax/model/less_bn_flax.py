@@ -16,7 +16,6 @@ from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear
 
 Layer = nn.BatchNorm | nn.Dense | nnx.BatchNorm | nnx.Linear
 Model = nn.Module | nnx.Module
-MODULES = (nn.Module, nnx.Module)
 _SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
 
 
@@ -87,8 +86,7 @@ def structure(module: Model, data: PyTree) -> LessBNReport:
         return node
 
     graph, state = nnx.split(_edited(module, marking))
-    merge = functools.partial(nnx.merge, graph)
-    return examine(lambda state, args, kwargs: merge(state)(*args, **kwargs), state, data, paths)
+    return examine(lambda x, args, kwargs: nnx.merge(graph, x)(*args, **kwargs), state, data, paths)
 
 
 def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Callable) -> jax.Array:

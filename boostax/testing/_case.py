@@ -71,8 +71,7 @@ class Case:
     ) -> optax.GradientTransformationExtraArgs:
         """Make the transformation for a mapped function; add a mean if it does not reduce."""
         inner = optimizer() if inner is None else inner
-        if not self.reduces:
-            inner = optax.chain(all_reduce(axis_name), inner)
+        inner = inner if self.reduces else optax.chain(all_reduce(axis_name), inner)
         return drawn(self.make(inner, axis_name))
 
 

@@ -22,7 +22,6 @@ from boostax.train.step import make_train_step
 
 Loss = Callable[[PyTree, PyTree], PyTree]
 Trained = tuple[PyTree, list[float]]
-_STEPS = 2
 _SGD = optax.sgd(0.05)
 _REDUCED = optax.chain(all_reduce(), _SGD)
 
@@ -52,29 +51,13 @@ def check_loss(
       ...   return jax.lax.fori_loop(0, 2, lambda i, total: total + jnp.mean((w - x) ** 2), 0.0)
       >>> boostax.testing.check_loss(loss, jnp.float32(1.0), jnp.arange(8.0), only="own loop")
     """
-    expected = _in_steps(loss_fn, params, batch, _SGD)
+    expected = _in_steps({}, "", loss_fn, params, batch)
     for name, trial in ({only: TRIALS[only]} if only else TRIALS).items():
         result = trial(loss_fn, params, batch) or expected
         np.testing.assert_allclose(result[1], expected[1], rtol=rtol, err_msg=f"{name}: loss")
         for x, y in zip(jax.tree.leaves(result[0]), jax.tree.leaves(expected[0]), strict=True):
             worst, scale = (np.abs(z).max(initial=0) for z in (x - y, y))
             assert worst <= rtol * scale, f"{name}: params differ by {worst}, of up to {scale}"
-
-
-def _in_steps(loss_fn: Loss, params: PyTree, batch: PyTree, tx: Any, **options: Any) -> Trained:
-    """Return the params after some calls of a train step, and the losses."""
-    step = make_train_step(loss_fn, tx, **options)
-    state, metrics = _repeat(step, step.init(params), batch)
-    return jax.device_get(state.params), [float(x["loss"]) for x in metrics]
-
-
-def _repeat(step: Any, carry: PyTree, batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """Take some steps with one batch, and return the last carry and all outputs."""
-    outputs: list[PyTree] = []
-    for _ in range(_STEPS):
-        carry, output = step(carry, batch)
-        outputs.append(output)
-    return carry, outputs
 
 
 def _mesh(**sizes: int) -> Mesh:
@@ -88,14 +71,22 @@ def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
     return PartitionSpec(*[None] * dims[0], axis) if dims else PartitionSpec()
 
 
-def _on_axes(
+def _in_steps(
     sizes: dict[str, int], shard: str, loss_fn: Loss, params: PyTree, batch: PyTree, **options: Any
 ) -> Trained:
-    """Train in steps on a mesh of these axes, with params sharded over one of them or over none."""
-    options = {"mesh": _mesh(**sizes), "axis_name": "data", **options}
+    """Take two train steps, and return the params and the losses.
+
+    The mesh has axes of these sizes, and params are sharded over the axis ``shard`` or over none.
+    Without sizes the steps run on one device.
+    """
+    if sizes:
+        options = {"mesh": _mesh(**sizes), "axis_name": "data", **options}
     if shard:
         options["param_specs"] = jax.tree.map(partial(_spec, shard, sizes[shard]), params)
-    return _in_steps(loss_fn, params, batch, _REDUCED, **options)
+    step = make_train_step(loss_fn, _REDUCED if sizes else _SGD, **options)
+    state, first = step(step.init(params), batch)
+    state, second = step(state, batch)
+    return jax.device_get(state.params), [float(x["loss"]) for x in (first, second)]
 
 
 def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
@@ -110,8 +101,9 @@ def _own_loop(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained:
         loss, grads = gradient(params, state, batch)
         return apply_gradients(tx, grads, state, params), loss
 
-    (params, _), losses = _repeat(step, (params, tx.init(params)), batch)
-    return jax.device_get(params), list(map(float, losses))
+    carry, first = step((params, tx.init(params)), batch)
+    carry, second = step(carry, batch)
+    return jax.device_get(carry[0]), [float(first), float(second)]
 
 
 def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
@@ -135,7 +127,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
         optimizer.update(model, grads)
         return loss
 
-    losses = [float(step(model, optimizer, batch)) for _ in range(_STEPS)]
+    losses = [float(step(model, optimizer, batch)) for _ in range(2)]
     return jax.device_get(values(model)), losses
 
 
@@ -148,12 +140,12 @@ def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:
 
 
 TRIALS: dict[str, Callable[[Loss, PyTree, PyTree], Trained | None]] = {
-    "step": partial(_on_axes, {"data": 4}, ""),
-    "FSDP": partial(_on_axes, {"data": 4}, "data"),
-    "ZeRO-1": partial(_on_axes, {"data": 4}, "", shard_optimizer=True),
-    "HSDP": partial(_on_axes, {"data": 2, "fsdp": 2}, "fsdp", axis_name=("data", "fsdp")),
-    "another axis": partial(_on_axes, {"data": 2, "model": 2}, "model"),
-    "micro-batches": partial(_on_axes, {"data": 4}, "", microbatches=2),
+    "step": partial(_in_steps, {"data": 4}, ""),
+    "FSDP": partial(_in_steps, {"data": 4}, "data"),
+    "ZeRO-1": partial(_in_steps, {"data": 4}, "", shard_optimizer=True),
+    "HSDP": partial(_in_steps, {"data": 2, "fsdp": 2}, "fsdp", axis_name=("data", "fsdp")),
+    "another axis": partial(_in_steps, {"data": 2, "model": 2}, "model"),
+    "micro-batches": partial(_in_steps, {"data": 4}, "", microbatches=2),
     "own loop": _own_loop,
     "nnx.Optimizer": _nnx,
     "audit": _audit,

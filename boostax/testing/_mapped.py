@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of replicas, in all kinds of mapped functions and on params that XLA shards."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +124,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
     nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, jax.device_count()))
 
     def train(params: PyTree, grads: PyTree) -> tuple[Carry, Carry]:
-        first = local_params(params, axis_name=AXIS) if case.own_params else params
-        start = first, tx.init(params)
+        start = local_params(params, axis_name=AXIS) if case.own_params else params, tx.init(params)
         return start, jax.lax.fori_loop(0, 100, lambda _, x: _case.applied(tx)(*x, grads), start)
 
     for mode in MODES:
@@ -198,8 +196,7 @@ MAPPED_LAWS = laws_in(globals())
 # Params that XLA shards.
 
 
-@dataclasses.dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A placement of ``even_params``.
 
     Attributes:
@@ -214,11 +211,6 @@ class Placed:
     mesh: Mesh
     shard_optimizer: bool
 
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self.mesh.shape[AXIS]
-
     def place(self, params: PyTree) -> PyTree:
         """Place a tree like the params on the mesh."""
         shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
@@ -227,7 +219,7 @@ class Placed:
     def stack(self, stacked: PyTree) -> PerReplica:
         """Place a stacked tree like the params, each replica's part on the replica's devices."""
         specs = {x: PartitionSpec(AXIS, *without(y, (AXIS,))) for x, y in self.specs.items()}
-        return PerReplica(dataclasses.replace(self, specs=specs).place(stacked))
+        return PerReplica(self._replace(specs=specs).place(stacked))
 
     def dim(self, name: str) -> int:
         """Return the dimension that is sharded within a replica, counted from the last one."""
@@ -262,10 +254,8 @@ def train_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
     """Train in plain ``jit`` on stacked local gradients; every array must keep its sharding."""
     params = placed.place(arrays.even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
-    state = tx.init(params)
-    if case.own_params:
-        params = placed.stack(arrays.stack([arrays.even_params()] * placed.replicas))
-    start = (params, state)
+    stacked = placed.stack(arrays.stack([arrays.even_params()] * placed.mesh.shape[AXIS]))
+    start = (stacked if case.own_params else params, tx.init(params))
     step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     shardings = [x.sharding for x in jax.tree.leaves(start)]
     result = follow(step, start, list(map(placed.stack, windows)))
@@ -288,7 +278,7 @@ def _means_the_same(case: Case, kind: AxisType) -> None:
     """Compare with replicas under ``vmap``, with unsharded params or shard by shard."""
     start = arrays.even_params()
     for placed in placements(jax.device_count() // 2, 2, kind):
-        windows = [replica_grads(seed, placed.replicas) for seed in range(2 * case.calls)]
+        windows = [replica_grads(seed, placed.mesh.shape[AXIS]) for seed in range(2 * case.calls)]
         params, _ = train_placed(case, placed, windows)
         count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
         shards = zip(*(placed.shards(tree, count) for tree in (start, *windows)), strict=True)
@@ -300,7 +290,8 @@ def _means_the_same(case: Case, kind: AxisType) -> None:
 def skip_is_agreed_in_any_placement(case: Case) -> None:
     """Promise 11: one NaN in one shard of one replica skips the step everywhere."""
     for placed in placements(jax.device_count() // 2, 2, AxisType.Auto)[-2:]:
-        skips(case, functools.partial(train_placed, case, placed), placed.replicas, placed.name)
+        train = functools.partial(train_placed, case, placed)
+        skips(case, train, placed.mesh.shape[AXIS], placed.name)
 
 
 PLACED_LAWS = {k: law for k, law in laws_in(globals()).items() if k not in MAPPED_LAWS}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws about two different programs with equal results, drawn from a seed."""
 
-import dataclasses
 import functools
 import importlib.util
 import pickle
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,7 @@ from boostax.testing._case import Carry, Case, follow, laws_in
 from boostax.testing._mapped import AXIS
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A case with the number of replicas and the random numbers of a law.
 
     Attributes:
@@ -53,9 +52,8 @@ class Setting:
         replicas = replicas or count
         rate = optax.linear_schedule(1e-1, 1e-3, 20)
         steep = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(rate, momentum=0.9))
-        if replicas is None:
-            return cls(case, rng, None, None, case.single(steep))
-        return cls(case, rng, replicas, AXIS, case.mapped(AXIS, steep))
+        tx = case.mapped(AXIS, steep) if replicas else case.single(steep)
+        return cls(case, rng, replicas, AXIS if replicas else None, tx)
 
     def grads(self, count: int) -> list[PyTree]:
         """Draw gradients of ``count`` calls in eighths, whose sums and halves are exact."""
@@ -81,10 +79,8 @@ class Setting:
         start = _case.start(self.case, tx, self.replicas)
         if self.replicas is None:
             return jax.jit(step), start
-        axes = jax.tree.map(
-            lambda x: 0 if is_per_replica(x) else None, start, is_leaf=is_per_replica
-        )
-        return jax.jit(jax.vmap(step, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS)), start
+        ax = jax.tree.map(lambda x: 0 if is_per_replica(x) else None, start, is_leaf=is_per_replica)
+        return jax.jit(jax.vmap(step, in_axes=(*ax, 0), out_axes=ax, axis_name=AXIS)), start
 
 
 def _scalers(state: PyTree) -> list[PyTree]:
@@ -122,11 +118,10 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
     step, (params, state) = setting.program(setting.tx)
     expected = follow(step, (params, state), grads)
     if _scalers(expected[1]):
-        result = follow(step, (params, arrays.with_scale(state, scale)), grads)
+        program = step, (params, arrays.with_scale(state, scale))
     else:
-        tx = static_loss_scale(setting.tx, scale, axis_name=setting.axis)
-        result = follow(*setting.program(tx), grads)
-    arrays.assert_close(result[0], expected[0], "params")
+        program = setting.program(static_loss_scale(setting.tx, scale, axis_name=setting.axis))
+    arrays.assert_close(follow(*program, grads)[0], expected[0], "params")
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
@@ -206,7 +201,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     setting = Setting.draw(case, seed, replicas=2)
     calls = int(setting.rng.integers(1, 3 * case.calls))
     carry = follow(*setting.program(setting.tx), setting.grads(calls))
-    more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
+    more = setting._replace(replicas=int(setting.rng.choice([4, 8])))
     resharded = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(resharded, 2), carry, "there and back")
     # Training continues with more replicas. A state may contain an infinity, such as an unset

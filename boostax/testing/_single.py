@@ -63,10 +63,9 @@ def keeps_types_and_traces_once(case: Case) -> None:
 def works_in_float64(case: Case) -> None:
     """Promise 3: with x64, f64 gradients are handled in f64."""
     with jax.enable_x64(True):
-        tx = case.single(optax.sgd(1.0))
         params: PyTree = {"w": jnp.zeros(2, jnp.float64)}
         grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
-        moved: jax.Array = train(tx, params, [grads] * case.calls)[0]["w"]
+        moved: jax.Array = train(case.single(optax.sgd(1.0)), params, [grads] * case.calls)[0]["w"]
         assert moved.dtype == jnp.float64
         assert abs(float(moved[0] / moved[1]) - 1.0 / 3.0) < 1e-15, "rounded to f32"
 
@@ -123,9 +122,8 @@ def scan_eager_and_disabled_jit_agree(case: Case) -> None:
     tx = case.single()
     params = arrays.even_params()
     grads = arrays.draws(params, 2 * case.calls)
-    scanned, _ = jax.lax.scan(
-        lambda x, g: (applied(tx)(*x, g), None), (params, tx.init(params)), arrays.stack(grads)
-    )
+    start = (params, tx.init(params))
+    scanned, _ = jax.lax.scan(lambda x, g: (applied(tx)(*x, g), None), start, arrays.stack(grads))
     arrays.assert_close(scanned, steps(tx, params, grads), "scan")
     with jax.disable_jit():
         disabled = train(tx, params, grads[: case.calls])
