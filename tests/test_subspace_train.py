@@ -194,7 +194,7 @@ def test_what_travels(k):
 def reads(jaxpr, shape):
     """Equations of a traced program that read an array of this shape and make another of it."""
     has = lambda atoms: any(getattr(x.aval, "shape", None) == shape for x in atoms)  # noqa: E731
-    found = [eqn for eqn, _ in interpret.equations(jaxpr) if not interpret.bodies([eqn])[0]]
+    found = [eqn for eqn, _ in interpret.equations(jaxpr) if not interpret.bodies(eqn)]
     return sum(has(eqn.invars) and not has(eqn.outvars) for eqn in found)
 
 

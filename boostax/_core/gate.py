@@ -209,8 +209,7 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     traced, _ = trees.trace_once(update, types, state, types)
     none = frozenset[int]()
     numbers = [frozenset([i]) for i in range(len(jax.tree.leaves(types)))]
-    of_state = [none] * (len(traced.program.in_avals) - 2 * len(numbers))
-    inputs = [*numbers, *of_state, *numbers]
+    inputs = [*numbers, *[none] * (len(traced.program.in_avals) - 2 * len(numbers)), *numbers]
     results = interpret.flow(traced.program, inputs, None, lambda facts: none.union(*facts), none)
     return jax.tree.unflatten(traced.structure, results)
 

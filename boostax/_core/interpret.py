@@ -85,12 +85,11 @@ def scan_operands(
     return consts, carry, xs
 
 
-def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
+def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
     """Return the programs inside an equation: a called program, branches, or parts of a loop."""
+    values: Any = jax.tree.leaves([*eqn.params.values()])
     kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
-    values = (jax.tree.leaves([*eqn.params.values()]) for eqn in eqns)
-    programs: Any = [[getattr(x, "jaxpr", x) for x in y if isinstance(x, kinds)] for y in values]
-    return programs
+    return [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
 
 
 def equations(
@@ -103,11 +102,10 @@ def equations(
       context: the context that is yielded with each equation of ``program``.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
     """
-    eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
-    for eqn, programs in zip(eqns, bodies(eqns), strict=True):
+    for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
         yield eqn, context
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
-        for body, inner in zip(programs, inside, strict=False):
+        for body, inner in zip(bodies(eqn), inside, strict=False):
             yield from equations(body, inner, enter)
 
 
@@ -243,10 +241,8 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
     if isinstance(value, jaxprs.Jaxpr):
         eqns: list[jaxprs.JaxprEqn] = []
         for eqn in value.eqns:
-            new = rule(eqn)
-            if new is None:
-                params = {name: rewrite(x, rule) for name, x in eqn.params.items()}
-                new = [eqn.replace(params=params)]
+            if (new := rule(eqn)) is None:
+                new = [eqn.replace(params={k: rewrite(x, rule) for k, x in eqn.params.items()})]
             eqns += new
         return value.replace(eqns=eqns)
     if isinstance(value, jaxprs.ClosedJaxpr):
@@ -257,7 +253,7 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
 def of_data(
     who: str, fn: Callable[..., PyTree], fixed: PyTree, data: PyTree, allowed: str, hint: str
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
-    """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
+    """Trace ``fn(fixed, *args, **kwargs)``; return its program and ``data``'s number of arrays.
 
     The program's inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of
     ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. It raises if ``data``
@@ -265,11 +261,11 @@ def of_data(
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    checks.require(bool(arrays), who, "args", got=data, allowed=allowed, hint=hint)
+    checks.require(bool(arrays), who, "args", data, allowed, hint)
 
     def call(fixed: PyTree, arrays: dict[int, jax.Array]) -> list[jax.Array]:
         args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
         # Results may contain names, None and Python numbers.
-        return [x for x in jax.tree.leaves(fn(fixed, args, kwargs)) if isinstance(x, jax.Array)]
+        return [x for x in jax.tree.leaves(fn(fixed, *args, **kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
