@@ -194,7 +194,9 @@ def test_what_travels(k):
 def reads(jaxpr, shape):
     """Equations of a traced program that read an array of this shape and make another of it."""
     has = lambda atoms: any(getattr(x.aval, "shape", None) == shape for x in atoms)  # noqa: E731
-    found = [eqn for eqn, _ in interpret.equations(jaxpr) if not interpret.bodies(eqn)]
+    found = [
+        eqn for eqn, _ in interpret.equations(jaxpr) if len([*interpret.equations([eqn])]) == 1
+    ]
     return sum(has(eqn.invars) and not has(eqn.outvars) for eqn in found)
 
 

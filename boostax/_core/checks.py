@@ -150,10 +150,9 @@ def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> N
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[np.floating]:
     """Require a real floating dtype, or the name of one."""
-    try:
+    is_valid = False
+    with contextlib.suppress(TypeError):
         is_valid = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        is_valid = False
     hint = "Try 'float32', 'bfloat16' or 'float16'."
     require(is_valid, who, argument, value, "a floating dtype", hint)
     return jnp.dtype(value)

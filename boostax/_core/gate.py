@@ -170,11 +170,6 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
-def nothing_held(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
-    """Return params and state unchanged: no window is open in an optimizer without gates."""
-    return params, state
-
-
 def run(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
@@ -319,11 +314,10 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     got = f"{names or None}, and a part inside communicates over {missing}"
     allowed = "all axes over which the parts inside communicate"
     hint = "Pass them in axis_name: replicas that decide alone deadlock in that collective."
-    checks.require(not missing, who, "axis_name", got=got, allowed=allowed, hint=hint)
+    checks.require(not missing, who, "axis_name", got, allowed, hint)
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
-    allowed = "left out where nothing inside reduces"
     hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
-    checks.require(reduced, who, "axis_name", got=names, allowed=allowed, hint=hint)
+    checks.require(reduced, who, "axis_name", names, "left out where nothing inside reduces", hint)
 
 
 Branch = Callable[..., PyTree]

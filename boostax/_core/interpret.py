@@ -63,8 +63,7 @@ def _require_form(eqn: jaxprs.JaxprEqn, allowed: str, valid: bool, risk: str) ->
     """Raise unless JAX's parameters of an equation were read in the expected form."""
     what = f"the parameters of {eqn.primitive.name} of JAX {jax.__version__}"
     hint = f"{risk} In a checkout, pip install -c constraints.txt . takes versions tested together."
-    got = sorted(eqn.params)
-    checks.require(valid, "boostax", what, got=got, allowed=allowed, hint=hint, error=RuntimeError)
+    checks.require(valid, "boostax", what, sorted(eqn.params), allowed, hint, RuntimeError)
 
 
 def scan_operands(
@@ -85,13 +84,6 @@ def scan_operands(
     return consts, carry, xs
 
 
-def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
-    """Return the programs inside an equation: a called program, branches, or parts of a loop."""
-    values: Any = jax.tree.leaves([*eqn.params.values()])
-    kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
-    return [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
-
-
 def equations(
     program: jaxprs.Jaxpr | Eqns, context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
@@ -102,10 +94,14 @@ def equations(
       context: the context that is yielded with each equation of ``program``.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
     """
+    kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
     for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
         yield eqn, context
+        # The programs inside are a called program, branches, or parts of a loop.
+        values = jax.tree.leaves([*eqn.params.values()])
+        bodies: Any = [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
-        for body, inner in zip(bodies(eqn), inside, strict=False):
+        for body, inner in zip(bodies, inside, strict=False):
             yield from equations(body, inner, enter)
 
 
@@ -253,7 +249,7 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
 def of_data(
     who: str, fn: Callable[..., PyTree], fixed: PyTree, data: PyTree, allowed: str, hint: str
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
-    """Trace ``fn(fixed, *args, **kwargs)``; return its program and ``data``'s number of arrays.
+    """Trace ``fn(fixed, *args, **kwargs)``; return the program, and how many arrays ``data`` has.
 
     The program's inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of
     ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. It raises if ``data``

@@ -67,12 +67,20 @@ def prefix_groups(
     if level is not None:
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
-    layers = _with_norms(_layers(who, params, order, level), leaves)
+    layers = _layers(who, params, order, level)
+    joined: dict[KeyPath, list[int]] = {}
+    last: list[int] = []
+    for path, members in layers.items():
+        # A layer that has only vectors joins the previous layer, or the next if it comes first.
+        if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
+            last.extend(members)
+        else:
+            last = joined[path] = [*members, *([] if joined else last)]
+    layers = joined or layers
     words = few([trees.path_name(path) for path in layers])
     hint = f"They are {words}, each with the norms after it." if layers else "Params are empty."
-    checks.require(
-        n <= len(layers), who, "n", n, f"at most the number of layers, {len(layers)}", hint
-    )
+    allowed = f"at most the number of layers, {len(layers)}"
+    checks.require(n <= len(layers), who, "n", n, allowed, hint)
     labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}
     return treedef.unflatten(labels[i] for i in range(len(leaves)))
 
@@ -229,15 +237,3 @@ def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]
         children.sort(key=lambda child: natural(str(getattr(child[0][0], "key", ""))))
     for key, child in children:
         yield from _in_order(child, (*path, *key))
-
-
-def _with_norms(layers: dict[KeyPath, list[int]], leaves: list[PyTree]) -> dict[KeyPath, list[int]]:
-    """Join layers that have only vectors to the previous layer, or the next if they come first."""
-    joined: dict[KeyPath, list[int]] = {}
-    last: list[int] = []
-    for path, members in layers.items():
-        if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
-            last.extend(members)
-        else:
-            last = joined[path] = [*members, *([] if joined else last)]
-    return joined or layers
