@@ -290,11 +290,10 @@ def skip_if_empty(ok: jax.Array, new: State, old: State, grads: Pending) -> tupl
       old: the state of the gate before the call.
       grads: the gradients that the gate got.
     """
-    if grads.counted is None:
+    if (any_items := grads.counted) is None:
         return ok, new
-    select = functools.partial(jnp.where, grads.counted)
-    ok &= grads.counted
-    return ok, jax.tree.map(lambda x, y: x if x is y else select(x, y), new, old)
+    ok &= any_items
+    return ok, jax.tree.map(lambda x, y: x if x is y else jnp.where(any_items, x, y), new, old)
 
 
 def applied_or_skipped(state: PyTree, applied: jax.Array, inner_state: PyTree) -> PyTree:

@@ -247,8 +247,7 @@ def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     holes = jax.tree.map(lambda keep, x: keep and isinstance(x, optax.MaskedNode), active, grads)
     allowed = f"those that depth {depth} trains"
     hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-    is_valid = not any(jax.tree.leaves(holes))
-    checks.require(is_valid, _WHO, "gradients", "masked ones", allowed, hint)
+    checks.require(not any(jax.tree.leaves(holes)), _WHO, "gradients", "masked ones", allowed, hint)
 
 
 @checks.arguments

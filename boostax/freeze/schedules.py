@@ -20,8 +20,6 @@ from boostax._core.types import PyTree
 Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
-# The length of a schedule without ``total_steps``, as in MindSpore.
-CYCLE = 65536
 _WHO = "freeze_schedule"
 _WRAPPER = "scheduled_freeze"
 
@@ -350,7 +348,8 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):
-        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE), repeat
+        # MindSpore's length.
+        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=65536), repeat
     hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen permanently."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:

@@ -91,6 +91,8 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
                 known[atom] = max(known.get(atom, NEVER), level)
 
     need(jaxpr.outvars, levels)
+    # Results that no index needs are not outputs of a stage.
+    used = {x for x, level in known.items() if level > NEVER}
     # Bodies are not entered: an equation with a body has one level.
     for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
         level = max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER)
@@ -105,9 +107,6 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         if level > NEVER:
             operations.setdefault(level, []).insert(0, eqn)
         need(eqn.invars, [level] * len(eqn.invars))
-    # Results that no index needs are not outputs of a stage.
-    pairs = zip(jaxpr.outvars, levels, strict=True)
-    used = {x for x, level in pairs if level > NEVER and not isinstance(x, jaxprs.Literal)}
     stages: list[tuple[int, _Stage]] = []
     for level, eqns in sorted(operations.items()):
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
