@@ -306,7 +306,7 @@ class Optimizer(nnx.Optimizer[_M]):
         if freezing is None:
             return True
         first, *others = freezing.plan(params).drawn
-        return freezing.choice(params, opt_state) if others else freezing.active(params, first)
+        return freezing.choice(params, opt_state) if others else freezing.plan(params).active(first)
 
 
 def _require_same(new_frozen: PyTree, frozen: PyTree, new_state: PyTree, state: PyTree) -> None:

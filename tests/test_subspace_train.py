@@ -194,8 +194,8 @@ def test_what_travels(k):
 def reads(jaxpr, shape):
     """Equations of a traced program that read an array of this shape and make another of it."""
     has = lambda atoms: any(getattr(x.aval, "shape", None) == shape for x in atoms)  # noqa: E731
-    found = [eqn for eqn, _ in interpret.equations(jaxpr) if not interpret.bodies([eqn])[0]]
-    return sum(has(eqn.invars) and not has(eqn.outvars) for eqn in found)
+    readers = (x for x, _ in interpret.equations(jaxpr) if has(x.invars) and not has(x.outvars))
+    return sum(len([*interpret.equations([eqn])]) == 1 for eqn in readers)
 
 
 @pytest.mark.parametrize("residual", [None, optax.adam(1e-2)])

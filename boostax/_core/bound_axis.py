@@ -79,8 +79,7 @@ def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
     def init(params: PyTree) -> PyTree:
         return pick(params).init(params)
 
-    gate = gate_of(sample)
-    if gate is None:
+    if (gate := gate_of(sample)) is None:
 
         @functools.wraps(sample.update)
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:

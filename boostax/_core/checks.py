@@ -54,7 +54,7 @@ def positive_int(who: str, argument: str, value: object, hint: str) -> Any:
     if isinstance(value, Tracer):
         return value
     number = natural(who, argument, value, hint, "a positive integer", least=1)
-    require(number < 2**31, who, argument, got=value, allowed="below 2**31", hint=hint)
+    require(number < 2**31, who, argument, value, "below 2**31", hint)
     return number
 
 
@@ -63,7 +63,7 @@ def natural(
 ) -> int:
     """Require an integer of at least ``least``; refuse a bool."""
     number = integer(who, argument, value, allowed, hint)
-    require(number >= least, who, argument, got=value, allowed=allowed, hint=hint)
+    require(number >= least, who, argument, value, allowed, hint)
     return number
 
 
@@ -81,7 +81,7 @@ def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
     shape = getattr(value, "shape", ())
     hint = f"{argument}.reshape(()) makes a scalar of one element, .sum() of more."
-    require(not shape, who, argument, got=shape, allowed="shaped ()", hint=hint)
+    require(not shape, who, argument, shape, "shaped ()", hint)
 
 
 def number(
@@ -97,8 +97,7 @@ def number(
         real = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
-    if not (math.isfinite(real) and test(real)):
-        raise ValueError(message(who, argument, allowed, value, hint))
+    require(math.isfinite(real) and test(real), who, argument, value, allowed, hint)
     return value
 
 
@@ -106,7 +105,7 @@ def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> C
     """Require one of the words of a ``Literal``, or of a tuple."""
     allowed = get_args(allowed) or allowed
     words = " or ".join(repr(word) for word in allowed) or "left out"
-    require(value in allowed, who, argument, got=value, allowed=words, hint=hint)
+    require(value in allowed, who, argument, value, words, hint)
     return value
 
 
@@ -114,7 +113,6 @@ def require(
     valid: bool,
     who: str,
     argument: str,
-    *,
     got: object,
     allowed: str,
     hint: str | Callable[[], str],
@@ -135,9 +133,8 @@ def _text(x: Any) -> Any:
     return x() if ours and x.__name__ == "<lambda>" else x
 
 
-def require_type(valid: bool, who: str, argument: str, **words: Any) -> None:
-    """Raise a ``TypeError`` unless ``valid``; see ``require``."""
-    require(valid, who, argument, **words, error=TypeError)
+# The same, but it raises a ``TypeError``.
+require_type = functools.partial(require, error=TypeError)
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
@@ -148,17 +145,16 @@ def nearest(word: object, words: Iterable[str]) -> str:
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
     """Require ``None`` for an argument that has no effect here."""
-    require(value is None, who, argument, got=value, allowed=allowed, hint=hint)
+    require(value is None, who, argument, value, allowed, hint)
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[np.floating]:
     """Require a real floating dtype, or the name of one."""
-    try:
+    is_valid = False
+    with contextlib.suppress(TypeError):
         is_valid = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        is_valid = False
     hint = "Try 'float32', 'bfloat16' or 'float16'."
-    require(is_valid, who, argument, got=value, allowed="a floating dtype", hint=hint)
+    require(is_valid, who, argument, value, "a floating dtype", hint)
     return jnp.dtype(value)
 
 

@@ -170,11 +170,6 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
-def nothing_held(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
-    """Return params and state unchanged: no window is open in an optimizer without gates."""
-    return params, state
-
-
 def run(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
@@ -209,8 +204,7 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     traced, _ = trees.trace_once(update, types, state, types)
     none = frozenset[int]()
     numbers = [frozenset([i]) for i in range(len(jax.tree.leaves(types)))]
-    of_state = [none] * (len(traced.program.in_avals) - 2 * len(numbers))
-    inputs = [*numbers, *of_state, *numbers]
+    inputs = [*numbers, *[none] * (len(traced.program.in_avals) - 2 * len(numbers)), *numbers]
     results = interpret.flow(traced.program, inputs, None, lambda facts: none.union(*facts), none)
     return jax.tree.unflatten(traced.structure, results)
 
@@ -296,11 +290,10 @@ def skip_if_empty(ok: jax.Array, new: State, old: State, grads: Pending) -> tupl
       old: the state of the gate before the call.
       grads: the gradients that the gate got.
     """
-    if grads.counted is None:
+    if (any_items := grads.counted) is None:
         return ok, new
-    select = functools.partial(jnp.where, grads.counted)
-    ok &= grads.counted
-    return ok, jax.tree.map(lambda x, y: x if x is y else select(x, y), new, old)
+    ok &= any_items
+    return ok, jax.tree.map(lambda x, y: x if x is y else jnp.where(any_items, x, y), new, old)
 
 
 def applied_or_skipped(state: PyTree, applied: jax.Array, inner_state: PyTree) -> PyTree:
@@ -320,11 +313,10 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     got = f"{names or None}, and a part inside communicates over {missing}"
     allowed = "all axes over which the parts inside communicate"
     hint = "Pass them in axis_name: replicas that decide alone deadlock in that collective."
-    checks.require(not missing, who, "axis_name", got=got, allowed=allowed, hint=hint)
+    checks.require(not missing, who, "axis_name", got, allowed, hint)
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
-    allowed = "left out where nothing inside reduces"
     hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
-    checks.require(reduced, who, "axis_name", got=names, allowed=allowed, hint=hint)
+    checks.require(reduced, who, "axis_name", names, "left out where nothing inside reduces", hint)
 
 
 Branch = Callable[..., PyTree]

@@ -99,9 +99,10 @@ def _by_name(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     indices = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, indices, strict=True) if i == len(numbers)]
-    hint = f"It has no group for {few(missed)}."
     allowed = "a dictionary whose names match every leaf"
-    checks.require(not missed, who, "groups", got=groups, allowed=allowed, hint=hint)
+    checks.require(
+        not missed, who, "groups", groups, allowed, f"It has no group for {few(missed)}."
+    )
     return [numbers[i] for i in indices]
 
 
@@ -111,14 +112,12 @@ def _matched(who: str, groups: Sequence[PyTree], names: list[str]) -> list[int]:
         for pattern in entry if isinstance(entry, (list, tuple)) else (entry,):
             hits = [x for x in names if isinstance(pattern, str) and matches(x, pattern)]
             hint = f"It matches none; there are {few(names)}."
-            allowed = "patterns that match params"
-            checks.require(bool(hits), who, "groups", got=pattern, allowed=allowed, hint=hint)
+            checks.require(bool(hits), who, "groups", pattern, "patterns that match params", hint)
             allowed = "patterns that match no leaf twice"
             for name in hits:
                 number, first = first_match.setdefault(name, (i, pattern))
-                got = (first, pattern)
                 hint = f"Both match {name!r}: leave it to one of them."
-                checks.require(number == i, who, "groups", got=got, allowed=allowed, hint=hint)
+                checks.require(number == i, who, "groups", (first, pattern), allowed, hint)
     return [first_match.get(name, (len(groups),))[0] for name in names]
 
 

@@ -63,8 +63,7 @@ def _require_form(eqn: jaxprs.JaxprEqn, allowed: str, valid: bool, risk: str) ->
     """Raise unless JAX's parameters of an equation were read in the expected form."""
     what = f"the parameters of {eqn.primitive.name} of JAX {jax.__version__}"
     hint = f"{risk} In a checkout, pip install -c constraints.txt . takes versions tested together."
-    got = sorted(eqn.params)
-    checks.require(valid, "boostax", what, got=got, allowed=allowed, hint=hint, error=RuntimeError)
+    checks.require(valid, "boostax", what, sorted(eqn.params), allowed, hint, RuntimeError)
 
 
 def scan_operands(
@@ -85,14 +84,6 @@ def scan_operands(
     return consts, carry, xs
 
 
-def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
-    """Return the programs inside an equation: a called program, branches, or parts of a loop."""
-    kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
-    values = (jax.tree.leaves([*eqn.params.values()]) for eqn in eqns)
-    programs: Any = [[getattr(x, "jaxpr", x) for x in y if isinstance(x, kinds)] for y in values]
-    return programs
-
-
 def equations(
     program: jaxprs.Jaxpr | Eqns, context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
@@ -103,11 +94,14 @@ def equations(
       context: the context that is yielded with each equation of ``program``.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
     """
-    eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
-    for eqn, programs in zip(eqns, bodies(eqns), strict=True):
+    kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
+    for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
         yield eqn, context
+        # The programs inside are a called program, branches, or parts of a loop.
+        values = jax.tree.leaves([*eqn.params.values()])
+        bodies: Any = [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
-        for body, inner in zip(programs, inside, strict=False):
+        for body, inner in zip(bodies, inside, strict=False):
             yield from equations(body, inner, enter)
 
 
@@ -243,10 +237,8 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
     if isinstance(value, jaxprs.Jaxpr):
         eqns: list[jaxprs.JaxprEqn] = []
         for eqn in value.eqns:
-            new = rule(eqn)
-            if new is None:
-                params = {name: rewrite(x, rule) for name, x in eqn.params.items()}
-                new = [eqn.replace(params=params)]
+            if (new := rule(eqn)) is None:
+                new = [eqn.replace(params={k: rewrite(x, rule) for k, x in eqn.params.items()})]
             eqns += new
         return value.replace(eqns=eqns)
     if isinstance(value, jaxprs.ClosedJaxpr):
@@ -257,7 +249,7 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
 def of_data(
     who: str, fn: Callable[..., PyTree], fixed: PyTree, data: PyTree, allowed: str, hint: str
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
-    """Trace ``fn(fixed, args, kwargs)``; return the program, and the number of arrays in the data.
+    """Trace ``fn(fixed, *args, **kwargs)``; return the program, and how many arrays ``data`` has.
 
     The program's inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of
     ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. It raises if ``data``
@@ -265,11 +257,11 @@ def of_data(
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    checks.require(bool(arrays), who, "args", got=data, allowed=allowed, hint=hint)
+    checks.require(bool(arrays), who, "args", data, allowed, hint)
 
     def call(fixed: PyTree, arrays: dict[int, jax.Array]) -> list[jax.Array]:
         args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
         # Results may contain names, None and Python numbers.
-        return [x for x in jax.tree.leaves(fn(fixed, args, kwargs)) if isinstance(x, jax.Array)]
+        return [x for x in jax.tree.leaves(fn(fixed, *args, **kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)

@@ -50,25 +50,22 @@ def require_order(who: str, call: str, **arguments: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(arguments)
     untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
     gone = [trees.path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
-    got = f"{gone[:4]} donated"
     hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
-    checks.require(not gone, who, "arguments", got=got, allowed="not yet donated", hint=hint)
+    checks.require(not gone, who, "arguments", f"{gone[:4]} donated", "not yet donated", hint)
     allowed = "without an optimizer state"
     hint = f"The call is {call}."
     for what, tree in arguments.items():
         names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
         state = next((x for x in names if re.match(r"(optax|boostax)\..*State$", x)), "")
         is_valid = "state" in what or not state
-        got = f"one with {state}"
-        checks.require_type(is_valid, who, what, got=got, allowed=allowed, hint=hint)
+        checks.require_type(is_valid, who, what, f"one with {state}", allowed, hint)
 
 
 def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
     """Refuse swapped arguments, and a state that differs from the result of ``tx.init``."""
-    got = type(tx).__name__
     allowed = "an optax.GradientTransformation"
     hint = f"The call is {call}."
-    checks.require_type(hasattr(tx, "init"), who, "tx", got=got, allowed=allowed, hint=hint)
+    checks.require_type(hasattr(tx, "init"), who, "tx", type(tx).__name__, allowed, hint)
     require_order(who, call, grads=grads, opt_state=opt_state, params=params)
     expected = jax.eval_shape(tx.init, trees.without_gradient(trees.aside(params), True))
     require_as_made(who, "opt_state", opt_state, expected)
@@ -77,8 +74,7 @@ def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *gr
         grads = tuple(getattr(x, "local", x) for x in grads)
     odd = {*trees.names([*grads])} - {*trees.names([params])}
     hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
-    allowed = "at the paths of the params"
-    checks.require(not odd, who, "grads", got=sorted(odd)[:4], allowed=allowed, hint=hint)
+    checks.require(not odd, who, "grads", sorted(odd)[:4], "at the paths of the params", hint)
 
 
 def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyTree:
@@ -86,13 +82,11 @@ def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyT
     mine, theirs = (", ".join(parts(x)[:8]) for x in (state, expected))
     got = f"that of {mine or type(state).__name__}"
     hint, error = (_MOVES, ValueError) if mine else (trees.LOST, TypeError)
-    allowed = f"that of {theirs}"
-    checks.require(mine == theirs, who, what, got=got, allowed=allowed, hint=hint, error=error)
+    checks.require(mine == theirs, who, what, got, f"that of {theirs}", hint, error)
     odd = sorted({*trees.names(state)} ^ {*trees.names(expected)})
-    got = f"others at {odd[:4]}"
     allowed = "of the leaves that tx.init(params) makes"
     hint = f"Params and state come from the same init. {_MOVES}"
-    checks.require(not odd, who, what, got=got, allowed=allowed, hint=hint)
+    checks.require(not odd, who, what, f"others at {odd[:4]}", allowed, hint)
     state = jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state))
     hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
     trees.require_shapes(who, what, state, expected, hint)

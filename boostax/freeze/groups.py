@@ -67,11 +67,20 @@ def prefix_groups(
     if level is not None:
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
-    layers = _with_norms(_layers(who, params, order, level), leaves)
+    layers = _layers(who, params, order, level)
+    joined: dict[KeyPath, list[int]] = {}
+    last: list[int] = []
+    for path, members in layers.items():
+        # A layer that has only vectors joins the previous layer, or the next if it comes first.
+        if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
+            last.extend(members)
+        else:
+            last = joined[path] = [*members, *([] if joined else last)]
+    layers = joined or layers
     words = few([trees.path_name(path) for path in layers])
     hint = f"They are {words}, each with the norms after it." if layers else "Params are empty."
     allowed = f"at most the number of layers, {len(layers)}"
-    checks.require(n <= len(layers), who, "n", got=n, allowed=allowed, hint=hint)
+    checks.require(n <= len(layers), who, "n", n, allowed, hint)
     labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}
     return treedef.unflatten(labels[i] for i in range(len(leaves)))
 
@@ -167,12 +176,11 @@ def param_groups(params: PyTree, groups: Sequence[PyTree]) -> list[list[str]]:
             known = names.pop(id(leaf), [])
             got = f"{known} as one array" if known else f"an array that is none, in group {i}"
             hint = "Give the arrays of these params, each once; or patterns of their names."
-            checks.require(len(known) == 1, who, "groups", got=got, allowed=allowed, hint=hint)
+            checks.require(len(known) == 1, who, "groups", got, allowed, hint)
             # A path may contain characters that are wildcards in a pattern.
             labels[i].append(glob.escape(known[0]))
     got = f"none with {few([name for known in names.values() for name in known])}"
-    hint = "Add them to a group."
-    checks.require(not names, who, "groups", got=got, allowed=allowed, hint=hint)
+    checks.require(not names, who, "groups", got, allowed, "Add them to a group.")
     return labels
 
 
@@ -191,12 +199,26 @@ def _layers(
     for norm in removed:
         layers[tuple(DictKey(key) for key in norm.split("/"))] = [len(names), len(names) + 1]
         names += [f"{norm}/bias", f"{norm}/scale"]
-    if order is not None:
-        return _reordered(who, layers, names, order)
-    if not removed:
-        return layers
-    keys = {path: [*map(natural, trees.path_name(path).split("/"))] for path in layers}
-    return {path: layers[path] for path in sorted(layers, key=keys.__getitem__)}
+    if order is None:
+        keys = {path: [*map(natural, trees.path_name(path).split("/"))] for path in layers}
+        paths = sorted(layers, key=keys.__getitem__) if removed else layers
+        return {path: layers[path] for path in paths}
+    allowed = "path names or prefixes of them, in the order of the forward pass"
+    # A layer is placed by the first entry that matches one of its leaves. If an entry occurs twice,
+    # the first one gives the position.
+    places = {entry: i for i, entry in reversed([*enumerate(order)])}
+    prefixes = [[*itertools.accumulate(name.split("/"), "{}/{}".format)] for name in names]
+    idle = sorted(places.keys() - {*itertools.chain(*prefixes)}, key=places.__getitem__)
+    hint = f"They match no param; params are {few(names)}."
+    checks.require(not idle, who, "order", idle, allowed, hint)
+    positions = {
+        path: [places[x] for leaf in members for x in prefixes[leaf] if x in places]
+        for path, members in layers.items()
+    }
+    missed = [trees.path_name(path) for path, entries in positions.items() if not entries]
+    hint = f"None matches {few(missed)}. Say where in the order they come."
+    checks.require(not missed, who, "order", order, "entries that together match every layer", hint)
+    return {path: layers[path] for path in sorted(layers, key=lambda path: min(positions[path]))}
 
 
 def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
@@ -215,38 +237,3 @@ def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]
         children.sort(key=lambda child: natural(str(getattr(child[0][0], "key", ""))))
     for key, child in children:
         yield from _in_order(child, (*path, *key))
-
-
-def _reordered(
-    who: str, layers: dict[KeyPath, list[int]], names: list[str], order: Sequence[str]
-) -> dict[KeyPath, list[int]]:
-    """Return the layers by the first entry of ``order`` that matches one of their leaves."""
-    allowed = "path names or prefixes of them, in the order of the forward pass"
-    # If an entry occurs twice, the first one gives the position.
-    places = {entry: i for i, entry in reversed([*enumerate(order)])}
-    prefixes = [[*itertools.accumulate(name.split("/"), "{}/{}".format)] for name in names]
-    idle = places.keys() - set(itertools.chain.from_iterable(prefixes))
-    got = sorted(idle, key=places.__getitem__)
-    hint = f"They match no param; params are {few(names)}."
-    checks.require(not idle, who, "order", got=got, allowed=allowed, hint=hint)
-    positions = {
-        path: [places[x] for leaf in members for x in prefixes[leaf] if x in places]
-        for path, members in layers.items()
-    }
-    missed = [trees.path_name(path) for path, entries in positions.items() if not entries]
-    allowed = "entries that together match every layer"
-    hint = f"None matches {few(missed)}. Say where in the order they come."
-    checks.require(not missed, who, "order", got=order, allowed=allowed, hint=hint)
-    return {path: layers[path] for path in sorted(layers, key=lambda path: min(positions[path]))}
-
-
-def _with_norms(layers: dict[KeyPath, list[int]], leaves: list[PyTree]) -> dict[KeyPath, list[int]]:
-    """Join layers that have only vectors to the previous layer, or the next if they come first."""
-    joined: dict[KeyPath, list[int]] = {}
-    last: list[int] = []
-    for path, members in layers.items():
-        if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
-            last.extend(members)
-        else:
-            last = joined[path] = [*members, *([] if joined else last)]
-    return joined or layers

@@ -49,12 +49,8 @@ def forward_order(
       ['stem', 'body', 'head']
     """
     names = trees.names(params)
-
-    def call(params: PyTree, args: list[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        return fn(params, *args, **kwargs)
-
     hint = "Pass the batch to forward_order; do not let the function close over it."
-    program, data = interpret.of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
+    program, data = interpret.of_data("forward_order", fn, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:

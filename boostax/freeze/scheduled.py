@@ -74,10 +74,6 @@ class Freezing:
         labels = as_groups(_WHO, self.groups, params)
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
-    def active(self, params: PyTree, depth: int) -> PyTree:
-        """Return a tree of bools that are True for the leaves trained at this depth."""
-        return self.plan(params).active(depth)
-
     def pruning(self, params: PyTree, depth: int) -> Pruning:
         """Return the positions of a depth's inner state within the inner state for all depths.
 
@@ -138,8 +134,7 @@ class Freezing:
             allowed = f"a depth that the schedule draws, one of {list(depths)}, as a Python integer"
             hint = "Make it a static argument of your jitted step."
             depths = (checks.integer(_WHO, "depth", depth, allowed, hint),)
-            is_valid = depths[0] in plan.drawn
-            checks.require(is_valid, _WHO, "depth", got=depth, allowed=allowed, hint=hint)
+            checks.require(depths[0] in plan.drawn, _WHO, "depth", depth, allowed, hint)
         for place, at in enumerate(depths):
             pruning = self.pruning(params, at)
             # A train step may have taken out this depth's part already; then the train step puts it
@@ -190,7 +185,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Return a tree of bools that are True for the leaves trained at this depth."""
-        return self.freezing.active(params, depth)
+        return self.freezing.plan(params).active(depth)
 
     def choice(self, params: PyTree, opt_state: PyTree) -> Choice:
         """Return the active leaves at the schedule's depth, for ``active=``."""
@@ -250,10 +245,9 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     """Refuse gradients that were masked for another depth."""
     holes = jax.tree.map(lambda keep, x: keep and isinstance(x, optax.MaskedNode), active, grads)
-    is_valid = not any(jax.tree.leaves(holes))
     allowed = f"those that depth {depth} trains"
     hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-    checks.require(is_valid, _WHO, "gradients", got="masked ones", allowed=allowed, hint=hint)
+    checks.require(not any(jax.tree.leaves(holes)), _WHO, "gradients", "masked ones", allowed, hint)
 
 
 @checks.arguments
@@ -342,10 +336,9 @@ def scheduled_freeze(
     checks.choice(_WHO, "moments", moments, Moments, hint)
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
-    # A tuple of states is not an inner state, so its field must have another name.
-    inside = {"inner_state" if moments == "shared" else "inner_states": tx}
 
-    @describe(_WHO, "freeze", inner=inside)
+    # A tuple of states is not an inner state, so its field must have another name.
+    @describe(_WHO, "freeze", inner={"inner_state" if moments == "shared" else "inner_states": tx})
     def step_fn(
         grads: gate.Pending,
         state: ScheduledFreezeState,
@@ -360,7 +353,8 @@ def scheduled_freeze(
 
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Stepped:
             handshake.hand_on_state(outside, state)
-            active = freezing.active(params, depth)
+            plan = freezing.plan(params)
+            active = plan.active(depth)
             _require_present(grads.raw, active, depth)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
@@ -369,7 +363,7 @@ def scheduled_freeze(
                 more["grad"] = trees.masked(extra["grad"], active)
             old = value if apply else trees.masked(params, active)
             value, new = gate.run(tx, pending, state.inner_state, old, apply=apply, extra=more)
-            return value, _following(freezing.plan(params), state, depth, gate.passed(new), new)
+            return value, _following(plan, state, depth, gate.passed(new), new)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
         return freezing.changed(params, depth, step, (value, state))

@@ -20,8 +20,6 @@ from boostax._core.types import PyTree
 Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
-# The length of a schedule without ``total_steps``, as in MindSpore.
-CYCLE = 65536
 _WHO = "freeze_schedule"
 _WRAPPER = "scheduled_freeze"
 
@@ -111,7 +109,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
     """Repeat cycles of some steps at depth 0 and one step at each other depth, ascending."""
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
-    checks.require(freeze_p < 1, _WHO, "freeze_p", got=freeze_p, allowed=allowed, hint=hint)
+    checks.require(freeze_p < 1, _WHO, "freeze_p", freeze_p, allowed, hint)
     # The steps of a cycle that train all groups, rounded as in MindSpore.
     unfrozen = int(freeze_p * (groups - 1) // (1 - freeze_p))
     if fraction is None:
@@ -124,8 +122,8 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
         checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
         # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
         unfrozen = min(max(1, unfrozen), length)
-    position = np.arange(length) % (unfrozen + groups - 1)
-    return np.maximum(position - unfrozen + 1, 0).astype(np.int32)
+    cycle = unfrozen + groups - 1
+    return np.maximum(np.arange(length) % cycle - unfrozen + 1, 0).astype(np.int32)
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
@@ -147,7 +145,7 @@ def _below(limit: int, argument: str, value: object, hint: str) -> int:
     """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
     number = checks.natural(_WHO, argument, value, hint, allowed)
-    checks.require(number < limit, _WHO, argument, got=value, allowed=allowed, hint=hint)
+    checks.require(number < limit, _WHO, argument, value, allowed, hint)
     return number
 
 
@@ -295,11 +293,10 @@ class Plan:
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
-        is_valid = steps < length or self._repeat
         got = f"{length} steps and one more to take"
         allowed = "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
-        checks.require(is_valid, _WRAPPER, "schedule", got=got, allowed=allowed, hint=hint)
+        checks.require(steps < length or self._repeat, _WRAPPER, "schedule", got, allowed, hint)
         return int(self.depths[steps % length])
 
     def until(self, steps: int) -> int:
@@ -351,7 +348,8 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):
-        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE), repeat
+        # MindSpore's length.
+        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=65536), repeat
     hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen permanently."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:
@@ -359,6 +357,6 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
         depths = [operator.index(depth) for depth in np.atleast_1d(listed)]
     except (TypeError, ValueError) as error:
         raise TypeError(checks.message(_WRAPPER, "schedule", allowed, schedule, hint)) from error
-    is_valid = bool(depths) and min(depths) >= 0
-    checks.require(is_valid, _WRAPPER, "schedule", got=schedule, allowed=allowed, hint=hint)
+    is_valid = min(depths, default=-1) >= 0
+    checks.require(is_valid, _WRAPPER, "schedule", schedule, allowed, hint)
     return freeze_schedule(depths.__getitem__, total_steps=len(depths)), repeat or len(depths) == 1

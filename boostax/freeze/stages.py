@@ -19,7 +19,7 @@ from boostax._core import axes, gate, interpret, jaxprs
 from boostax._core.interpret import JIT, evaluate, excerpt, replay
 from boostax._core.types import PyTree
 
-# The level of an unused value in ``demand``.
+# The level of an unused value.
 NEVER = -1
 
 # The inputs and outputs of the operations of a stage, and these operations.
@@ -38,13 +38,8 @@ class Choice(NamedTuple):
     at: jax.Array
     options: tuple[PyTree, ...]
 
-    @property
-    def widest(self) -> PyTree:
-        """Return the active leaves of the first option, which include all options' leaves."""
-        return self.options[0]
-
     def levels(self) -> list[int]:
-        """Return the index of the last option in which each leaf of ``widest`` is active."""
+        """Return the index of the last option in which each leaf of the first option is active."""
         columns = zip(*map(jax.tree.leaves, self.options), strict=True)
         return [sum(column) + NEVER for column in columns if column[0]]
 
@@ -87,23 +82,31 @@ def _or_zeros(predicate: jax.Array, stage: Callable[..., PyTree], arguments: PyT
 def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
     """Return the stages of a program, ordered by the largest index that needs them, descending."""
     operations: dict[int, list[jaxprs.JaxprEqn]] = {}
+    # The level of a value is the highest level of its consumers.
+    known: dict[jaxprs.Atom, int] = {}
 
-    def needed(eqn: Any, level: int) -> int:
+    def need(atoms: Sequence[jaxprs.Atom], levels: Sequence[int]) -> None:
+        for atom, level in zip(atoms, levels, strict=True):
+            if not isinstance(atom, jaxprs.Literal):
+                known[atom] = max(known.get(atom, NEVER), level)
+
+    need(jaxpr.outvars, levels)
+    # Results that no index needs are not outputs of a stage.
+    used = {x for x, level in known.items() if level > NEVER}
+    # Bodies are not entered: an equation with a body has one level.
+    for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
+        level = max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER)
         # Operations with effects always run. Operations on PRNG keys run too, because keys have no
         # zero. JAX counts the axis name of a collective as an effect, but this effect is not
         # visible to users.
         visible = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-        special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
+        avals: Any = [var.aval for var in eqn.outvars]
+        special = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in avals)
         if visible or (special and level > NEVER):
             level = max(levels)
         if level > NEVER:
             operations.setdefault(level, []).insert(0, eqn)
-        return level
-
-    demand(jaxpr, levels, needed)
-    # Results that no index needs are not outputs of a stage.
-    pairs = zip(jaxpr.outvars, levels, strict=True)
-    used = {x for x, level in pairs if level > NEVER and not isinstance(x, jaxprs.Literal)}
+        need(eqn.invars, [level] * len(eqn.invars))
     stages: list[tuple[int, _Stage]] = []
     for level, eqns in sorted(operations.items()):
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
@@ -114,29 +117,3 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         stages.insert(0, (level, (inputs, [x for x in made if x in used], eqns)))
         used.update(inputs)
     return stages
-
-
-def demand(jaxpr: jaxprs.Jaxpr, levels: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
-    """Carry levels of the results of a program back to the operands of its equations.
-
-    Bodies are not entered: ``transfer`` returns one level for an equation with a body. The level of
-    a value with several consumers is the highest level of its consumers.
-
-    Args:
-      jaxpr: a program.
-      levels: a level for each result of the program; ``NEVER`` for an unused result.
-      transfer: ``transfer(eqn, level)`` returns the level of all operands of an equation, from the
-        highest level of its results. It is called once per equation, the last equation first.
-    """
-    known: dict[jaxprs.Atom, int] = {}
-
-    def need(atom: jaxprs.Atom, level: int) -> None:
-        if not isinstance(atom, jaxprs.Literal):
-            known[atom] = max(known.get(atom, NEVER), level)
-
-    for atom, level in zip(jaxpr.outvars, levels, strict=True):
-        need(atom, level)
-    for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
-        level = transfer(eqn, max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER))
-        for atom in eqn.invars:
-            need(atom, level)

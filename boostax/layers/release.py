@@ -110,7 +110,8 @@ def released(
         value = value if apply else jax.tree.map(jnp.subtract, value, params)
         return value, LayersState(new.states, rest, new.finite, state.layers_skipped + new.skipped)
 
-    return gate.gated(init_fn, step_fn, gate.nothing_held)
+    # No window is open in an optimizer without gates.
+    return gate.gated(init_fn, step_fn, lambda state, params, **extra: (params, state))
 
 
 def require_mean(tx: optax.GradientTransformation) -> None:

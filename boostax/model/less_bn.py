@@ -129,7 +129,7 @@ def examine(
     branches stays. Bodies of loops (once), branches, ``jit`` and ``remat`` are included.
 
     Args:
-      apply: ``apply(fixed, args, kwargs)``, the marked model.
+      apply: ``apply(fixed, *args, **kwargs)``, the marked model.
       fixed: values that do not depend on the data: params, statistics, keys.
       data: ``args`` and ``kwargs``. Values without a shape are passed on unchanged.
       paths: all norms, read after the trace. Norms that the trace does not contain stay.

@@ -72,7 +72,7 @@ def structure(module: Model, data: PyTree) -> LessBNReport:
     paths: list[str] = []
     if isinstance(module, nn.Module):
 
-        def initialized(key: jax.Array, args: PyTree, kwargs: PyTree) -> PyTree:
+        def initialized(key: jax.Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
             with _intercepted(functools.partial(_marked, paths)):
                 return module.init_with_output(key, *args, **kwargs)[0]
 
@@ -86,7 +86,8 @@ def structure(module: Model, data: PyTree) -> LessBNReport:
         return node
 
     graph, state = nnx.split(_edited(module, marking))
-    return examine(lambda x, args, kwargs: nnx.merge(graph, x)(*args, **kwargs), state, data, paths)
+    merge = functools.partial(nnx.merge, graph)
+    return examine(lambda state, *args, **kw: merge(state)(*args, **kw), state, data, paths)
 
 
 def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Callable) -> jax.Array:

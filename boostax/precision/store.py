@@ -226,7 +226,8 @@ def store(
         steps = jnp.asarray(optax.safe_increment(state.steps))
         return (placement.settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
-    return gate.gated(init_fn, step_fn, gate.nothing_held)
+    # No window is open in an optimizer without gates.
+    return gate.gated(init_fn, step_fn, lambda state, params, **extra: (params, state))
 
 
 def masters(params: types.State, opt_state: PyTree) -> types.State:

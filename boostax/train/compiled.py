@@ -366,7 +366,7 @@ class Programs:
         step, params, opt_state, model_state, key = state
         active: PyTree = True
         if "depth" in extra:
-            active = self._variants.active(params, extra["depth"])
+            active = self._variants.plan(params).active(extra["depth"])
         elif self._variants is not None:
             active = self._variants.choice(params, opt_state)
         key = None if key is None else jax.random.fold_in(key, step)

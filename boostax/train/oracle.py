@@ -531,7 +531,7 @@ def planned(
 
 def _trained(params: PyTree, active: PyTree) -> PyTree:
     """Return the trained params, for a ``Choice`` at any of its indices."""
-    return trees.masked(params, active.widest if isinstance(active, Choice) else active)
+    return trees.masked(params, active.options[0] if isinstance(active, Choice) else active)
 
 
 def _of_arrays(tree: PyTree, params: PyTree) -> PyTree:
