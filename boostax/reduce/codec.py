@@ -145,11 +145,6 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
     return jax.lax.switch(index, [functools.partial(branch, send) for send in sends])
 
 
-def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:
-    """Return the part of each leaf that was not sent."""
-    return [x - y for x, y in zip(leaves, sent, strict=True)]
-
-
 def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
     """Concatenate leaves in their widest dtype, flattened after ``lead`` common dimensions."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)

@@ -129,11 +129,11 @@ def compress(
         allowed = "None without feedback"
         checks.require(error_feedback, who, "momentum", got=momentum, allowed=allowed, hint=hint)
 
-    def is_valid(factor: float) -> bool:
-        return 0 < factor <= 1 if error_feedback else factor == 1
-
-    allowed = "in (0, 1]" if error_feedback else "1 without feedback"
-    checks.number(who, "decay", decay, allowed, is_valid, "1 keeps all; SparseLoCo has 0.95.")
+    hint = "1 keeps all; SparseLoCo has 0.95."
+    if error_feedback:
+        checks.number(who, "decay", decay, "in (0, 1]", lambda x: 0 < x <= 1, hint)
+    else:
+        checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, hint)
     for x in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"

@@ -131,8 +131,7 @@ class _Rounds(NamedTuple):
         axes.require_bound(self.names, self.who)
         local = axes.to_varying(params, self.names)
         since = state.since_sync
-        again = self.outer is None
-        due = [(since > 0) & ~is_due | again for is_due in self._due(state, since)[1]]
+        due = [(since > 0) & ~x | (self.outer is None) for x in self._due(state, since)[1]]
         value, new = self._synchronized(state._replace(inner_state=None), due, local, local, True)
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
@@ -411,8 +410,8 @@ def partitioning(
         count = checks.positive_int(who, argument, partitions, hint)
     else:
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
-        labels = jax.tree.leaves(partitions)
-        labels = {checks.integer(who, argument, x, allowed, hint) for x in labels}
+        leaves = jax.tree.leaves(partitions)
+        labels = {checks.integer(who, argument, x, allowed, hint) for x in leaves}
         count = len(labels)
         is_valid = count > 0 and labels == set(range(count))
         checks.require(is_valid, who, argument, got=partitions, allowed=allowed, hint=hint)

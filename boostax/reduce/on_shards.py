@@ -42,7 +42,7 @@ def to_owners(
     assert placement is not None
     (name,) = placement.names
     mesh = placement.auto_mesh
-    specs = [placement.shards(path, who) for path in dims]
+    specs = [[*placement.shards(path, who)] for path in dims]
 
     @custom_vmap
     def mean(index: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -52,10 +52,8 @@ def to_owners(
     def rule(size: int, differs: PyTree, index: jax.Array, leaves: list[jax.Array]) -> Stepped:
         local = [i for i, is_local in enumerate(differs[1]) if is_local]
         local_dims = [[*dims.values()][i] for i in local]
-        owned: list[PartitionSpec] = []
-        for i, dim in zip(local, local_dims, strict=True):
-            entries = [*specs[i], *[None] * (dim + 1 - len(specs[i]))]
-            owned.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
+        pairs = [(specs[i], dim) for i, dim in zip(local, local_dims, strict=True)]
+        owned = [PartitionSpec(*x[:d], *[None] * (d - len(x)), name, *x[d + 1 :]) for x, d in pairs]
 
         def on_device(stacked: list[jax.Array]) -> list[jax.Array]:
             return send(local_dims, [x[0] for x in stacked])
