@@ -166,9 +166,9 @@ class Options(NamedTuple):
         wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
         axes.canonical(who, names + shards, "axis_name, within and shard_axes")
         is_valid = self.scope == "leaf" or not shards
+        allowed = "'leaf' with shard_axes"
         hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
-        got = self.scope
-        checks.require(is_valid, who, "scope", got=got, allowed="'leaf' with shard_axes", hint=hint)
+        checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 

@@ -21,8 +21,6 @@ from boostax.reduce.mean import all_reduce, reduction
 from boostax.reduce.on_shards import Path, on_rows
 
 _WHO = "by_shape"
-# Extra arguments about all params, while a replica's optimizer gets a part of the params.
-_OF_PARAMS = "value_fn", "obj_fn", "grad"
 
 
 class Distributed(NamedTuple):
@@ -303,7 +301,8 @@ def by_shape(
         means = all_reduce(names).update(_rest(wide, shapes), optax.EmptyState())[0]
         owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
         local = None if params is None else _chosen(trees.at_least_float32(params), shapes)
-        extra = {name: x for name, x in extra.items() if name not in _OF_PARAMS}
+        # These are about all params, while a replica's optimizer gets a part of the params.
+        extra = {name: x for name, x in extra.items() if name not in ("value_fn", "obj_fn", "grad")}
         old = _unpacked(state.inner_state, shapes)
         deltas, inner_state = tx.update(Distributed(owned, means), old, local, **extra)
         inner_state = axes.unify(trees.cast_like(inner_state, old), old)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of reductions: slices that move between replicas, also under ``jax.vmap``."""
 
-from __future__ import annotations
-
 import jax
 from jax import lax
 

@@ -22,7 +22,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
-from boostax.reduce.pairwise import Bucket, Owners, Rows, grown, leafwise, power_of_two
+from boostax.reduce.pairwise import Bucket, Rows, grown, leafwise, power_of_two
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
 # slice are also packed, because 4 KiB is a tile of a TPU.
@@ -58,7 +58,7 @@ class Alone(NamedTuple):
     shape: tuple[int, ...]
     dim: int
     slices: int
-    owners: Owners
+    owners: np.ndarray
 
     def array(self, leaves: Arrays) -> jax.Array:
         """Return the padded leaf."""
@@ -92,7 +92,7 @@ class Packed(NamedTuple):
     dim = 0
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> np.ndarray:
         """Return the leaf of every block of columns."""
         return np.repeat(self.indices, [width // self.block for width in self.widths])
 
@@ -316,9 +316,7 @@ def delivered(
 
 def unwrapped(sent: Chunks, arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
     """Return the leaves in the arrays of chunks, in the dtypes of ``leaves``."""
-    by_index: dict[int, jax.Array] = {}
-    for chunk, array in zip(sent, arrays, strict=True):
-        by_index |= chunk.leaves(array)
+    by_index = {i: x for c, a in zip(sent, arrays, strict=True) for i, x in c.leaves(a).items()}
     return [by_index[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
 
@@ -338,7 +336,7 @@ def _exponents(sent: Chunks, arrays: Arrays) -> jax.Array:
     return jnp.clip(jnp.frexp(by_leaf)[1], *limits)
 
 
-def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
+def _shrunk(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
     """Return ``x / 2**exponents``, with one exponent per leaf."""
     blocks, powers = leafwise(x, 1 / power_of_two(exponents, x.dtype), owners)
     return (blocks * powers).reshape(x.shape)

@@ -21,8 +21,6 @@ from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce, reduction
 
 Extended = optax.GradientTransformationExtraArgs
-# Returns the indices of the leaves in each fragment of the params.
-Members = Callable[[PyTree], list[list[int]]]
 # Whether each fragment is synchronized in a step.
 Due = list[jax.Array]
 
@@ -75,7 +73,7 @@ class _Rounds(NamedTuple):
     names: tuple[str, ...]
     inner: Extended
     every: int | None
-    members: Members
+    members: Callable[[PyTree], list[list[int]]]
     reduce: Extended
     outer: Extended | None
     warmup: int
@@ -398,7 +396,7 @@ def partial_average(
 
 def partitioning(
     who: str, argument: str, partitions: PyTree, hint: str, bucket_bytes: int | None = None
-) -> Members:
+) -> Callable[[PyTree], list[list[int]]]:
     """Return a function from params to the indices of the leaves in each partition."""
     bucket = exchange.check_bytes(who, bucket_bytes)
     is_count = jax.tree_util.all_leaves([partitions])

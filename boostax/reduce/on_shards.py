@@ -17,8 +17,6 @@ from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
 from boostax.reduce.codec import Names
 
-Update = Callable[..., Stepped]
-
 # From gradients, per-replica values and shared values: means, and the new values of the two.
 Parts = tuple[PyTree, PyTree, PyTree]
 OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
@@ -90,7 +88,7 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
     return grads
 
 
-def on_shards(who: str, names: Names, update: Update) -> Update:
+def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callable[..., Stepped]:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
     In a function that is mapped over named axes the result is ``update`` itself. Inside

@@ -33,7 +33,6 @@ from jax import lax
 from boostax._core import trees
 from boostax.reduce.codec import Arrays, packed, unpacked
 
-Owners = np.ndarray
 # A sequential sum loses digits, so runs of this many elements are summed first.
 RUN = 256
 
@@ -49,7 +48,7 @@ class Bucket(NamedTuple):
     """
 
     rows: list[jax.Array]
-    owners: Owners
+    owners: np.ndarray
     copies: int = 1
 
 
@@ -115,13 +114,13 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
+def grown(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
     """Return ``x * 2**exponents``, one exponent per leaf; finite values stay finite."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
     return (trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers) * powers).reshape(x.shape)
 
 
-def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
+def leafwise(x: jax.Array, values: jax.Array, owners: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` in blocks of columns, and ``values`` ``(*lead, leaves)`` broadcast to them.
 
     ``x`` also has the leading dimensions ``lead``.
@@ -193,7 +192,7 @@ def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
     return Rows(buckets, jnp.concatenate([part.exponents for part in parts], 1), parts[0].near_one)
 
 
-def _distinct(owners: Owners) -> Owners:
+def _distinct(owners: np.ndarray) -> np.ndarray:
     return owners[:1] if (owners == owners[0]).all() else owners
 
 
@@ -242,9 +241,7 @@ def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
 
 def _by_leaf(rows: Rows, terms: Callable[[Bucket], Arrays]) -> jax.Array:
     """Return ``(terms, leaves)``: the sums of the terms of each bucket over each leaf."""
-    sums: dict[int, jax.Array] = {}
-    for bucket in rows.buckets:
-        sums |= _sums(terms(bucket), bucket)
+    sums = {leaf: x for b in rows.buckets for leaf, x in _sums(terms(b), b).items()}
     return jnp.stack([sums[leaf] for leaf in range(len(sums))], 1)
 
 

@@ -120,7 +120,7 @@ class _Slices(NamedTuple):
             if isinstance(chunk, exchange.Alone) and not chunk.shape[chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
                 # Leaves of different dtypes are computed in the widest dtype.
-                late[chunk.leaf] = Late(chunk.dim, more.astype(self.leaves[chunk.leaf].dtype))
+                late[chunk.leaf] = chunk.dim, more.astype(self.leaves[chunk.leaf].dtype)
             else:
                 more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)
                 rows[k] = lax.dynamic_update_index_in_dim(errors[k], more, replica, 0)
