@@ -117,7 +117,7 @@ def adasum(
     """
     who = "adasum"
     levels = Levels(axes.canonical(who, axis_name), axis_of_server(who, within))
-    names = levels.names
+    names = levels.across + levels.inside
     options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
@@ -186,24 +186,15 @@ class Levels(NamedTuple):
     inside: Names
     averaged: bool = False
 
-    @property
-    def names(self) -> Names:
-        """Return all axes."""
-        return self.across + self.inside
-
-    def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
-        """Return this device's slice of its server's array, cut along a dimension."""
-        length = x.shape[dim] // axes.size(self.inside)
-        return lax.dynamic_slice_in_dim(x, axes.index(self.inside) * length, length, dim)
-
 
 def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     """Return the AdaSum of a tree, and a state that measures how parallel the trees were."""
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
+    replicas = levels.across + levels.inside
     # The type of a leaf shows its sharded axes if JAX tracks varying axes.
-    others = [axes.varying(leaves[kind[0]]) - frozenset(levels.names) for kind in kinds]
-    over = [tuple(sorted(other)) or options.shards for other in others]
+    types = (axes.varying(leaves[kind[0]]) for kind in kinds)
+    over = [tuple(sorted(x - {*replicas})) or options.shards for x in types]
     every = {name for other in over for name in other}
     copies = [axes.size(tuple(every - set(other))) for other in over]
     reals = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
@@ -212,7 +203,7 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     def total(x: jax.Array) -> jax.Array:
         # With ``check_vma=False`` no axes are known, and the sum is over all axes.
         known = axes.varying(x)
-        names = dict.fromkeys((*axes.with_shards(x, levels.names), *options.shards))
+        names = dict.fromkeys((*axes.with_shards(x, replicas), *options.shards))
         return lax.psum(x, tuple(name for name in names if not known or name in known))
 
     rows = [x for _, x in sent]
@@ -244,7 +235,9 @@ def _sent(
     chunks = exchange.chunks(leaves, axes.size(levels.across) * devices, options.bucket_bytes)
     arrays = [chunk.array(leaves) for chunk in chunks]
     if levels.averaged:
-        arrays = [levels.slice_inside(x.array(leaves), x.dim) for x in chunks]
+        # This device's slice of its server's arrays.
+        cuts = ((x, x.shape[c.dim] // devices, c.dim) for c in chunks for x in [c.array(leaves)])
+        arrays = [lax.dynamic_slice_in_dim(x, axes.index(inside) * n, n, dim) for x, n, dim in cuts]
     elif inside and options.wire is None:
         arrays = [collectives.scatter(x.array(leaves) / devices, inside, x.dim) for x in chunks]
     elif inside:
@@ -360,7 +353,7 @@ def adasum_delta(
     replicas = axes.canonical(who, axis_name)
     inside = axis_of_server(who, within)
     levels = Levels(replicas, inside, averaged=bool(inside))
-    names = levels.names
+    names = replicas + inside
     options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
@@ -393,7 +386,11 @@ def adasum_delta(
         require_like(who, "the moment", (old, deltas), (inner_state, updates))
         inner_state = axes.unify(trees.cast_like(inner_state, old), old)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
-        deltas = collectives.to_each(deltas, names) if inside else deltas
+        if inside and axes.vmapped(names):
+            # Each replica gets a copy of leaves that the replicas of a server share.
+            deltas = jax.tree.map(lambda x: jnp.where(axes.index(names) >= 0, x, x), deltas)
+        elif inside:
+            deltas = axes.to_varying(deltas, names)
         result, adasum_state = on_shards(who, names, combine)(deltas, state.adasum)
         return result, AdasumDeltaState(PerReplica(inner_state), adasum_state)
 

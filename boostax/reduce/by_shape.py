@@ -21,8 +21,6 @@ from boostax.reduce.mean import all_reduce, reduction
 from boostax.reduce.on_shards import Path, on_rows
 
 _WHO = "by_shape"
-# Extra arguments about all params, while a replica's optimizer gets a part of the params.
-_OF_PARAMS = "value_fn", "obj_fn", "grad"
 
 
 class Distributed(NamedTuple):
@@ -68,22 +66,14 @@ class _Shape(NamedTuple):
       path: the path of the first matrix.
       names: the replica axes; empty for a single replica, if no axis is bound.
       replicas: the number of replicas.
+      slots: the number of matrices that each replica owns.
     """
 
     indices: list[int]
     path: Path
     names: Names
     replicas: int
-
-    @property
-    def slots(self) -> int:
-        """Return the number of matrices that each replica owns."""
-        return -(-len(self.indices) // self.replicas)
-
-    @property
-    def mostly_padding(self) -> bool:
-        """Return whether padding to full slots would more than double the bytes."""
-        return 2 * len(self.indices) < self.slots * self.replicas
+    slots: int
 
     def chosen(self, leaves: Arrays | Mapping[int, jax.Array]) -> Arrays:
         """Select this replica's matrices from leaves that are equal on all replicas."""
@@ -97,7 +87,8 @@ class _Shape(NamedTuple):
 
     def means(self, leaves: Arrays) -> Arrays:
         """Return the means of the matrices that this replica owns."""
-        if self.mostly_padding:
+        if 2 * len(self.indices) < self.slots * self.replicas:
+            # Padding to full slots would more than double the bytes.
             return self.chosen({i: lax.pmean(leaves[i], self.names) for i in self.indices})
         padding = self.slots * self.replicas - len(self.indices)
 
@@ -112,7 +103,7 @@ class _Shape(NamedTuple):
         """Gather each replica's matrices; the result is equal on all replicas."""
         rows = [x.astype(dtype) for x in rows]
         count = len(self.indices)
-        if self.mostly_padding:
+        if 2 * count < self.slots * self.replicas:
             replica = axes.index(self.names)
             matrices = [jnp.where(replica == i, rows[0], 0) for i in range(count)]
             return [lax.psum(x, self.names) for x in matrices]
@@ -130,8 +121,8 @@ def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
             groups.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
-    several = [[*paths.items()] for paths in groups.values() if len(paths) > 1]
-    return [_Shape([i for i, _ in x], x[0][1], names, replicas) for x in several]
+    several = ([*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1)
+    return [_Shape([*i], paths[0], names, replicas, -(-len(i) // replicas)) for i, paths in several]
 
 
 def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
@@ -181,8 +172,20 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
     return _changed(unpack, state)
 
 
-def _require_separate(tx: gate.Extended, view: Distributed) -> None:
-    """Refuse an optimizer whose update of a matrix depends on other matrices."""
+def _require_independent(
+    tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
+) -> None:
+    """Refuse an optimizer that reads the paths of params, or other matrices for one's update."""
+    # A ``Distributed`` changes the paths.
+    by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
+    by_slot = _parts_of_params(state, view)
+    slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
+    allowed = "an optimizer that chooses params without their paths"
+    hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
+    for i, (name, parts) in enumerate(by_path.items()):
+        got = f"one that treats {name!r} otherwise where it has its path"
+        is_valid = parts == by_slot.get(slot_of.get(i, f"rest/{name}"))
+        checks.require(is_valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
     # Two matrices of a shape are enough for this test, even if a replica owns only one.
     two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
     matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
@@ -196,21 +199,6 @@ def _require_separate(tx: gate.Extended, view: Distributed) -> None:
     allowed = "an optimizer that computes the update of a matrix from its own gradient"
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
     checks.require(not mixed, _WHO, "inner", got=got, allowed=allowed, hint=hint)
-
-
-def _require_pathless(
-    tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
-) -> None:
-    """Refuse an optimizer that chooses params by their paths, which a ``Distributed`` changes."""
-    by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
-    by_slot = _parts_of_params(state, view)
-    slots = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
-    allowed = "an optimizer that chooses params without their paths"
-    hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
-    for i, (name, parts) in enumerate(by_path.items()):
-        got = f"one that treats {name!r} otherwise where it has its path"
-        is_valid = parts == by_slot.get(slots.get(i, f"rest/{name}"))
-        checks.require(is_valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 
 
 def _parts_of_params(state: PyTree, params: PyTree) -> dict[str, set[str]]:
@@ -290,11 +278,15 @@ def by_shape(
     names = axes.canonical(_WHO, axis_name)
 
     def init_fn(params: PyTree) -> ByShapeState:
-        shapes = _shapes(params, names if collectives.are_bound(names) else ())
+        try:
+            axes.require_bound(names, _WHO)
+            shapes = _shapes(params, names)
+        except ValueError:
+            # Outside the mapped function a single replica has all matrices.
+            shapes = _shapes(params, ())
         view = _chosen(trees.at_least_float32(params), shapes)
         state = gate.init_optimizer(_WHO, tx, view)
-        _require_pathless(tx, trees.at_least_float32(params), state, view, shapes)
-        _require_separate(tx, view)
+        _require_independent(tx, trees.at_least_float32(params), state, view, shapes)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
         order = [jnp.array([paths[i] for i in shape.indices], jnp.uint32) for shape in shapes]
         return ByShapeState(tuple(order), _packed(state, names))
@@ -308,7 +300,8 @@ def by_shape(
         means = all_reduce(names).update(_rest(wide, shapes), optax.EmptyState())[0]
         owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
         local = None if params is None else _chosen(trees.at_least_float32(params), shapes)
-        extra = {name: x for name, x in extra.items() if name not in _OF_PARAMS}
+        # These are about all params, while a replica's optimizer gets a part of the params.
+        extra = {name: x for name, x in extra.items() if name not in ("value_fn", "obj_fn", "grad")}
         old = _unpacked(state.inner_state, shapes)
         deltas, inner_state = tx.update(Distributed(owned, means), old, local, **extra)
         inner_state = axes.unify(trees.cast_like(inner_state, old), old)

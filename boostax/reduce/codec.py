@@ -18,18 +18,10 @@ Arrays = Sequence[jax.Array]
 Names = tuple[str, ...]
 
 
-class Late(NamedTuple):
-    """A correction to the residual of this replica's slice of a leaf.
-
-    The correction is separate so that the residual is computed, selected and written in one pass.
-
-    Attributes:
-      dim: the dimension along which the leaf is cut into a slice per replica.
-      more: the correction, shaped like the slice.
-    """
-
-    dim: int
-    more: jax.Array
+# A correction to the residual of this replica's slice of a leaf: the dimension along which the leaf
+# is cut into a slice per replica, and an array like the slice. The correction is separate so that
+# the residual is computed, selected and written in one pass.
+Late = tuple[int, jax.Array]
 
 
 class Message(NamedTuple):
@@ -142,11 +134,6 @@ def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Na
         return message._replace(residuals=residuals, late=late)
 
     return jax.lax.switch(index, [functools.partial(branch, send) for send in sends])
-
-
-def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:
-    """Return the part of each leaf that was not sent."""
-    return [x - y for x, y in zip(leaves, sent, strict=True)]
 
 
 def packed(leaves: Arrays, lead: int = 0) -> jax.Array:

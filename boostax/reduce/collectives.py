@@ -1,32 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of reductions: slices that move between replicas, also under ``jax.vmap``."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from boostax._core import axes
-from boostax._core.types import PyTree
-
-
-def are_bound(names: tuple[str, ...]) -> bool:
-    """Return whether the traced code is mapped over all of these axes."""
-    try:
-        axes.require_bound(names, "")
-    except ValueError:
-        return False
-    return True
-
-
-def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
-    """Give each replica a copy of leaves that replicas may share, also under ``jax.vmap``."""
-    if not axes.vmapped(names):
-        return axes.to_varying(tree, names)
-    return jax.tree.map(lambda x: jnp.where(axes.index(names) >= 0, x, x), tree)
 
 
 def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -61,12 +39,6 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     for over in names if axes.vmapped(names) else (names,):
         x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
     return x
-
-
-def platform() -> str:
-    """Return the platform of the surrounding mesh, whose devices may be absent, or the default."""
-    device: Any = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device is not None else jax.default_backend()
 
 
 def ring(x: jax.Array, name: str) -> jax.Array:

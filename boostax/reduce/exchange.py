@@ -22,7 +22,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
-from boostax.reduce.pairwise import Bucket, Rows, exponent_of, grown, leafwise, power_of_two
+from boostax.reduce.pairwise import Bucket, Rows, grown, leafwise, power_of_two
 
 # Leaves below SMALL bytes are packed, up to TOGETHER bytes. Leaves below SMALL_SLICE bytes in each
 # slice are also packed, because 4 KiB is a tile of a TPU.
@@ -51,17 +51,14 @@ class Alone(NamedTuple):
       shape: its real shape.
       dim: the dimension that is cut, padded to equal slices.
       slices: number of slices.
+      owners: the leaf of every block of columns; this chunk has a single block.
     """
 
     leaf: int
     shape: tuple[int, ...]
     dim: int
     slices: int
-
-    @property
-    def owners(self) -> np.ndarray:
-        """Return the leaf of every block of columns; this chunk has a single block."""
-        return np.array([self.leaf])
+    owners: np.ndarray
 
     def array(self, leaves: Arrays) -> jax.Array:
         """Return the padded leaf."""
@@ -179,13 +176,16 @@ def chunks(
         # The leaf is cut along the first dimension that needs almost no padding.
         dims = [d for d, n in enumerate(x.shape) if n + -n % slices <= PADDING * n]
         if x.ndim > 1 and 4 * x.size >= small and dims:
-            result.append(Alone(i, x.shape, dims[0], slices))
+            result.append(Alone(i, x.shape, dims[0], slices, np.array([i])))
         else:
             sizes[i] = 4 * x.size
     for pack in packs(sizes, together):
         shapes = tuple(leaves[i].shape for i in pack)
         columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
-        block = block_size(columns) if by_leaf else 1
+        # The longest block of columns that adds no more than 0.4% of padding.
+        most = max(sum(columns) // 256, 64)
+        blocks = (BLOCK >> i for i in range(BLOCK.bit_length() if by_leaf else 0))
+        block = next((n for n in blocks if sum(-width % n for width in columns) <= most), 1)
         widths = tuple(n + -n % block for n in columns)
         result.append(Packed(tuple(pack), shapes, slices, block, widths))
     return result
@@ -221,23 +221,14 @@ def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def block_size(widths: Sequence[int]) -> int:
-    """Return the longest block of columns that adds no more than 0.4% of padding."""
-    most = max(sum(widths) // 256, 64)
-    blocks = (BLOCK >> i for i in range(BLOCK.bit_length()))
-    return next(block for block in blocks if sum(-width % block for width in widths) <= most)
-
-
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
     """Cut a dimension into equal parts and return them stacked: ``(slices, *slice)``."""
-    shape = (*x.shape[:dim], slices, x.shape[dim] // slices, *x.shape[dim + 1 :])
-    return jnp.moveaxis(x.reshape(shape), dim, 0)
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], slices, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
 def joined(x: jax.Array, dim: int) -> jax.Array:
     """Invert ``cut``."""
-    x = jnp.moveaxis(x, 0, dim)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    return jnp.moveaxis(x, 0, dim).reshape(*x.shape[1 : dim + 1], -1, *x.shape[dim + 2 :])
 
 
 def exchange(
@@ -269,7 +260,7 @@ def exchange(
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
         # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
         message = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
-        received = _arrived(collectives.exchange(cut(message, count, chunk.dim), names), wire)
+        received = _arrived(collectives.exchange(cut(message, count, chunk.dim), names))
         buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
     return Rows(buckets, gathered, near_one)
 
@@ -315,7 +306,7 @@ def delivered(
     arrays: list[jax.Array] = []
     for chunk, x in zip(sent, parts, strict=True):
         part = _shrunk(x, exponents, chunk.owners) if near_one else x
-        array = _arrived(along(_half(part, wire), chunk.dim), wire).astype(x.dtype)
+        array = _arrived(along(_half(part, wire), chunk.dim)).astype(x.dtype)
         if near_one:
             slices = cut(array, len(gathered), chunk.dim)
             array = joined(grown(slices, gathered, chunk.owners), chunk.dim)
@@ -325,9 +316,7 @@ def delivered(
 
 def unwrapped(sent: Chunks, arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
     """Return the leaves in the arrays of chunks, in the dtypes of ``leaves``."""
-    by_index: dict[int, jax.Array] = {}
-    for chunk, array in zip(sent, arrays, strict=True):
-        by_index |= chunk.leaves(array)
+    by_index = {i: x for c, a in zip(sent, arrays, strict=True) for i, x in c.leaves(a).items()}
     return [by_index[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
 
@@ -341,7 +330,10 @@ def _exponents(sent: Chunks, arrays: Arrays) -> jax.Array:
         blocks = jnp.abs(x).reshape(len(x), len(chunk.owners), -1).max((0, 2))
         ends = np.cumsum([width // chunk.block for width in chunk.widths])[:-1]
         largest |= zip(chunk.indices, map(jnp.max, jnp.split(blocks, ends)), strict=True)
-    return exponent_of(jnp.stack([largest[i] for i in range(len(largest))]))
+    by_leaf = jnp.stack([largest[i] for i in range(len(largest))])
+    # Exponents are limited to normal numbers.
+    limits = (-100, 126) if by_leaf.dtype == jnp.float32 else (-250, 250)
+    return jnp.clip(jnp.frexp(by_leaf)[1], *limits)
 
 
 def _shrunk(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
@@ -358,17 +350,14 @@ def _is_narrow(wire: Wire) -> bool:
 def _half(x: jax.Array, wire: Wire) -> jax.Array:
     """Return ``x`` as it is sent."""
     half = x if wire is None else trees.saturate(x, wire)
-    return lax.bitcast_convert_type(half, jnp.uint16) if _as_bits(wire) else half
+    # XLA:CPU would send bf16 as f32; a TPU would not.
+    as_integers = wire == jnp.bfloat16 and axes.sent_apart()
+    return lax.bitcast_convert_type(half, jnp.uint16) if as_integers else half
 
 
-def _arrived(x: jax.Array, wire: Wire) -> jax.Array:
+def _arrived(x: jax.Array) -> jax.Array:
     """Return the received result of ``_half`` in the wire dtype."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if _as_bits(wire) else x
-
-
-def _as_bits(wire: Wire) -> bool:
-    """Return whether to send bf16 as integers, because XLA:CPU would send f32; not on TPUs."""
-    return wire == jnp.bfloat16 and axes.sent_apart()
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:

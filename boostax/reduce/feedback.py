@@ -122,18 +122,16 @@ def compress(
     """
     who = name or type(codec).__name__
     names = axes.canonical(who, axis_name)
+    fading = "1 keeps all; SparseLoCo has 0.95."
     if momentum is not None:
         hint = "Move it here from the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+    if not error_feedback:
         hint = "It corrects for delays by the residual; else give it to the optimizer."
-        allowed = "None without feedback"
-        checks.require(error_feedback, who, "momentum", got=momentum, allowed=allowed, hint=hint)
-
-    def is_valid(factor: float) -> bool:
-        return 0 < factor <= 1 if error_feedback else factor == 1
-
-    allowed = "in (0, 1]" if error_feedback else "1 without feedback"
-    checks.number(who, "decay", decay, allowed, is_valid, "1 keeps all; SparseLoCo has 0.95.")
+        checks.absent(who, "momentum", momentum, "None without feedback", hint)
+        checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, fading)
+    else:
+        checks.number(who, "decay", decay, "in (0, 1]", lambda x: 0 < x <= 1, fading)
     for x in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"

@@ -21,8 +21,6 @@ from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce, reduction
 
 Extended = optax.GradientTransformationExtraArgs
-# Returns the indices of the leaves in each fragment of the params.
-Members = Callable[[PyTree], list[list[int]]]
 # Whether each fragment is synchronized in a step.
 Due = list[jax.Array]
 
@@ -75,7 +73,7 @@ class _Rounds(NamedTuple):
     names: tuple[str, ...]
     inner: Extended
     every: int | None
-    members: Members
+    members: Callable[[PyTree], list[list[int]]]
     reduce: Extended
     outer: Extended | None
     warmup: int
@@ -130,8 +128,7 @@ class _Rounds(NamedTuple):
         axes.require_bound(self.names, self.who)
         local = axes.to_varying(params, self.names)
         since = state.since_sync
-        again = self.outer is None
-        due = [(since > 0) & ~is_due | again for is_due in self._due(state, since)[1]]
+        due = [(since > 0) & ~x | (self.outer is None) for x in self._due(state, since)[1]]
         value, new = self._synchronized(state._replace(inner_state=None), due, local, local, True)
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
@@ -398,7 +395,7 @@ def partial_average(
 
 def partitioning(
     who: str, argument: str, partitions: PyTree, hint: str, bucket_bytes: int | None = None
-) -> Members:
+) -> Callable[[PyTree], list[list[int]]]:
     """Return a function from params to the indices of the leaves in each partition."""
     bucket = exchange.check_bytes(who, bucket_bytes)
     is_count = jax.tree_util.all_leaves([partitions])
@@ -410,8 +407,8 @@ def partitioning(
         count = checks.positive_int(who, argument, partitions, hint)
     else:
         allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
-        labels = jax.tree.leaves(partitions)
-        labels = {checks.integer(who, argument, x, allowed, hint) for x in labels}
+        leaves = jax.tree.leaves(partitions)
+        labels = {checks.integer(who, argument, x, allowed, hint) for x in leaves}
         count = len(labels)
         is_valid = count > 0 and labels == set(range(count))
         checks.require(is_valid, who, argument, got=partitions, allowed=allowed, hint=hint)

@@ -17,8 +17,6 @@ from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
 from boostax.reduce.codec import Names
 
-Update = Callable[..., Stepped]
-
 # From gradients, per-replica values and shared values: means, and the new values of the two.
 Parts = tuple[PyTree, PyTree, PyTree]
 OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
@@ -41,7 +39,8 @@ def to_owners(
     placement = placed_here()
     assert placement is not None
     (name,) = placement.names
-    specs = [placement.shards(path, who) for path in dims]
+    mesh = placement.auto_mesh
+    specs = [[*placement.shards(path, who)] for path in dims]
 
     @custom_vmap
     def mean(index: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -51,10 +50,8 @@ def to_owners(
     def rule(size: int, differs: PyTree, index: jax.Array, leaves: list[jax.Array]) -> Stepped:
         local = [i for i, is_local in enumerate(differs[1]) if is_local]
         local_dims = [[*dims.values()][i] for i in local]
-        owned: list[PartitionSpec] = []
-        for i, dim in zip(local, local_dims, strict=True):
-            entries = [*specs[i], *[None] * (dim + 1 - len(specs[i]))]
-            owned.append(PartitionSpec(*entries[:dim], name, *entries[dim + 1 :]))
+        pairs = [(specs[i], dim) for i, dim in zip(local, local_dims, strict=True)]
+        owned = [PartitionSpec(*x[:d], *[None] * (d - len(x)), name, *x[d + 1 :]) for x, d in pairs]
 
         def on_shard(stacked: list[jax.Array]) -> list[jax.Array]:
             return send(local_dims, [x[0] for x in stacked])
@@ -91,7 +88,7 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
     return grads
 
 
-def on_shards(who: str, names: Names, update: Update) -> Update:
+def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callable[..., Stepped]:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
     In a function that is mapped over named axes the result is ``update`` itself. Inside

@@ -105,24 +105,6 @@ class Nodes(NamedTuple):
         return self.exponents[0:even:2], self.exponents[1:even:2]
 
 
-class Products(NamedTuple):
-    """The products of the pairs, from one reading of the rows.
-
-    Attributes:
-      dots: ``(3, pairs, leaves or 1)``: a.a, a.b and b.b.
-      difference: ``(pairs, leaves or 1)``: 0 if both nodes are equal bit for bit.
-    """
-
-    dots: jax.Array
-    difference: jax.Array
-
-
-def exponent_of(largest: jax.Array) -> jax.Array:
-    """Return the exponent of the power of two just above a magnitude, limited to normal numbers."""
-    limits = (-100, 126) if largest.dtype == jnp.float32 else (-250, 250)
-    return jnp.clip(jnp.frexp(largest)[1], *limits)
-
-
 def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return ``2**exponent`` exactly, but at least the smallest normal number."""
     limits = jnp.finfo(dtype)
@@ -146,7 +128,7 @@ def leafwise(x: jax.Array, values: jax.Array, owners: np.ndarray) -> tuple[jax.A
     if len(owners) == 1:
         by_leaf = values[..., owners[0]]
         return x, by_leaf.reshape(*by_leaf.shape, *[1] * (x.ndim - by_leaf.ndim))
-    blocks = _blocks(x, owners)
+    blocks = x.reshape(*x.shape[:-1], len(owners), -1)
     by_block = values[..., _distinct(owners)]
     *lead, last = by_block.shape
     return blocks, by_block.reshape(*lead, *[1] * (blocks.ndim - 2 - len(lead)), last, 1)
@@ -178,17 +160,21 @@ def combine_replicas(
     nodes = Nodes(0, rows.exponents, rows.factors(rows.exponents))
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
-        products, of_sum = _read(rows, nodes, units)
+        dots, difference, of_sum = _read(rows, nodes, units)
         # Dot products are in units of their leaf's exponents, or of the largest exponents of all
         # leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
-        partial = [*(_of_tree(products, nodes.pairs, tops) if together else products)]
+        partial = [dots, difference]
+        if together:
+            low, high = (x - top for x, top in zip(nodes.pairs, tops, strict=True))
+            powers = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), dots.dtype)
+            partial = [(dots * powers).sum(2, keepdims=True), difference.sum(1, keepdims=True)]
         if not nodes.level:
-            partial.append(_sum_of_squares(rows, nodes, products, units))
+            partial.append(_sum_of_squares(rows, nodes, dots, units))
         partial += of_sum
         dots, difference, *norms = unpacked(total(packed(partial)), partial)
         alignment += norms
-        nodes = _combine(nodes, tops, Products(dots, difference))
+        nodes = _combine(nodes, tops, dots, difference)
     row = []
     for bucket in rows.buckets:
         value = _tree(bucket, nodes.factors, nodes.level)[0].reshape(bucket.rows[0].shape)
@@ -206,11 +192,6 @@ def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
     return Rows(buckets, jnp.concatenate([part.exponents for part in parts], 1), parts[0].near_one)
 
 
-def _blocks(x: jax.Array, owners: np.ndarray) -> jax.Array:
-    # A leaf that is not packed keeps its shape, because another shape has another tiling on a TPU.
-    return x if len(owners) == 1 else x.reshape(*x.shape[:-1], len(owners), -1)
-
-
 def _distinct(owners: np.ndarray) -> np.ndarray:
     return owners[:1] if (owners == owners[0]).all() else owners
 
@@ -222,9 +203,12 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     """
     above, below = (x[:, _distinct(bucket.owners)] for x in factors)
     weights = above / below
-    shape = () if len(bucket.owners) == 1 else (weights.shape[1], 1)
-    pairs = zip(bucket.rows, weights, strict=True)
-    nodes = [_blocks(x, bucket.owners) * w.astype(x.dtype).reshape(shape) for x, w in pairs]
+    n = len(bucket.owners)
+    shape = () if n == 1 else (weights.shape[1], 1)
+    # A leaf that is not packed keeps its shape, because another shape has another tiling on a TPU.
+    blocks = (x if n == 1 else x.reshape(*x.shape[:-1], n, -1) for x in bucket.rows)
+    pairs = zip(weights, blocks, strict=True)
+    nodes = [x * w.astype(x.dtype).reshape(shape) for w, x in pairs]
     for _ in range(level):
         odd = nodes[len(nodes) // 2 * 2 :]
         nodes = [a + b for a, b in zip(nodes[0::2], nodes[1::2], strict=False)] + odd
@@ -257,16 +241,18 @@ def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
 
 def _by_leaf(rows: Rows, terms: Callable[[Bucket], Arrays]) -> jax.Array:
     """Return ``(terms, leaves)``: the sums of the terms of each bucket over each leaf."""
-    sums: dict[int, jax.Array] = {}
-    for bucket in rows.buckets:
-        sums |= _sums(terms(bucket), bucket)
+    sums = {leaf: x for b in rows.buckets for leaf, x in _sums(terms(b), b).items()}
     return jnp.stack([sums[leaf] for leaf in range(len(sums))], 1)
 
 
-def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[jax.Array]]:
-    """Return the products of the pairs, and for the last pair the squares of the sum of all rows.
+def _read(
+    rows: Rows, nodes: Nodes, units: jax.Array
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Return the products of the pairs, from one reading of the rows.
 
-    The squares are ``(leaves,)``, in units of ``4**units``.
+    They are ``(3, pairs, leaves)``, a.a, a.b and b.b; ``(pairs, leaves)``, 0 if both nodes are
+    equal bit for bit; and for the last pair the squares of the sum of all rows, ``(leaves,)``, in
+    units of ``4**units``.
     """
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
@@ -281,8 +267,8 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
 
     by_leaf = _by_leaf(rows, of_pairs)
     pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
-    products = Products(jnp.moveaxis(pairs[:, :3], 0, 1), pairs[:, 3] + (left != right))
-    return products, [by_leaf[4]] if last else []
+    dots = jnp.moveaxis(pairs[:, :3], 0, 1)
+    return dots, pairs[:, 3] + (left != right), [by_leaf[4]] if last else []
 
 
 def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
@@ -290,30 +276,22 @@ def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
     return _by_leaf(rows, lambda bucket: [_tree(bucket, factors, 0)[-1] ** 2])[0]
 
 
-def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
+def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array) -> jax.Array:
     """Return ``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
 
     def scale(exponents: jax.Array) -> jax.Array:
-        return power_of_two(2 * (exponents - units), products.dots.dtype)
+        return power_of_two(2 * (exponents - units), dots.dtype)
 
     left, right = nodes.pairs
-    norms = (products.dots[0] * scale(left) + products.dots[2] * scale(right)).sum(0)
+    norms = (dots[0] * scale(left) + dots[2] * scale(right)).sum(0)
     if len(nodes.exponents) % 2:
         norms += _squared_norms(rows, nodes.factors) * scale(nodes.exponents[-1])
     return norms
 
 
-def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
-    """Sum the dot products of all leaves, in units of the tops."""
-    low, high = (x - top for x, top in zip(pairs, tops, strict=True))
-    units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
-    dots = (products.dots * units).sum(2, keepdims=True)
-    return Products(dots, products.difference.sum(1, keepdims=True))
-
-
-def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
+def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array) -> Nodes:
     """Return the next level: each pair becomes one node, and its rows get the pair's factors."""
-    aa, ab, bb = products.dots
+    aa, ab, bb = dots
     # Dot products are in units of the tops; the difference of exponents converts to units of a and
     # b.
     lead = tops[1] - tops[0]
@@ -321,7 +299,7 @@ def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     cross_left = left + lead
     cross_right = right - lead
     units = jnp.maximum(jnp.maximum(left, right), jnp.maximum(cross_left, cross_right))
-    same = products.difference == 0
+    same = difference == 0
     of_a = _weight(ab, aa, left - units, cross_left - units, same)
     of_b = _weight(ab, bb, right - units, cross_right - units, same)
     odd = nodes.exponents[2 * len(units) :]

@@ -17,7 +17,7 @@ from jax import lax
 from boostax._core import axes, checks
 from boostax._core.types import PyTree
 from boostax.reduce import collectives, exchange
-from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked
 from boostax.reduce.feedback import Dense, compress
 
 Rounding = Literal["nearest", "stochastic"]
@@ -52,8 +52,11 @@ class Int8(Codec):
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
+        # The devices of the surrounding mesh may be absent.
+        device: Any = jax.sharding.get_abstract_mesh().abstract_device
+        platform = device.platform if device is not None else jax.default_backend()
         # On a TPU shorter rows would need a copy in another tiling.
-        block = self.block or (4096 if collectives.platform() == "tpu" else 256)
+        block = self.block or (4096 if platform == "tpu" else 256)
         slices = _Slices.of(leaves, axes.size(names), block)
         rows = slices.rows
         codes, scales = quantize(rows, first)
@@ -65,8 +68,8 @@ class Int8(Codec):
         gathered = [collectives.gather_along(x, names, 0).reshape(-1, *x.shape) for x in mean_codes]
         of_means = unpacked(axes.gather(packed(mean_scales), names), mean_scales)
         decoded = dequantize(gathered, of_means, means)
-        errors = unsent(rows, dequantize(codes, scales, rows))
-        mean_errors = unsent(means, dequantize(mean_codes, mean_scales, means))
+        errors = list(map(jnp.subtract, rows, dequantize(codes, scales, rows)))
+        mean_errors = list(map(jnp.subtract, means, dequantize(mean_codes, mean_scales, means)))
         residuals, late = slices.corrected(errors, mean_errors, names)
         return Message(slices.joined(decoded), residuals, state, late)
 
@@ -117,7 +120,7 @@ class _Slices(NamedTuple):
             if isinstance(chunk, exchange.Alone) and not chunk.shape[chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
                 # Leaves of different dtypes are computed in the widest dtype.
-                late[chunk.leaf] = Late(chunk.dim, more.astype(self.leaves[chunk.leaf].dtype))
+                late[chunk.leaf] = chunk.dim, more.astype(self.leaves[chunk.leaf].dtype)
             else:
                 more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)
                 rows[k] = lax.dynamic_update_index_in_dim(errors[k], more, replica, 0)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from boostax._core import axes, checks, norms, trees
 from boostax._core.types import PyTree
 from boostax.reduce import exchange, selection
-from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switched, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switched, unpacked
 from boostax.reduce.feedback import Dense, compress
 
 # Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
@@ -138,12 +138,6 @@ class Runs(NamedTuple):
         """Invert ``rows``."""
         return self.grid.slices(cells.reshape(1, self.grid.height, -1)[..., : self.grid.width])[0]
 
-    def lacking(self, selected: jax.Array) -> jax.Array:
-        """Return how many elements have no slot, given bools in the shape ``cells``."""
-        # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a copy.
-        counts = selected.astype(jnp.float32).sum(2).astype(jnp.int32).sum(1)
-        return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
-
 
 def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Map ``fn`` over the runs; trace once per shape, because a large model has few shapes."""
@@ -251,7 +245,7 @@ class Largest(Codec):
             sent = [x.astype(leaf.dtype) for x, leaf in zip(decoded, leaves, strict=True)]
         pairs = zip(leaves, _split_buckets(leaves, buckets, totals), strict=True)
         means = [(total / axes.size(names)).astype(x.dtype) for x, total in pairs]
-        return Message(means, unsent(leaves, sent), state)
+        return Message(means, list(map(jnp.subtract, leaves, sent)), state)
 
     def _summed(self, buckets: Sequence[_Bucket], wires: PyTree, positions: Arrays) -> Arrays:
         """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
@@ -267,7 +261,10 @@ class Largest(Codec):
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
             # Zeros are never sent.
             reached = (jnp.abs(bucket.array) >= bucket.least) & (bucket.array != 0)
-            lacking = jnp.maximum(lacking, bucket.view.lacking(bucket.view.rows(reached)))
+            # Rows are summed in f32, exactly here, because XLA:CPU sums integers with a copy.
+            by_row = bucket.view.rows(reached).astype(jnp.float32).sum(2).astype(jnp.int32)
+            excess = jnp.maximum(by_row.sum(1) - bucket.view.sent, 0).sum(dtype=jnp.int32)
+            lacking = jnp.maximum(lacking, excess)
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Magnitude]) -> list[_Bucket]:
@@ -319,7 +316,8 @@ class Threshold(Codec):
         """Average the leaves with all elements below the threshold set to zero."""
         cut = self.sparse.cut
         sent = [cut.coded(x, cut.least(x)).astype(x.dtype) for x in leaves]
-        return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
+        means = [lax.pmean(x, names) for x in sent]
+        return Message(means, list(map(jnp.subtract, leaves, sent)), state)
 
 
 def _split_buckets(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[jax.Array]:
