@@ -234,7 +234,7 @@ def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     if any(x.aval.dtype != jnp.float32 for x in atoms):
         return [eqn]
     new_var = jaxprs.gensym()
-    low = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
+    low: list[Any] = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
     params = {**eqn.params, "preferred_element_type": None}
     # The casts have the source position of the product.
     cast = eqn.replace(primitive=lax.convert_element_type_p, effects=jaxprs.no_effects)
