@@ -102,7 +102,7 @@ def play(
 def _on_blocks(
     program: jaxprs.ClosedJaxpr, operands: Sequence[jax.Array], known: Sequence[jax.Array] = ()
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the results on arrays cut in blocks, and the scales, which may be ``known``."""
+    """Return the results on arrays cut in blocks, and the scales unless they are ``known``."""
     shape, inside = formats.blocked(shape_of(program))
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     n = len(outside)
@@ -115,12 +115,11 @@ def _on_blocks(
         if codec.work != "measure":
             wide = [x if x.ndim != n else lax.broadcast_in_dim(x, shape, outside) for x in operands]
             return codec.compute(*wide)
-        scale = next(unused, None)
-        if scale is None:
-            # A dimension of size one gets another layout, and XLA:CPU copies between layouts.
-            scale = jnp.squeeze(codec.compute(*formats.extremes(operands[0], inside)), inside)
-        scales.append(scale)
-        return scale
+        if known:
+            return next(unused)
+        # A dimension of size one gets another layout, and XLA:CPU copies between layouts.
+        scales.append(jnp.squeeze(codec.compute(*formats.extremes(operands[0], inside)), inside))
+        return scales[-1]
 
     return play(program, operands, shape, step), scales
 
@@ -151,9 +150,8 @@ def _in_two_passes(
 
     results = operands[:count]
     if loop:
-        carry = [always, *results]
         results = lax.while_loop(
-            lambda x: x[0], lambda x: [jnp.zeros_like(always), *compute(x[1:])], carry
+            lambda x: x[0], lambda x: [jnp.zeros_like(always), *compute(x[1:])], [always, *results]
         )[1:]
     else:
         results = compute(results)
@@ -176,11 +174,10 @@ def _on_tpu(
     """
     from boostax.precision import kernel
 
-    context = ctx.module_context.axis_context
+    env = ctx.module_context.axis_context
     shape = shape_of(program)
-    names = frozenset(getattr(getattr(context, "mesh", None), "axis_names", ()))
-    is_mapped = getattr(context, "manual_axes", names) == names
-    is_local = is_mapped and getattr(context, "num_devices", 1) == 1
+    names = frozenset(getattr(getattr(env, "mesh", None), "axis_names", ()))
+    is_local = getattr(env, "manual_axes", names) == names and getattr(env, "num_devices", 1) == 1
     mesh, spec = (None, PartitionSpec()) if sharding is None or is_local else sharding
     part = shape if mesh is None else NamedSharding(mesh, spec).shard_shape(shape)
 
@@ -202,11 +199,6 @@ def _on_tpu(
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
 
 
-def _batched(operands: Any, dims: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
-    results = jax.vmap(functools.partial(_in_branch, **params), tuple(dims))(*operands)
-    return results, [0] * len(results)
-
-
 @functools.cache
 def primitive() -> Any:
     """Make the primitive of elementwise programs at its first use; its module is slow to load.
@@ -221,8 +213,12 @@ def primitive() -> Any:
         return jaxprs.jaxpr_as_fun(program)(*operands)
 
     def derive(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-        changes = tuple(ad.instantiate_zeros(x) for x in tangents)
+        changes = tuple(map(ad.instantiate_zeros, tangents))
         return jax.jvp(functools.partial(compute, **params), tuple(primals), changes)
+
+    def batched(operands: Any, dims: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
+        results = jax.vmap(functools.partial(_in_branch, **params), tuple(dims))(*operands)
+        return results, [0] * len(results)
 
     made = Primitive("boostax_entries")
     made.multiple_results = True
@@ -230,9 +226,8 @@ def primitive() -> Any:
     made.def_abstract_eval(lambda *_, program, **__: program.out_avals)
     lower = functools.partial(mlir.lower_fun, multiple_results=True)
     mlir.register_lowering(made, lower(_in_two_passes))
-    in_loop = functools.partial(_in_two_passes, loop=True)
-    mlir.register_lowering(made, lower(in_loop), platform="cpu")
-    mlir.register_lowering(made, _on_tpu, platform="tpu")
-    batching.primitive_batchers[made] = _batched
+    mlir.register_lowering(made, lower(functools.partial(_in_two_passes, loop=True)), "cpu")
+    mlir.register_lowering(made, _on_tpu, "tpu")
+    batching.primitive_batchers[made] = batched
     ad.primitive_jvps[made] = derive
     return made

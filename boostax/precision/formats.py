@@ -148,14 +148,6 @@ def blocked(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(inside)
 
 
-def in_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Cut an array of this shape in blocks, or reshape its scales so that they broadcast."""
-    sizes, inside = blocked(shape)
-    if x.shape != shape:
-        sizes = tuple(1 if dim in inside else size for dim, size in enumerate(sizes))
-    return x.reshape(sizes)
-
-
 @jax.custom_jvp
 def _bfloat16(x: jax.Array, _: None, noise: jax.Array) -> jax.Array:
     bits = _bits(x)
@@ -315,23 +307,24 @@ def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
     step: Any = form.scale if work == "measure" else compute
 
     def on_array(x: jax.Array, *operands: jax.Array) -> jax.Array:
-        first, *others = (in_blocks(y, x.shape) for y in (x, *operands))
+        sizes, inside = blocked(x.shape)
+        # Scales are reshaped so that they broadcast over their blocks.
+        wide = [1 if dim in inside else size for dim, size in enumerate(sizes)]
+        first, *others = (y.reshape(sizes if y.shape == x.shape else wide) for y in (x, *operands))
         if work == "measure":
-            return step(*extremes(first, blocked(x.shape)[1])).reshape(scales_of(x.shape))
+            return step(*extremes(first, inside)).reshape(scales_of(x.shape))
         return step(first, *others).reshape(x.shape)
 
-    return _named(f"boostax_{work}_{kind}_{salt}", Codec(work, step), on_array)
+    on_array.__name__ = f"boostax_{work}_{kind}_{salt}"
+    CODECS[on_array.__name__] = Codec(work, step)
+    return jax.jit(on_array)
 
 
-def _named(name: str, step: Codec, on_array: Any, static: tuple[int, ...] = ()) -> Callable:
-    CODECS[name] = step
-    on_array.__name__ = name
-    return jax.jit(on_array, static_argnums=static)
+def boostax_draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return 32 random bits for each element of an array, as i32."""
+    return noise_of(index_in(shape), seed)
 
 
+draw = jax.jit(boostax_draw, static_argnums=1)
 # The steps by the names of their calls in a traced program.
-CODECS: dict[str, Codec] = {}
-# It returns 32 random bits for each element of an array, as i32.
-draw = _named(
-    "boostax_draw", Codec("draw", noise_of), lambda seed, x: noise_of(index_in(x), seed), (1,)
-)
+CODECS = {"boostax_draw": Codec("draw", noise_of)}

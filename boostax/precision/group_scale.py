@@ -108,7 +108,7 @@ class _Rule(NamedTuple):
     headroom: float | None
 
 
-def _adjusted(
+def _next(
     state: GroupLossScaleState, rule: _Rule, present: jax.Array, bad: jax.Array, largest: jax.Array
 ) -> GroupLossScaleState:
     """Update the table after a step.
@@ -131,9 +131,8 @@ def _adjusted(
         target = jnp.clip(state.scales * (_TOP / rule.headroom / scaled), rule.low, rule.high)
         grown = jnp.where(state.largest > 0, jnp.minimum(grown, target), target)
     lowered = jnp.maximum(state.table * rule.backoff, rule.low)
-    table = jnp.where(lowers, lowered, jnp.where(clean, grown, state.table))
     return state._replace(
-        table=table.astype(jnp.float32),
+        table=jnp.where(lowers, lowered, jnp.where(clean, grown, state.table)).astype(jnp.float32),
         largest=jnp.where(clean & (largest > 0), largest, state.largest),
         overflow_group=jnp.where(blamed >= 0, blamed, state.overflow_group).astype(jnp.int32),
     )
@@ -158,7 +157,7 @@ def _look(
     return jnp.asarray([group in numbers for group in range(inverse.size)]), both[0] > 0, both[1]
 
 
-def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
+def _new(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
     table = jnp.asarray(init_scale, jnp.float32)
     is_valid = table.shape in ((), (count,))
     allowed = f"a number or one for each group, {count}"
@@ -261,9 +260,8 @@ def group_loss_scale(
     scales: Any = init_scale
     for first in scales if np.ndim(scales) else [scales]:
         _between("init_scale", first, min_scale, max_scale, hint)
-    hint = "2**(1/1000) doubles the scale in 1000 steps."
+    hint = "2**(1/1000) doubles the scale in 1000 steps, 2**-0.5 halves it at every other overflow."
     checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
-    hint = "2**-0.5 halves the scale at every other overflow."
     checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
     checks.choice(_WHO, "overflow", overflow, Overflow, "'each' is MindSpore's.")
     checks.choice(_WHO, "rule", rule, Rule, "'trial' is MindSpore's.")
@@ -274,8 +272,7 @@ def group_loss_scale(
     moves = _Rule(growth_factor, backoff_factor, min_scale, max_scale, overflow == "each", room)
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
-        count = group_numbers(_WHO, labels, params)[1]
-        return _first(count, init_scale, gate.init_inner(tx, params))
+        return _new(group_numbers(_WHO, labels, params)[1], init_scale, gate.init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
@@ -288,6 +285,7 @@ def group_loss_scale(
         inverse = 1.0 / state.scales
         present, bad, largest = _look(grads, numbers, inverse, names)
         ok = ~bad.any()
+        inner = state.inner_state
 
         def unscaled(raw: PyTree) -> PyTree:
             leaves, treedef = jax.tree.flatten(grads._replace(raw=raw).value())
@@ -297,11 +295,9 @@ def group_loss_scale(
         def heavy() -> Stepped:
             more = extra | {"grad": unscaled(extra["grad"])} if "grad" in extra else extra
             pending = Pending(unscaled(grads.raw))
-            return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
+            return gate.run(tx, pending, inner, params, apply=apply, extra=more)
 
-        moved = _adjusted(state, moves, present, bad, largest)
-        ok, moved = gate.skip_if_empty(ok, moved, state, grads)
-        inner = state.inner_state
+        ok, moved = gate.skip_if_empty(ok, _next(state, moves, present, bad, largest), state, grads)
         value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)
         return value, decided(moved, ok, new)
 
@@ -341,9 +337,8 @@ def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], 
     unmasked = treedef.unflatten([stand_in if trees.is_masked(x) else x for x in leaves])
     try:
         numbers = groups.as_groups(who, labels, unmasked)
-    except (TypeError, ValueError) as error:
-        words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
-        raise type(error)(words) from error
+    except (TypeError, ValueError) as err:
+        raise type(err)(str(err).replace(f"{who}: groups must", f"{who}: labels must", 1)) from err
     pairs = zip(jax.tree.leaves(numbers.tree), leaves, strict=True)
     return [number for number, x in pairs if not trees.is_masked(x)], numbers.count
 
@@ -358,20 +353,19 @@ def check_labels(who: str, labels: PyTree) -> None:
         group_numbers(who, labels, labels)
 
 
-def _between(argument: str, value: float, low: float, high: float, hint: str) -> None:
-    allowed = f"from {low!r} to {high!r}"
-    checks.number(_WHO, argument, value, allowed, lambda x: low <= x <= high, hint)
+def _between(name: str, value: float, low: float, high: float, hint: str) -> None:
+    checks.number(_WHO, name, value, f"from {low!r} to {high!r}", lambda x: low <= x <= high, hint)
 
 
 # With a custom_jvp, not a custom_vjp, JAX transposes the product itself, and keeps the value's
 # varying type, its batch dimension, and its position in a scan or a remat.
 @jax.custom_jvp
-def _cross(x: jax.Array, ratio: jax.Array) -> jax.Array:
+def _edge(x: jax.Array, ratio: jax.Array) -> jax.Array:
     return x
 
 
-@_cross.defjvp
-def _cross_jvp(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
+@_edge.defjvp
+def _edge_jvp(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     x, ratio = primals
     # The product is in f32, because the ratio itself can exceed the range of f16.
     wide = trees.at_least_float32(tangents[0])
@@ -429,9 +423,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
         mark.crossed = True
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]
-    return jax.tree.map(
-        lambda y: _cross(y, ratio) if trees.is_inexact(jnp.result_type(y)) else y, x
-    )
+    return jax.tree.map(lambda y: _edge(y, ratio) if trees.is_inexact(jnp.result_type(y)) else y, x)
 
 
 def check_boundaries(
@@ -492,8 +484,7 @@ def check_boundaries(
             return loss * scales[-1].astype(loss.dtype)
 
         grads = jax.tree.leaves(trees.at_least_float32(jax.grad(scaled)(params)))
-        pairs = zip(grads, numbers, strict=True)
-        return [g / scales[number].astype(g.real.dtype) for g, number in pairs]
+        return [g / scales[k].astype(g.real.dtype) for g, k in zip(grads, numbers, strict=True)]
 
     # Powers of two, distinct for up to 25 groups; equal scales would hide an error.
     orders = [np.random.default_rng(seed).permutation(count) % 25 for seed in range(draws)]

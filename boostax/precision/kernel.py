@@ -33,16 +33,6 @@ def ready(program: jaxprs.ClosedJaxpr, shape: entries.Shape) -> bool:
     return is_tiled and _LACKING.isdisjoint(x.primitive.name for x, _ in equations(program.jaxpr))
 
 
-def _width(program: jaxprs.ClosedJaxpr, size: int) -> int:
-    """Return how many elements of a row of this size a step of the grid takes."""
-    arrays: Any = [*program.in_avals, *program.out_avals]
-    leaf_shape = entries.shape_of(program)
-    # The pipeline has the arrays of two steps in memory.
-    column = 2 * _ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == leaf_shape)
-    counts = range(max(1, _MEMORY // column // _LANES), 0, -1)
-    return _LANES * next(n for n in counts if size % (n * _LANES) == 0)
-
-
 def apply(
     program: jaxprs.ClosedJaxpr,
     operands: Sequence[jax.Array],
@@ -64,7 +54,13 @@ def apply(
     from jax.experimental.pallas import tpu as pltpu
 
     count = len(program.jaxpr.outvars)
-    width = _width(program, shape[-1])
+    # A step of the grid takes this many elements of a row, because the pipeline has the arrays of
+    # two steps in memory.
+    arrays: Any = [*program.in_avals, *program.out_avals]
+    leaf_shape = entries.shape_of(program)
+    column = 2 * _ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == leaf_shape)
+    counts = range(max(1, _MEMORY // column // _LANES), 0, -1)
+    width = _LANES * next(n for n in counts if shape[-1] % (n * _LANES) == 0)
     # Scalars in SMEM are numbers.
     numbers = (x if x.ndim or x.dtype != bool else x.astype(jnp.int32) for x in (start, *operands))
     flat = [x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1) for x in numbers]
@@ -79,7 +75,7 @@ def apply(
 
     old = flat[1 : count + 1]
     results = pl.pallas_call(
-        functools.partial(_step, program, shape, [x.dtype == bool for x in operands]),
+        functools.partial(_step, program, shape, width, [x.dtype == bool for x in operands]),
         grid=(math.prod(shape[:-1]) // _ROWS, shape[-1] // width),
         in_specs=[spec(x) for x in flat],
         out_specs=[spec(x) for x in old],
@@ -92,13 +88,12 @@ def apply(
 
 
 def _step(
-    program: jaxprs.ClosedJaxpr, shape: entries.Shape, flags: list[bool], start: Any, *refs: Any
+    program: jaxprs.ClosedJaxpr, shape: entries.Shape, width: int, flags: list[bool], *refs: Any
 ) -> None:
     """Compute the rows of one step of the grid, block after block."""
     from jax.experimental import pallas as pl
 
-    width = _width(program, shape[-1])
-    inputs, outputs = refs[: len(flags)], refs[len(flags) :]
+    start, *inputs = refs[: len(flags) + 1]
     strides = formats.strides_of(entries.shape_of(program))
     row = pl.program_id(0) * _ROWS
     column = pl.program_id(1) * width
@@ -133,7 +128,7 @@ def _step(
             return codec.compute(*operands)
 
         results = entries.play(program, list(map(read, inputs, flags)), _PART, step)
-        for ref, x in zip(outputs, results, strict=True):
+        for ref, x in zip(refs[len(flags) + 1 :], results, strict=True):
             if ref.shape[-1] == width:
                 ref[at] = x
             else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from boostax._core import axes, gate, jaxprs, trees
 from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
 from boostax._core.types import PyTree
 from boostax.precision import entries
-
-if TYPE_CHECKING:
-    from jax.extend.core import Var
 
 # The leaf numbers of arrays that belong to no leaf, such as counts, and of small params.
 COMMON, SMALL = -1, 0
@@ -60,32 +57,32 @@ class _Graph:
         name = jaxprs.gensym()
         self._eqns: list[jaxprs.JaxprEqn] = []
         self.inputs = [name(aval) for aval in program.in_avals]
-        self.known: dict[Var, jax.Array] = dict(zip(self.inputs, args, strict=True))
+        self.known: dict[jaxprs.Var, jax.Array] = dict(zip(self.inputs, args, strict=True))
 
-        def constant(value: Any, aval: Any) -> Var | jaxprs.Literal:
+        def constant(value: Any, aval: Any) -> jaxprs.Atom:
             if not aval.shape and not isinstance(value, jax.Array):
                 return jaxprs.Literal(value, aval)
             var = name(aval)
             self.known[var] = value
             return var
 
-        def rule(eqn: jaxprs.JaxprEqn, operands: list[Var | jaxprs.Literal]) -> list[Var]:
+        def rule(eqn: jaxprs.JaxprEqn, operands: list[jaxprs.Atom]) -> list[jaxprs.Var]:
             if eqn.primitive.name in JIT and len(eqn.outvars) > 1:
                 return evaluate(body_of(eqn), operands, rule, constant)
             results = [name(x.aval) for x in eqn.outvars]
             self._eqns.append(eqn.replace(invars=operands, outvars=results))
             return results
 
-        self.outputs: list[Var | jaxprs.Literal] = evaluate(program, self.inputs, rule, constant)
+        self.outputs: list[jaxprs.Atom] = evaluate(program, self.inputs, rule, constant)
         self._makers = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
 
-    def common(self, order: Sequence[Order]) -> list[Var]:
+    def common(self, order: Sequence[Order]) -> list[jaxprs.Var]:
         """Return the variables that several leaves share; ``order`` is of all inputs."""
         sources = {var: {x.leaf} for var, x in zip(self.inputs, order, strict=True)}
         for eqn in self._eqns:
             leaves = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
             sources.update(dict.fromkeys(eqn.outvars, leaves))
-        readers: dict[Var, set[int]] = collections.defaultdict(set)
+        readers: dict[jaxprs.Var, set[int]] = collections.defaultdict(set)
         for result, x in zip(self.outputs, order, strict=False):
             for var in _variables([result]):
                 readers[var].add(x.leaf)
@@ -93,18 +90,21 @@ class _Graph:
             leaves = set[int]().union(*(readers[x] for x in eqn.outvars))
             for var in _variables(eqn.invars):
                 readers[var] |= leaves
-        shared: list[Var] = []
+        shared: list[jaxprs.Var] = []
         for eqn in self._eqns:
+            # XLA may combine equations in which devices communicate.
+            inside = [x for x, _ in equations([eqn])]
+            sends = any(isinstance(name, str) for x in inside for name in axes.sent_over(x))
+            sends |= any(x.primitive.name in ("shard_map", "custom_vmap_call") for x in inside)
             for var in filter(readers.get, eqn.outvars):
                 leaves = sources[var] - {COMMON}
                 several = len(readers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
-                is_scalar = not leaves and not entries.aval_shape(var)
-                if is_scalar or several or _sends(eqn):
+                if sends or several or not (leaves or entries.aval_shape(var)):
                     shared.append(var)
         return shared
 
     def program(
-        self, results: Sequence[Var | jaxprs.Literal], first: Sequence[Var] = ()
+        self, results: Sequence[jaxprs.Atom], first: Sequence[jaxprs.Var] = ()
     ) -> tuple[jaxprs.ClosedJaxpr, list[jax.Array]]:
         """Return the program that computes ``results`` from known values, and the known values.
 
@@ -122,7 +122,7 @@ class _Graph:
         program = excerpt([*inputs], results, [self._eqns[i] for i in sorted(numbers)])
         return program, [self.known[x] for x in inputs]
 
-    def learn(self, atoms: Sequence[Var | jaxprs.Literal]) -> list[jax.Array]:
+    def learn(self, atoms: Sequence[jaxprs.Atom]) -> list[jax.Array]:
         """Compute the values of ``atoms``, and add them to ``known``."""
         program, args = self.program(atoms)
         values = jaxprs.jaxpr_as_fun(program)(*args)
@@ -169,13 +169,6 @@ def _seen(values: list[jax.Array]) -> jax.Array:
         return jnp.asarray(False)
     # On an Explicit mesh JAX refuses to take one element of a sharded array.
     return (x != 0).any() if any(jax.typeof(x).sharding.spec) else x[(0,) * x.ndim] != 0
-
-
-def _sends(eqn: jaxprs.JaxprEqn) -> bool:
-    """Return whether devices communicate in ``eqn``; XLA may combine such equations."""
-    inside = [x for x, _ in equations([eqn])]
-    named = any(isinstance(name, str) for x in inside for name in axes.sent_over(x))
-    return named or any(x.primitive.name in ("shard_map", "custom_vmap_call") for x in inside)
 
 
 def leaf_by_leaf(

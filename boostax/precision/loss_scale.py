@@ -293,15 +293,13 @@ def _scaled(
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
         ok = axes.agree(unscaled.usable(), names) if skip else jnp.asarray(True)
-        args = tx, unscaled, state.inner_state, params
-        heavy = functools.partial(gate.run, *args, apply=apply, extra=extra)
+        old = state.inner_state
+        heavy = functools.partial(gate.run, tx, unscaled, old, params, apply=apply, extra=extra)
         if not skip:
             value, inner_state = heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
         ok, moved = gate.skip_if_empty(ok, adjust(state, ok), state, grads)
-        value, new = gate.run_or_hold(
-            ok, heavy, params, state.inner_state, apply=apply, who=who, names=names
-        )
+        value, new = gate.run_or_hold(ok, heavy, params, old, apply=apply, who=who, names=names)
         return value, decided(moved, ok, new)
 
     return gate.gated(init_fn, step_fn, gate.flush_of(tx))
@@ -354,11 +352,10 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     return scalers[0].scale, of_groups
 
 
-def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
+def decided(new: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
     """Return a scaler's state after a step, which was applied if ``ok`` and skipped otherwise."""
-    state = gate.applied_or_skipped(state, ok, inner_state)
-    in_a_row = jnp.where(ok, 0, gate.counted(state.skipped_in_a_row, ~ok))
-    return state._replace(skipped_in_a_row=in_a_row)
+    new = gate.applied_or_skipped(new, ok, inner_state)
+    return new._replace(skipped_in_a_row=jnp.where(ok, 0, gate.counted(new.skipped_in_a_row, ~ok)))
 
 
 def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:

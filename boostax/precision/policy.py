@@ -29,9 +29,6 @@ Level = Literal["O0", "O1", "O2", "O3"]
 _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _F32 = np.dtype(np.float32)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-_PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
-# These calls have their own derivative rules, which would not match a rewritten body.
-_OPAQUE = (*interpret.CUSTOM, "pallas_call")
 
 NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
 """Patterns of the usual names of norms: ``LayerNorm_0``, ``encoder/norm1``, ``bn2``."""
@@ -65,9 +62,8 @@ class Policy:
     keep_f32: tuple[str, ...] | Literal["all but matmuls"] = ()
 
     def __post_init__(self) -> None:
-        for name in _FIELDS.values():
-            value = checks.floating_dtype("Policy", name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        for key in _FIELDS.values():
+            object.__setattr__(self, key, checks.floating_dtype("Policy", key, getattr(self, key)))
         got = self.keep_f32
         is_valid = self.only_matmuls or isinstance(got, tuple)
         allowed = "a tuple of patterns or 'all but matmuls'"
@@ -231,21 +227,20 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
 
 def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
-    if eqn.primitive not in _PRODUCTS:
-        return [eqn] if eqn.primitive.name in _OPAQUE else None
+    if eqn.primitive not in (lax.dot_general_p, lax.conv_general_dilated_p):
+        # These calls have their own derivative rules, which would not match a rewritten body.
+        return [eqn] if eqn.primitive.name in (*interpret.CUSTOM, "pallas_call") else None
     atoms = (*eqn.invars, *eqn.outvars)
     if any(x.aval.dtype != jnp.float32 for x in atoms):
         return [eqn]
     new_var = jaxprs.gensym()
-    low = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
+    low: list[Any] = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
     params = {**eqn.params, "preferred_element_type": None}
-    product = eqn.replace(invars=low[:-1], outvars=low[-1:], params=params)
     # The casts have the source position of the product.
     cast = eqn.replace(primitive=lax.convert_element_type_p, effects=jaxprs.no_effects)
-    ends: list[Any] = [*zip(eqn.invars, low, strict=False), (low[-1], eqn.outvars[0])]
     options = {"weak_type": False, "sharding": None}
     *casts, widening = [
         cast.replace(invars=[x], outvars=[y], params={"new_dtype": y.aval.dtype, **options})
-        for x, y in ends
+        for x, y in [*zip(eqn.invars, low, strict=False), (low[-1], eqn.outvars[0])]
     ]
-    return [*casts, product, widening]
+    return [*casts, eqn.replace(invars=low[:-1], outvars=low[-1:], params=params), widening]

@@ -134,20 +134,29 @@ def check_replicas(
         **extra: Any,
     ) -> Stepped:
         axes.require_bound(names, _WHO)
-        args = tx, grads, state.inner_state, params
+        inner = state.inner_state
+        args = tx, grads, inner, params
         heavy, _ = trees.trace_once(functools.partial(gate.run, *args, apply=apply, extra=extra))
         versions = str([importlib.metadata.version(x) for x in ("jax", "jaxlib", "optax", "numpy")])
         numbers = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
-        compared = () if replicas.owns_params(state.inner_state) else params
+        compared = () if replicas.owns_params(inner) else params
         arrays = compared, state, extra.get("value")
         ok, culprits = compare(arrays, numbers, state.calls % every == 0, names)
         placed = placement.placed_here()
         count = placed.replicas if placed is not None else axes.size(names) if names else 1
         state = state._replace(compared=jnp.asarray(count, jnp.int32))
         rows = [*_CHECKSUMS, *(name for name, _ in leaves_of(*arrays))]
-        moved = _recorded(state, ok, rows, culprits)
+        # Differing leaves are recorded if there are any.
+        crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
+
+        def different() -> list[jax.Array]:
+            (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
+            return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((crcs, 0), (culprits, -1))]
+
+        leaves, of_leaves = gate.branch(ok, lambda: [state.leaves, state.culprits], different)
+        calls = gate.counted(state.calls, jnp.asarray(True))
+        moved = state._replace(calls=calls, leaves=leaves, culprits=of_leaves)
         ok, moved = gate.skip_if_empty(ok, moved, state, grads)
-        inner = state.inner_state
         value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)
         return value, gate.applied_or_skipped(moved, ok, new)
 
@@ -181,13 +190,11 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     if check.calls.ndim:
         check = jax.tree.map(lambda x: x[0], check._replace(inner_state=()))
     compared = int(check.compared)
-    valid = used == 1 or compared > 1 or not int(check.calls)
+    ok = used == 1 or compared > 1 or not int(check.calls)
     got = f"one that compared {compared} on {used} devices"
     allowed = "one that compared the replicas"
     hint = "Wrap the chain in boostax.on_mesh, or pass axis_name= in a shard_map of your own."
-    checks.require(
-        valid, "raise_if_diverged", "check_replicas", got=got, allowed=allowed, hint=hint
-    )
+    checks.require(ok, "raise_if_diverged", "check_replicas", got=got, allowed=allowed, hint=hint)
     if int(check.culprits[0]) < 0:
         return
     known = {_checksum(name): name for name in names}
@@ -211,21 +218,6 @@ def _checksum(text: str) -> int:
     """
     words = re.split(r"[\s,(){}\[\]]+", re.sub(r" at 0x[0-9a-f]+", "", text))
     return zlib.crc32(" ".join(sorted(words)).encode())
-
-
-def _recorded(
-    state: CheckReplicasState, ok: jax.Array, rows: Sequence[str], culprits: jax.Array
-) -> CheckReplicasState:
-    """Return the state, with the differing leaves recorded if there are any."""
-    names = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
-
-    def different() -> list[jax.Array]:
-        (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
-        return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((names, 0), (culprits, -1))]
-
-    leaves, of_leaves = gate.branch(ok, lambda: [state.leaves, state.culprits], different)
-    calls = gate.counted(state.calls, jnp.asarray(True))
-    return state._replace(calls=calls, leaves=leaves, culprits=of_leaves)
 
 
 def leaves_of(params: PyTree, state: PyTree, value: PyTree = None) -> list[tuple[str, PyTree]]:
@@ -260,8 +252,7 @@ def compare(
         return nothing
     if placed is None:
         varying = [frozenset(axes.varying(x)) & {*names} for x in leaves]
-        pairs = zip(leaves, varying, strict=True)
-        copied = [jnp.zeros(()) if {*names} <= by else x for x, by in pairs]
+        copied = [*map(lambda x, by: jnp.zeros(()) if {*names} <= by else x, leaves, varying)]
         groups, kinds = classes(names, [axes.size((name,)) for name in names], varying)
         copies = compared(copied, due, numbers, names, groups, kinds)
         others = tuple(sorted(axes.varying(copies.culprits)))
@@ -276,8 +267,7 @@ def compare(
         leaves[: len(specs)] = [jnp.zeros(placed.replicas)] * len(specs)
     count = placed.replicas if placed.shared_out else None
     of_state = replicas.specs_like(owners, state, placed.names, count, sizes=placed.mesh.shape)
-    specs += [spec for _, spec in leaves_of((), of_state)]
-    specs += [PartitionSpec()] * (value is not None)
+    specs += [x for _, x in leaves_of((), of_state, None if value is None else PartitionSpec())]
     order = (*placed.names, *(x for x in placed.mesh.axis_names if x not in placed.names))
     local = on_mesh(placed.auto_mesh, order, tuple(specs), numbers)
     copies = placement.on_shared(placed, (leaves, due), local, lambda *_: nothing, "copies")

@@ -324,19 +324,14 @@ def _first(state: PyTree, params: PyTree, rules: dict[str, Moments], least: int)
         """Return whether ``optax.tree_map_params`` put ``node`` in the place of params."""
         return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
-    def rule_of(field: str) -> str | None:
-        return fields.setdefault(field, next((x for x in rules if fnmatch.fnmatch(field, x)), None))
-
     def stored(path: Path, x: jax.Array) -> jax.Array:
-        if is_placeholder(x):
-            rule_of(trees.path_name(path))
+        empty = is_placeholder(x)
+        starts = [i for i in range(len(path) + 1) if empty or owners.get(path[i:]) == jnp.shape(x)]
+        if not starts or not (empty or jnp.result_type(x) == jnp.float32):
             return x
-        starts = [i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x)]
-        if not starts or jnp.result_type(x) != jnp.float32:
-            return x
-        field = trees.path_name(path[: starts[0]])
-        rule = rule_of(field)
-        if rule is None or x.size < least:
+        field = trees.path_name(path if empty else path[: starts[0]])
+        rule = fields.setdefault(field, next((x for x in rules if fnmatch.fnmatch(field, x)), None))
+        if empty or rule is None or x.size < least:
             return x
         if rules[rule] == "int8" and field.endswith("nu"):
             warnings.warn(_SECOND.format(field), stacklevel=2)
@@ -357,8 +352,7 @@ def _first(state: PyTree, params: PyTree, rules: dict[str, Moments], least: int)
 
 def _by_field(scales: Scales) -> dict[tuple[str, Path] | None, jax.Array]:
     """Return the scales of each array, keyed by the array's field and its param's path."""
-    pairs = jax.tree_util.tree_leaves_with_path(scales)
-    return {(path[0].key, path[2:]): scale for path, scale in pairs}
+    return {(path[0].key, path[2:]): x for path, x in jax.tree_util.tree_leaves_with_path(scales)}
 
 
 def _decoded(state: PyTree, scales: Scales) -> PyTree:
@@ -381,14 +375,13 @@ def _require_blocks(state: StoreState) -> None:
     table = _by_field(state.scales)
     allowed = "sharded along dimensions that have no blocks in a shard_map of your own"
     hint = "make_train_step(param_specs=...) and on_mesh shard any; moments='bfloat16' has none."
-    for path, codes in jax.tree_util.tree_leaves_with_path(state.inner_state):
-        key, _ = _coding(table, path, codes)
-        if key is None:
+    for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state):
+        scale = table.get(_coding(table, path, x)[0])
+        if scale is None:
             continue
-        is_sharded = bool(axes.varying(codes) - axes.varying(table[key]))
-        is_valid = formats.scales_of(codes.shape) == table[key].shape and not is_sharded
+        ok = formats.scales_of(x.shape) == scale.shape and axes.varying(x) <= axes.varying(scale)
         got = trees.path_name(path)
-        checks.require(is_valid, _WHO, "arrays of 8 bits", got=got, allowed=allowed, hint=hint)
+        checks.require(ok, _WHO, "arrays of 8 bits", got=got, allowed=allowed, hint=hint)
 
 
 def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
@@ -421,8 +414,7 @@ def _encoded(state: PyTree, like: PyTree, scales: Scales, noise: Noise) -> Coded
         return codes
 
     codes = jax.tree_util.tree_map_with_path(encoded, like, state)
-    scaled = jax.tree_util.tree_map_with_path(lambda x, _: new_scales[x[0].key, x[2:]], scales)
-    return codes, scaled
+    return codes, jax.tree_util.tree_map_with_path(lambda x, _: new_scales[x[0].key, x[2:]], scales)
 
 
 def _coding(

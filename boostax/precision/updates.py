@@ -100,14 +100,13 @@ def check_updates(
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
         """Return params (``apply``) or updates and the inner state, new if all stays finite."""
-        value, inner_state = new
+        value = new[0]
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else trees.applied(params, value)
-        inner_state = trees.cast_like(inner_state, old)
-        ok = norms.stays_finite((before, old), (after, inner_state))
+        new = value, trees.cast_like(new[1], old)
+        ok = norms.stays_finite((before, old), (after, new[1]))
         ok = axes.agree(axes.to_varying(ok, names), names)
-        new = value, inner_state
         value, inner_state = gate.run_or_hold(ok, lambda: new, params, old, apply=apply, who=who)
         return value, CheckUpdatesState(ok, gate.counted(state.skipped, ~ok), inner_state)
 
@@ -121,8 +120,7 @@ def check_updates(
 
     def flush_fn(state: CheckUpdatesState, params: PyTree, **extra: Any) -> Stepped:
         new = gate.flush_inner(tx, state.inner_state, params, extra)
-        if new[1] is state.inner_state:
-            return params, state
-        return checked(new, state, params, apply=True)
+        unchanged = new[1] is state.inner_state
+        return (params, state) if unchanged else checked(new, state, params, apply=True)
 
     return gate.gated(init_fn, step_fn, flush_fn)
