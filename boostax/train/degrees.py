@@ -30,9 +30,9 @@ Degree = float | str
 ANY, GUARD, NONE, UNKNOWN = "any", "guard", "none", "unknown"
 _LARGEST_GUARD = 1e-6
 _TABLE = checks.table("boostax.train", "degrees")
+_POWERS: dict[str, Degree] = _TABLE.pop("powers")
 # What an operation does to degrees: a power, or a word of the table.
-_KINDS: dict[str, Degree] = _TABLE.pop("powers")
-_KINDS |= {name: kind for kind, names in _TABLE.items() for name in names.split()}
+_KINDS = _POWERS | {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 
 def nonlinear(program: jaxprs.ClosedJaxpr, sure: bool) -> list[str]:

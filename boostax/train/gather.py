@@ -71,9 +71,11 @@ def gather_params(
 
 
 def gathering(
-    who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
+    who: str, dtype: Gather | None, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
+    if dtype is None:
+        return lambda params: params
     checks.choice(who, "wire_dtype", dtype, Gather, "Leave it out for full precision.")
     sharded = {k: spec for k, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
@@ -82,10 +84,8 @@ def gathering(
     checks.require(bool(sharded), who, "params", got=got, allowed=allowed, hint=hint)
 
     def leaf(path: tuple[PyTree, ...], x: jax.Array) -> jax.Array:
-        spec = sharded.get(trees.plain_path(path))
-        if spec is None or trees.path_name(path) in exact:
-            return x
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        spec = None if trees.path_name(path) in exact else sharded.get(trees.plain_path(path))
+        if spec is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
         names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]

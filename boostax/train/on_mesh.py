@@ -144,9 +144,7 @@ def placed_on(
     def step_fn(grads: Pending, state: Any, params: Any, *, apply: bool, **extra: Any) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         parts = grads.raw if isinstance(grads.raw, Gradients) else Gradients(grads.raw)
-        local: PerReplica = parts.local
-        if not is_per_replica(local):
-            local = PerReplica(_stacked(local, place))
+        local = _stacked(parts.local, place)
         refusals.require_dense(local.local, _WHO)
         terms = terms_of(state)
         lead = (place.replicas, len(terms)) if terms else (place.replicas,)
@@ -235,8 +233,8 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
 
-def _stacked(grads: PyTree, place: Placement) -> PyTree:
-    """Stack gradients that are typed as unreduced; return other gradients unchanged.
+def _stacked(grads: PyTree, place: Placement) -> PerReplica:
+    """Return stacked gradients; stack those that are typed as unreduced.
 
     Each device has one term of the sum over the replicas, which is ``1/n`` of the gradient of the
     replica's mean loss.
@@ -256,7 +254,7 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
         mapped = functools.partial(jax.shard_map, mesh=place.mesh, check_vma=False, **specs)
         return mapped(lambda part: place.replicas * part[None])(x)
 
-    return jax.tree.map(stacked, grads)
+    return grads if is_per_replica(grads) else PerReplica(jax.tree.map(stacked, grads))
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:

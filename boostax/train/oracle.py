@@ -325,7 +325,7 @@ class Oracle(Generic[Value, Params, Grads]):
         args = batch, {k: x for k, x in kwargs.items() if x is not None}
         if not self.names:
             return lambda params: self._loss(trees.aside(params), *args)
-        fns = [self._loss, self._slope]
+        fns: list[Callable[..., PyTree]] = [self._loss, self._slope]
         if self.mesh is not None:
             fns = [_outside(self._mapped(fn, PartitionSpec())) for fn in fns]
 
@@ -488,9 +488,8 @@ class Oracle(Generic[Value, Params, Grads]):
                     kwargs = kwargs | {"key": jax.random.fold_in(kwargs["key"], axes.index(names))}
                 return fn(params, batch, kwargs, *more)
 
-            replicated = PartitionSpec()
-            spec = params_specs or (PartitionSpec(names) if is_local else replicated)
-            specs = spec, self.rows, replicated, *[replicated] * len(more)
+            spec = params_specs or PartitionSpec(*[names] * is_local)
+            specs = spec, self.rows, *[PartitionSpec()] * (1 + len(more))
             # The map is untyped, so that loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
