@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -361,7 +362,6 @@ class Programs:
         self, state: TrainState, batch: PyTree, kwargs: PyTree, **extra: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and the report of a step."""
-        who = "make_train_step"
         step, params, opt_state, model_state, key = state
         active: PyTree = True
         if "depth" in extra:
@@ -370,10 +370,7 @@ class Programs:
             active = self._variants.choice(params, opt_state)
         key = None if key is None else jax.random.fold_in(key, step)
         kwargs = kwargs | {"key": key, "model_state": model_state}
-        # A carried leaf is not a weight, so it is not rounded.
-        rules = carried.declared(opt_state, params, who) if self._step.gather else {}
-        exact = *carried.resolve(rules, params), *self._oracle.gathers(local_types(params))
-        gather = gathering(who, self._step.gather, self._placement, exact)
+        gather = self._gathering(params, opt_state)
         (loss, aux), grads = self._oracle.with_aux(gather(params), opt_state, batch, active, kwargs)
         aux = as_aux(aux)
         loss_at = self._oracle.loss_at(batch, **kwargs)
@@ -413,8 +410,17 @@ class Programs:
         for name in sorted(of_loss.keys() & reported.keys()):
             allowed = "by names that the step's report does not have"
             hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."
-            raise ValueError(checks.message(who, "metrics", allowed, name, hint))
+            raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
         return new_state, of_loss | reported
+
+    def _gathering(self, params: PyTree, opt_state: PyTree) -> Callable[[PyTree], PyTree]:
+        """Return the function from the stored params to the params that the loss gets."""
+        if self._step.gather is None:
+            return lambda params: params
+        # A carried leaf is not a weight, so it is not rounded.
+        rules = carried.declared(opt_state, params, "make_train_step")
+        exact = *carried.resolve(rules, params), *self._oracle.gathers(local_types(params))
+        return gathering("make_train_step", self._step.gather, self._placement, exact)
 
 
 def _shardings(params: PyTree) -> PyTree | None:

@@ -71,11 +71,9 @@ def gather_params(
 
 
 def gathering(
-    who: str, dtype: Gather | None, place: Placement, exact: Collection[str] = ()
+    who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
-    if dtype is None:
-        return lambda params: params
     checks.choice(who, "wire_dtype", dtype, Gather, "Leave it out for full precision.")
     sharded = {k: spec for k, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
