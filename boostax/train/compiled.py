@@ -22,7 +22,7 @@ from boostax._core.gate import outermost_passed
 from boostax._core.norms import all_finite
 from boostax._core.protocols import ChoosesVariant
 from boostax._core.replicas import PerReplica, is_per_replica
-from boostax._core.trees import Pruning, is_number, path_name
+from boostax._core.trees import Pruning, is_number
 from boostax._core.types import PyTree
 from boostax.accumulate import carried
 from boostax.accumulate.aux import any_items, as_aux
@@ -31,7 +31,7 @@ from boostax.precision.policy import Policy
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import local_types, placed_on
 from boostax.train.oracle import Gradients, Oracle, applied
-from boostax.train.state import Placing, TrainState, metrics, own_rows
+from boostax.train.state import Placing, TrainState, metrics
 
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
@@ -111,12 +111,17 @@ class TrainStep:
             typed = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), state.params, params)
             state = state._replace(params=typed)
         else:
-            state = jax.tree.map(_donatable, self._unplaced(*args))
+            # A step is traced once, because the copies have strong dtypes.
+            state = jax.tree.map(lambda x: _strong(jnp.array(x)), self._unplaced(*args))
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         who = "make_train_step"
-        require_arrays(params, who)
+        # A compiled step cannot take other leaves, such as functions in a module.
+        got = [(name, type(x).__name__) for name, x in trees.named(params) if not is_number(x)]
+        hint = "params, static = eqx.partition(model, eqx.is_inexact_array); "
+        hint += "eqx.combine in the loss."
+        checks.require_type(not got, who, "params", got=got[:6], allowed="arrays", hint=hint)
         mismatch.require_order(who, "step.init(params)", params=params)
         if self.policy is not None:
             params = self.policy.store_params(params)
@@ -130,9 +135,8 @@ class TrainStep:
 
     def shardings(self, state: PyTree) -> TrainState:
         """Return the sharding of each leaf of a state, for restoring a checkpoint."""
-        if self.placing is None:
-            return jax.tree.map(lambda x: x.sharding, state)
-        return self.placing.shardings(state)
+        placing = self.placing
+        return placing.shardings(state) if placing else jax.tree.map(lambda x: x.sharding, state)
 
     @checks.arguments
     def __call__(
@@ -221,8 +225,7 @@ class TrainStep:
 
         The row numbers are ascending, and are all rows unless the mesh spans several processes.
         """
-        placing = self.placing
-        return np.arange(size) if placing is None else own_rows(placing.rows_sharding, size)
+        return np.arange(size) if self.placing is None else self.placing.own_rows(size)
 
     def place(self, batch: PyTree) -> PyTree:
         """Place a batch on the mesh, as a call does."""
@@ -247,10 +250,9 @@ class TrainStep:
 
     def _of(self, state: TrainState) -> Programs:
         """Return the programs for a structure of the state, and types and specs of the params."""
-        structure = jax.tree.structure(state)
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
         specs = self.placing.of_params(state.params) if self.placing else _shardings(state.params)
-        key = structure, types, tuple(jax.tree.leaves(specs))
+        key = jax.tree.structure(state), types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
             self._programs[key] = Programs(self, state)
         return self._programs[key]
@@ -284,10 +286,9 @@ class TrainStep:
         """Refuse a state of another step, and swapped arguments."""
         who, call = "TrainStep", "step(state, batch)"
         mismatch.require_order(who, call, batch=batch, state=state)
-        is_valid = hasattr(state, "opt_state")
-        hint = "step.init(params) makes, and restores, one."
-        got = type(state).__name__
-        checks.require_type(is_valid, who, "state", got=got, allowed="a TrainState", hint=hint)
+        if not hasattr(state, "opt_state"):
+            fix = "step.init(params) makes, and restores, one."
+            raise TypeError(checks.message(who, "state", "a TrainState", type(state).__name__, fix))
         tx = optax.GradientTransformation(self._stacked, self.tx.update)
         mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))
 
@@ -310,12 +311,10 @@ class Programs:
         unspecified: PyTree = None
         shardings = TrainState(unspecified, _shardings(state.params), None, None, None)
         self._shardings: PyTree = step.shardings(state) if step.placing else shardings
-        self._tx = step.tx
-        if self._placement is not None:
-            self._tx = placed_on(step.tx, self._placement, step.shard_optimizer)
+        place = self._placement
+        self._tx = placed_on(step.tx, place, step.shard_optimizer) if place else step.tx
         types = local_types(state.params)
-        self._exact = step.oracle.gathers(types)
-        self._oracle = step.oracle.placed(types, self._placement, step.gather)
+        self._oracle = step.oracle.placed(types, place, step.gather)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], jax.stages.Wrapped] = {}
@@ -344,20 +343,20 @@ class Programs:
             if self._placement is not None:
                 shardings = self.part(depth).take(shardings)
             shardings = (shardings, None) if kind == "step" else shardings
-            checked = functools.partial(self._checked, kind, depth)
-            self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=shardings)
-        return self.compiled[key]
+            extra: dict[str, PyTree] = {} if depth is None else {"depth": depth}
 
-    def _checked(self, kind: Kind, depth: int | None, state: TrainState, *args: PyTree) -> PyTree:
-        """Take a step, or flush, and check the state while the program is traced."""
-        replicas.require_replicas("make_train_step", state, self._step.replicas)
-        if depth is None:
-            self._step._require_shapes(state)
-        extra: dict[str, PyTree] = {} if depth is None else {"depth": depth}
-        if kind == "step":
-            return self._train(state, *args, **extra)
-        params, opt_state = flush(self._tx, state.opt_state, state.params, **extra)
-        return state._replace(params=params, opt_state=opt_state)
+            def _checked(state: TrainState, *args: PyTree) -> PyTree:
+                """Take a step, or flush, and check the state while the program is traced."""
+                replicas.require_replicas("make_train_step", state, self._step.replicas)
+                if depth is None:
+                    self._step._require_shapes(state)
+                if kind == "step":
+                    return self._train(state, *args, **extra)
+                params, opt_state = flush(self._tx, state.opt_state, state.params, **extra)
+                return state._replace(params=params, opt_state=opt_state)
+
+            self.compiled[key] = jax.jit(_checked, donate_argnums=0, out_shardings=shardings)
+        return self.compiled[key]
 
     def _train(
         self, state: TrainState, batch: PyTree, kwargs: PyTree, **extra: PyTree
@@ -385,7 +384,12 @@ class Programs:
         extra |= {"obj_fn": value_fn} if "obj_fn" in arguments else {}
         if "loss_program" in arguments:
             extra["loss_program"] = str(jax.make_jaxpr(value_fn)(params))
-        extra |= {"grad": _mean_gradient(grads)} if arguments.get("grad") else {}
+        if arguments.get("grad"):
+            # The gradient of the mean loss, in the units of the local gradients.
+            wide = trees.at_least_float32(grads if type(grads) is Gradients else Gradients(grads))
+            if is_per_replica(wide.local):
+                wide = wide._replace(local=jax.tree.map(lambda g: g.mean(0), wide.local))
+            extra["grad"] = wide.unwrapped()
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         require_weighted(opt_state, aux.weight)
         # A window sums the items of several calls.
@@ -414,17 +418,9 @@ class Programs:
         if self._step.gather is None:
             return lambda params: params
         # A carried leaf is not a weight, so it is not rounded.
-        exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
-        exact = exact | dict.fromkeys(self._exact)
+        rules = carried.declared(opt_state, params, "make_train_step")
+        exact = *carried.resolve(rules, params), *self._oracle.gathers(local_types(params))
         return gathering("make_train_step", self._step.gather, self._placement, exact)
-
-
-def _mean_gradient(grads: PyTree) -> PyTree:
-    """Return the gradient of the mean loss, in the units of the local gradients."""
-    wide = trees.at_least_float32(grads if isinstance(grads, Gradients) else Gradients(grads))
-    is_stacked = is_per_replica(wide.local)
-    local = jax.tree.map(lambda g: g.mean(0), wide.local.local) if is_stacked else wide.local
-    return wide._replace(local=local).unwrapped()
 
 
 def _shardings(params: PyTree) -> PyTree | None:
@@ -454,20 +450,6 @@ def _strong(x: PyTree) -> PyTree:
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
     # JAX refuses what is no array, and names it.
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, jax.typing.ArrayLike) else x
-
-
-def _donatable(x: PyTree) -> jax.Array:
-    """Copy an array for donation, in a strong dtype, so that a step is traced once."""
-    copy = jnp.array(x, copy=True)
-    return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
-
-
-def require_arrays(params: PyTree, who: str) -> None:
-    """Refuse leaves that a compiled step cannot take, such as functions in a module."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    got = [(path_name(path), type(x).__name__) for path, x in leaves if not is_number(x)]
-    hint = "params, static = eqx.partition(model, eqx.is_inexact_array); eqx.combine in the loss."
-    checks.require_type(not got, who, "params", got=got[:6], allowed="arrays", hint=hint)
 
 
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:

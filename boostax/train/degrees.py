@@ -14,7 +14,6 @@ A rule whose trace cannot be read, such as a rule with a kernel, is not reported
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -30,6 +29,10 @@ from boostax._core.types import PyTree
 Degree = float | str
 ANY, GUARD, NONE, UNKNOWN = "any", "guard", "none", "unknown"
 _LARGEST_GUARD = 1e-6
+_TABLE = checks.table("boostax.train", "degrees")
+_POWERS: dict[str, Degree] = _TABLE.pop("powers")
+# What an operation does to degrees: a power, or a word of the table.
+_KINDS = _POWERS | {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 
 def nonlinear(program: jaxprs.ClosedJaxpr, sure: bool) -> list[str]:
@@ -70,8 +73,7 @@ def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if _is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
     # A loop that runs until convergence need not have a degree.
-    join = functools.partial(_shared, otherwise=UNKNOWN)
-    return interpret.flow(program, inputs, _transfer, join, 0.0, constant=_of_constant)
+    return interpret.flow(program, inputs, _transfer, _shared, 0.0, constant=_of_constant)
 
 
 def _is_inexact(x: PyTree) -> bool:
@@ -89,23 +91,17 @@ def _of_constant(value: PyTree, aval: PyTree) -> Degree:
     return GUARD if np.all((size <= _LARGEST_GUARD) & (array.real > 0)) else 0.0
 
 
-def _shared(degrees: Sequence[Degree], otherwise: str) -> Degree:
+def _shared(degrees: Sequence[Degree], otherwise: str = UNKNOWN) -> Degree:
     """Return the degree that all values share, or ``otherwise``."""
     different = set(degrees) - {ANY, GUARD} or ({GUARD} if GUARD in degrees else {ANY})
     return different.pop() if len(different) == 1 else otherwise
-
-
-@functools.cache
-def _kinds() -> dict[str, Degree]:
-    table = checks.table("boostax.train", "degrees")
-    return table.pop("powers") | {x: kind for kind, names in table.items() for x in names.split()}
 
 
 def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
     """Return the degrees of the results of an equation."""
     name = eqn.primitive.name
     types: list[PyTree] = [var.aval for var in eqn.outvars]
-    kind = _kinds().get(name)
+    kind = _KINDS.get(name)
     if name == "convert_element_type" and not _is_inexact(eqn.invars[0].aval):
         kind = "invariant"
     elif name == "convert_element_type" and jnp.issubdtype(types[0].dtype, jnp.integer):

@@ -82,33 +82,23 @@ def gathering(
     checks.require(bool(sharded), who, "params", got=got, allowed=allowed, hint=hint)
 
     def leaf(path: tuple[PyTree, ...], x: jax.Array) -> jax.Array:
-        spec = sharded.get(trees.plain_path(path))
-        if spec is None or trees.path_name(path) in exact:
+        spec = None if trees.path_name(path) in exact else sharded.get(trees.plain_path(path))
+        if spec is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        narrow = functools.partial(_gathered, spec=spec, place=place, dtype=dtype)
-        return place.pinned(narrow, without(spec, place.names))(x)
+        entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
+        names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]
+        shards = [math.prod(place.mesh.shape[name] for name in dim) for dim in names]
+        unsharded = without(spec, place.names)
 
-    def gather(params: PyTree) -> PyTree:
-        return params if is_per_replica(params) else jax.tree_util.tree_map_with_path(leaf, params)
+        def send(code: jax.Array) -> jax.Array:
+            # The first constraint keeps the code sharded, so that XLA gathers the code.
+            for at in (PartitionSpec(*entries), unsharded):
+                code = lax.with_sharding_constraint(code, NamedSharding(place.auto_mesh, at))
+            return code
 
-    return gather
+        return place.pinned(lambda x: rounded(x, shards, dtype, send), unsharded)(x)
 
-
-def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather) -> jax.Array:
-    """Return an array gathered over the replica axes in ``dtype``."""
-    entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
-    names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]
-    shards = [math.prod(place.mesh.shape[name] for name in dim) for dim in names]
-
-    def send(code: jax.Array) -> jax.Array:
-        # The first constraint keeps the code sharded, so that XLA gathers the code.
-        for at in (PartitionSpec(*entries), without(spec, place.names)):
-            code = lax.with_sharding_constraint(code, NamedSharding(place.auto_mesh, at))
-        return code
-
-    return rounded(x, shards, dtype, send)
+    return lambda x: x if is_per_replica(x) else jax.tree.map_with_path(leaf, x)
 
 
 def rounded(
@@ -132,8 +122,7 @@ def rounded(
     def per_shard(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return functools.reduce(lambda fn, _: jax.vmap(fn), shards, fn)
 
-    code = FORMATS[dtype]
-    encoded = per_shard(lambda part: code.encode(part, None))(parts)
-    decoded = per_shard(code.decode)(*map(send, encoded))
+    encoded = per_shard(lambda part: FORMATS[dtype].encode(part, None))(parts)
+    decoded = per_shard(FORMATS[dtype].decode)(*map(send, encoded))
     restored = decoded.transpose([to_shards.index(dim) for dim in range(2 * x.ndim)])
     return restored.reshape(x.shape).astype(x.dtype)

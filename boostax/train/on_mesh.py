@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, handshake, replicas, trees
+from boostax._core import axes, checks, handshake, replicas, trees
 from boostax._core.describe import Stepped
 from boostax._core.gate import GatedUpdate, Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, settled
@@ -145,15 +144,11 @@ def placed_on(
     def step_fn(grads: Pending, state: Any, params: Any, *, apply: bool, **extra: Any) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         parts = grads.raw if isinstance(grads.raw, Gradients) else Gradients(grads.raw)
-        local: PerReplica = parts.local
-        if not is_per_replica(local):
-            local = PerReplica(_stacked(local, place))
-        if bcoo.MODULE in sys.modules:
-            refusals.require_dense(local.local, _WHO)
-        trained = arrays_alone(params)
+        local = _stacked(parts.local, place)
+        refusals.require_dense(local.local, _WHO)
         terms = terms_of(state)
         lead = (place.replicas, len(terms)) if terms else (place.replicas,)
-        _require_stacked(local, trained, lead)
+        _require_stacked(local, arrays_alone(params), lead)
         outside = state
 
         def update(params: PyTree, state: PyTree, grads: Pending, arrays: PyTree) -> Stepped:
@@ -174,18 +169,16 @@ def placed_on(
         # computed.
         local = place.pinned(lambda g: g, specs(local, ())[0])(local)
         pending = grads._replace(raw=parts._replace(local=local))
-        new, state = per_replica(update, trained, state, pending, arrays)
+        new, state = per_replica(update, params, state, pending, arrays)
         return (trees.put_back(new, params) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
-        def flush(params: PyTree, state: PyTree) -> Stepped:
-            return flush_inner(inner, state, params, extra)
-
-        new, state = per_replica(flush, arrays_alone(params), state)
+        new, state = per_replica(lambda p, s: flush_inner(inner, s, p, extra), params, state)
         return trees.put_back(new, params), state
 
     def per_replica(fn: Any, params: PyTree, state: PyTree, *args: PyTree) -> Stepped:
         """Call ``fn`` for all replicas at once; return params or updates, and the state."""
+        params = arrays_alone(params)
         replicas.require_replicas(_WHO, (params, state), place.replicas)
         is_local = is_per_replica(params)
 
@@ -218,10 +211,9 @@ def specs_of(
         return PerReplica(local_types(x)) if is_per_replica(x) else x
 
     params, state = jax.tree.map(of_replica, (params, state), is_leaf=is_per_replica)
+    specs_like = functools.partial(replicas.specs_like, owners, names=place.names)
     shared_out = place.replicas if shard_optimizer else None
-    params_specs = replicas.specs_like(owners, params, place.names)
-    specs_like = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
-    return params_specs, specs_like(owners, state, place.names, shared_out)
+    return specs_like(params), specs_like(state, shared_out=shared_out, sizes=place.mesh.shape)
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
@@ -241,8 +233,8 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
 
-def _stacked(grads: PyTree, place: Placement) -> PyTree:
-    """Stack gradients that are typed as unreduced; return other gradients unchanged.
+def _stacked(grads: PyTree, place: Placement) -> PerReplica:
+    """Return stacked gradients; stack those that are typed as unreduced.
 
     Each device has one term of the sum over the replicas, which is ``1/n`` of the gradient of the
     replica's mean loss.
@@ -262,7 +254,7 @@ def _stacked(grads: PyTree, place: Placement) -> PyTree:
         mapped = functools.partial(jax.shard_map, mesh=place.mesh, check_vma=False, **specs)
         return mapped(lambda part: place.replicas * part[None])(x)
 
-    return jax.tree.map(stacked, grads)
+    return grads if is_per_replica(grads) else PerReplica(jax.tree.map(stacked, grads))
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:

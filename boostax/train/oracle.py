@@ -167,10 +167,10 @@ def value_and_grad(
     if layers is None:
         return oracle
     around = getattr(getattr(layers, "update", None), "around", None)
-    allowed = "the optimizer on a mesh"
-    hint = "boostax.on_mesh(tx, params, layers=...) returns it."
-    checks.require_type(around is not None, _WHO, "layers", got=layers, allowed=allowed, hint=hint)
-    return around(oracle, precision)  # pyright: ignore[reportOptionalCall]
+    if around is None:
+        hint = "boostax.on_mesh(tx, params, layers=...) returns it."
+        raise TypeError(checks.message(_WHO, "layers", "the optimizer on a mesh", layers, hint))
+    return around(oracle, precision)
 
 
 class Gradients(NamedTuple):
@@ -277,8 +277,7 @@ class Oracle(Generic[Value, Params, Grads]):
         if active is not True:
             local = params.local if is_per_replica(params) else params
             if isinstance(active, Choice):
-                options = (_of_arrays(option, local) for option in active.options)
-                active = Choice(active.at, tuple(options))
+                active = Choice(active.at, tuple(_of_arrays(x, local) for x in active.options))
             else:
                 is_active = refusals.active_leaves(active, local)
                 active = _of_arrays(is_active, local)
@@ -326,10 +325,24 @@ class Oracle(Generic[Value, Params, Grads]):
         args = batch, {k: x for k, x in kwargs.items() if x is not None}
         if not self.names:
             return lambda params: self._loss(trees.aside(params), *args)
-        fns = self._loss, self._slope
+        fns: list[Callable[..., PyTree]] = [self._loss, self._slope]
         if self.mesh is not None:
-            fns = (_outside(self._mapped(fn, PartitionSpec())) for fn in fns)
-        loss = _differentiable(*fns, args)
+            fns = [_outside(self._mapped(fn, PartitionSpec())) for fn in fns]
+
+        # JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
+        # ``psum`` once more, so the function has its gradient.
+        @jax.custom_jvp
+        def loss(params: PyTree) -> jax.Array:
+            return fns[0](params, *args)
+
+        @loss.defjvp
+        def rule(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
+            slopes = jax.tree.leaves(fns[1](*primals, *args))
+            pairs = zip(slopes, jax.tree.leaves(tangents), strict=True)
+            change = sum(jnp.sum((slope * tangent).real) for slope, tangent in pairs)
+            out = fns[0](*primals, *args)
+            return out, jnp.asarray(change, out.dtype)
+
         return lambda params: loss(trees.aside(params))
 
     def local(self, params: PyTree, *args: PyTree) -> tuple[Result, Gradients]:
@@ -342,9 +355,8 @@ class Oracle(Generic[Value, Params, Grads]):
         """
         batch, scale, kwargs, active, rules, terms = args
         hint = "boostax.states.enter_replica(params).local is."
-        got, allowed = type(params).__name__, "those of this replica"
-        is_local = not is_per_replica(params)
-        checks.require(is_local, _WHO, "params", got=got, allowed=allowed, hint=hint)
+        got = type(params).__name__ if is_per_replica(params) else None
+        checks.absent(_WHO, "params", got, "those of this replica", hint)
         if not isinstance(active, Choice):
             active = refusals.active_leaves(active, params)
         names = self.names
@@ -379,15 +391,14 @@ class Oracle(Generic[Value, Params, Grads]):
         # Carried records of cotangents must equal the records of the whole batch for any split.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
-        options: PyTree = {"dtype": self.dtype, "rules": rules}
-        result, counted_terms = self._sliced(evaluate, params, batch, kwargs, scale, **options)
-        (loss, aux), grads = result
+        how: PyTree = {"dtype": self.dtype, "rules": rules}
+        ((loss, aux), grads), counted = self._sliced(evaluate, params, batch, kwargs, scale, **how)
         new = carried.values(grads, carried.resolve(rules, grads))
         grads = carried.without(grads, new)
         grads = jax.tree.map(lambda g: g * parts, grads) if parts > 1 else grads
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
-        aux = auxiliary.reported(aux, counted_terms, self.replicas)
+        aux = auxiliary.reported(aux, counted, self.replicas)
         return (loss, aux), Gradients(carried.put(grads, new))
 
     def _sliced(
@@ -477,9 +488,8 @@ class Oracle(Generic[Value, Params, Grads]):
                     kwargs = kwargs | {"key": jax.random.fold_in(kwargs["key"], axes.index(names))}
                 return fn(params, batch, kwargs, *more)
 
-            replicated = PartitionSpec()
-            spec = params_specs or (PartitionSpec(names) if is_local else replicated)
-            specs = spec, self.rows, replicated, *[replicated] * len(more)
+            spec = params_specs or PartitionSpec(*[names] * is_local)
+            specs = spec, self.rows, *[PartitionSpec()] * (1 + len(more))
             # The map is untyped, so that loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
@@ -488,8 +498,7 @@ class Oracle(Generic[Value, Params, Grads]):
             options: PyTree = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
             shard_map = jax.shard_map(per_replica, in_specs=specs, out_specs=out_specs, **options)
             # JAX's own error about rows would describe this map.
-            sizes = self.mesh.shape if self.mesh else {}
-            count = math.prod(sizes[x] for x in names)
+            count = math.prod(self.mesh.shape[x] for x in names) if self.mesh else 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 dim = len(self.rows) - 1
                 microbatch.require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
@@ -574,28 +583,6 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         raise ValueError(checks.message(_WHO, "loss_at", allowed, "some that differ", hint))
 
     return called
-
-
-def _differentiable(value: Any, gradient: Any, args: Any) -> Callable[[PyTree], jax.Array]:
-    """Return a function of params that has the given gradient.
-
-    JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
-    ``psum`` once more.
-    """
-
-    @jax.custom_jvp
-    def loss(params: PyTree) -> jax.Array:
-        return value(params, *args)
-
-    @loss.defjvp
-    def rule(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
-        slopes = jax.tree.leaves(gradient(*primals, *args))
-        pairs = zip(slopes, jax.tree.leaves(tangents), strict=True)
-        change = sum(jnp.sum((slope * tangent).real) for slope, tangent in pairs)
-        out = value(*primals, *args)
-        return out, jnp.asarray(change, out.dtype)
-
-    return loss
 
 
 def applied(

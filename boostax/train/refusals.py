@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -68,8 +68,7 @@ def active_leaves(active: PyTree, params: PyTree) -> PyTree:
 
 def require_trainable(trained: PyTree) -> None:
     """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
-    if bcoo.MODULE in sys.modules:
-        require_dense(trained, _WHO, "params")
+    require_dense(trained, _WHO, "params")
     allowed = "floating or complex arrays where they are trained"
     hint = "Separate it (model_state, equinox.partition, nnx.split), or pass active= with False."
     if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
@@ -85,6 +84,8 @@ def require_trainable(trained: PyTree) -> None:
 
 def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
     """Raise if a leaf is sparse."""
+    if bcoo.MODULE not in sys.modules:
+        return
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=bcoo.is_sparse)
     got = [(type(x).__name__, trees.path_name(path)) for path, x in leaves if bcoo.is_sparse(x)]
     checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=bcoo.DENSE)
@@ -95,29 +96,21 @@ def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -
     # Without types JAX sums the cotangents of a sum over the replicas. This is correct for a
     # gradient that is taken outside the mapped function and averaged over the replicas, but wrong
     # for a gradient that is taken inside, for one replica.
-    inside = axes_of_inner_sums(program) & frozenset(names)
-    if inside:
+
+    def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
+        return inside or "transpose(" in str(eqn.source_info.name_stack)
+
+    pairs = interpret.equations(program.jaxpr, False, lambda *x: itertools.repeat(is_backward(*x)))
+    backward = (eqn for eqn, inside in pairs if is_backward(eqn, inside))
+    kinds = "psum", "reduce_scatter"
+    sums = (x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
+    if inside := axes.named(sums) & frozenset(names):
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
             "itself (jax.grad of lax.psum or lax.pmean), got one over "
             f"{', '.join(sorted(inside))}. Average the gradient, not what it is taken of: "
             "lax.pmean(jax.grad(local)(x), axis)."
         )
-
-
-def axes_of_inner_sums(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which a program sums in a backward pass inside the program."""
-
-    def is_backward(eqn: jaxprs.JaxprEqn) -> bool:
-        return "transpose(" in str(eqn.source_info.name_stack)
-
-    def enter(eqn: jaxprs.JaxprEqn, inside: bool) -> Iterator[bool]:
-        return itertools.repeat(inside or is_backward(eqn))
-
-    equations = interpret.equations(program.jaxpr, False, enter)
-    backward = (eqn for eqn, inside in equations if inside or is_backward(eqn))
-    kinds = "psum", "reduce_scatter"
-    return axes.named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
 
 
 def require_uncrossed(fn: Callable[..., PyTree], trained: PyTree, names: tuple[str, ...]) -> None:

@@ -97,20 +97,22 @@ class Placing:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
             state = jax.eval_shape(stack, state)
             return jax.tree.map(lambda x, s: x.update(sharding=s), state, placing.shardings(state))
+
+        def on_host(x: PyTree) -> PyTree:
+            is_copied = self.spans_processes and x.is_fully_addressable and not is_key(x)
+            return np.asarray(x) if is_copied else x
+
         # On the host the stacked replicas are views of one array.
-        state = stack(on_host(state) if self.spans_processes else state)
+        state = stack(jax.tree.map(on_host, state))
         return place(state, placing.shardings(state))
 
     def shardings(self, state: TrainState) -> TrainState:
         """Return the sharding of each leaf of a placed state."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
-
-    def specs(self, state: TrainState) -> TrainState:
-        """Return the spec of each leaf of a placed state."""
         replicated: PyTree = PartitionSpec()
         placement = self.placement(state.params)
         specs = specs_of(placement, self.shard_optimizer, state.params, state.opt_state)
-        return jax.tree.broadcast(TrainState(replicated, *specs, replicated, replicated), state)
+        specs = TrainState(replicated, *specs, replicated, replicated)
+        return placement.shardings(jax.tree.broadcast(specs, state))
 
     def of_params(self, params: PyTree) -> PyTree:
         """Return the spec of each param, from ``param_specs`` or from the param's sharding."""
@@ -145,12 +147,18 @@ class Placing:
         by_path = {trees.plain_path(path): spec for path, spec in specs}
         return Placement(self.mesh, self.names, by_path)
 
+    def own_rows(self, size: int) -> np.ndarray:
+        """Return the rows of a batch of ``size`` on this process's devices, ascending."""
+        indices = self.rows_sharding.addressable_devices_indices_map((size,)).values()
+        rows = [np.arange(size)[index] for index in indices if index is not None]
+        return np.unique(np.concatenate(rows))
+
     def batch(self, batch: PyTree) -> PyTree:
         """Place a batch, or this process's rows of a batch; for types, add shardings."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
             is_global = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
-            count = self.replicas if is_global else len(own_rows(self.rows_sharding, self.replicas))
+            count = self.replicas if is_global else len(self.own_rows(self.replicas))
             of = "replicas" if is_global else "this process's replicas"
             by = f"{of} x microbatches = {count} x {self.microbatches}"
             require_even(_WHO, path, getattr(leaf, "shape", ()), count * self.microbatches, by)
@@ -158,9 +166,16 @@ class Placing:
             return _typed(batch, self.rows_sharding)
         if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
             return batch
-        if self.spans_processes:
-            return place_rows(batch, self.rows_sharding)
-        return jax.device_put(batch, self.rows_sharding)
+        if not self.spans_processes:
+            return jax.device_put(batch, self.rows_sharding)
+
+        def placed(x: PyTree) -> jax.Array:
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                return jax.device_put(x, self.rows_sharding)
+            # Each process has the rows of its own devices, in device order.
+            return jax.make_array_from_process_local_data(self.rows_sharding, np.asarray(x))
+
+        return jax.tree.map(placed, batch)
 
     def common(self, kwargs: PyTree, batch: PyTree) -> PyTree:
         """Replicate arrays that are not split over replicas; for types, add shardings."""
@@ -214,8 +229,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     # A window counts what the gates inside it skipped.
     windows = trees.telling(opt_state, protocols.Window)
     inside = {id(x) for window in windows for x in gates_in(window) if id(x) != id(window)}
-    skips = [getattr(x, "skipped", None) for x in gates if id(x) not in inside]
-    skips = [x for x in skips if x is not None]
+    outer = (getattr(x, "skipped", None) for x in gates if id(x) not in inside)
+    skips = [x for x in outer if x is not None]
     pairs = [("applied", passed(opt_state))] if gates else []
     pairs += [("skipped", functools.reduce(jnp.add, skips))] if skips else []
     for gate, name in itertools.product(gates if len(gates) > 1 else (), ("applied", "skipped")):
@@ -228,38 +243,3 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
         numbered = itertools.chain((name,), (f"{name}_{i}" for i in itertools.count(1)))
         scalars[next(x for x in numbered if x not in scalars)] = scalar
     return scalars
-
-
-def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Place a batch of which each process has the rows of its own devices, in device order.
-
-    Args:
-      tree: arrays whose first dimension holds the rows of this process; or placed arrays.
-      sharding: the sharding of the global batch, over its first dimension.
-
-    Returns:
-      The global batch, each row on its device. Cost: no communication between processes.
-    """
-
-    def placed(x: PyTree) -> jax.Array:
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-    return jax.tree.map(placed, tree)
-
-
-def own_rows(sharding: NamedSharding, size: int) -> np.ndarray:
-    """Return the rows of a batch of ``size`` on this process's devices, ascending."""
-    indices = sharding.addressable_devices_indices_map((size,)).values()
-    rows = [np.arange(size)[index] for index in indices if index is not None]
-    return np.unique(np.concatenate(rows))
-
-
-def on_host(tree: PyTree) -> PyTree:
-    """Copy this process's arrays to NumPy, except for PRNG keys and arrays of several processes."""
-
-    def copied(x: PyTree) -> PyTree:
-        return x if not x.is_fully_addressable or is_key(x) else np.asarray(x)
-
-    return jax.tree.map(copied, tree)

@@ -123,7 +123,15 @@ def make_train_step(
     precision = None if policy is None else as_policy(policy)
     options: PyTree = {"policy": precision, "microbatches": slices, "dtype": dtype}
     options |= {"mesh": mesh, "axis_name": names or None, "has_aux": has_aux}
-    oracle = value_and_grad(_reporting(loss_fn) if has_aux else loss_fn, **options)
+
+    @functools.wraps(loss_fn)
+    def reported(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Return the loss and an aux that a step can report, equal on all replicas."""
+        result = loss_fn(*args, **kwargs)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        return (result[0], as_metrics(result[1], who)) if is_pair else result
+
+    oracle = value_and_grad(reported if has_aux else loss_fn, **options)
     if layers is not None:
         hint, allowed = "Blocks of int8 are of whole arrays.", "'bfloat16' with layers="
         checks.require(gather != "int8", who, "gather", got=gather, allowed=allowed, hint=hint)
@@ -168,16 +176,3 @@ def _warn_of_rules(known: set[str], rules: list[str]) -> None:
     known.update(rules)
     for rule in new:
         warnings.warn(f"make_train_step: {finding('not_linear', rule=rule)}", stacklevel=2)
-
-
-def _reporting(loss_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return the loss with an aux that a step can report, which is equal on all replicas."""
-
-    @functools.wraps(loss_fn)
-    def reported(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        result = loss_fn(*args, **kwargs)
-        if not isinstance(result, tuple) or len(result) != 2:
-            return result
-        return result[0], as_metrics(result[1], "make_train_step")
-
-    return reported
