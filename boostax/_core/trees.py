@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.tree_util import KeyPath
 
 from boostax._core import checks, jaxprs, protocols, types
@@ -238,12 +237,9 @@ def nodes(tree: PyTree) -> list[PyTree]:
     variables are replaced by their arrays; see ``arrays``.
     """
     visited: list[PyTree] = []
-    waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
+    waiting = [arrays(tree)]
     while waiting:
-        node = waiting.pop()
-        if _is_variable(node):
-            return nodes(arrays(tree))
-        if node is not None:
+        if (node := waiting.pop()) is not None:
             visited.append(node)
             children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
             waiting.extend(reversed([*children]))
@@ -309,14 +305,9 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_masked(node: object) -> bool:
-    """Return whether a node is ``optax.MaskedNode``."""
-    return isinstance(node, optax.MaskedNode)
-
-
-def is_none(node: object) -> bool:
-    """Return whether a node is ``None``."""
-    return node is None
+# ``jax.tree`` functions call these for every node, so C functions are faster.
+is_masked: Callable[[object], bool] = optax.MaskedNode.__instancecheck__
+is_none: Callable[[object], bool] = type(None).__instancecheck__
 
 
 def aside(params: PyTree) -> PyTree:
@@ -328,7 +319,7 @@ def aside(params: PyTree) -> PyTree:
     leaves = jax.tree.leaves(params)
     # The classes of the Python numbers that are trained.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
-    if not any(isinstance(x, Tracer) for x in leaves):
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         numbers += (float, complex)
     return jax.tree.map(lambda x: x if is_array(x) or isinstance(x, numbers) else _Aside(x), params)
 

@@ -274,7 +274,7 @@ def compare(
     if placed.own:
         specs = [PartitionSpec(placed.names)] * len(specs)
         leaves[: len(specs)] = [jnp.zeros(placed.replicas)] * len(specs)
-    count = placed.replicas if placed.shared_out else None
+    count = placed.replicas if placed.shared_out else 0
     of_state = replicas.specs_like(owners, state, placed.names, count, sizes=placed.mesh.shape)
     specs += [spec for _, spec in leaves_of((), of_state)]
     specs += [PartitionSpec()] * (value is not None)
