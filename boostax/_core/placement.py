@@ -129,8 +129,7 @@ class Placement:
             results.append(result)
             return local, common
 
-        for name in reversed(self.names):
-            size = self.mesh.shape[name]
+        for name, size in [(x, self.mesh.shape[x]) for x in reversed(self.names)]:
             mapped = jax.vmap(mapped, (0, None), (0, None), axis_name=name, axis_size=size)
         local, common = mapped(self.by_axis(stacked), shared)
         return joined(self.by_replica(local), common, results[-1])
@@ -242,12 +241,11 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
         pairs = zip(stacks, dims, strict=True)
         return [lax.collapse(jnp.moveaxis(x, 0, dim), dim, dim + 2) for x, dim in pairs]
 
+    mesh = placement.auto_mesh
     for triples in by_dtype.values():
         indices, dims, specs = map(list, zip(*triples, strict=True))
         to = [without(spec, placement.names) for spec in specs]
-        mapped = jax.shard_map(
-            mesh=placement.auto_mesh, in_specs=(specs,), out_specs=to, check_vma=False
-        )
+        mapped = jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=to, check_vma=False)
         gather = mapped(functools.partial(unsharded, dims))
         new = on_shared(placement, ([leaves[i] for i in indices],), gather, lambda x: x, "settled")
         for i, x in zip(indices, new, strict=True):
