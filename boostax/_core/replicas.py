@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import KeyPath
 
@@ -93,7 +94,7 @@ def require_stacked(who: str, state: PyTree) -> None:
     reads the first device's value, and the other values would be lost.
     """
     for path, x in _local_arrays(state):
-        is_opaque = isinstance(x, jax.core.Tracer) or transfer.is_key(x)
+        is_opaque = isinstance(x, Tracer) or transfer.is_key(x)
         if is_opaque or not getattr(x, "is_fully_replicated", False):
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.tree_util import KeyPath
 
 from boostax._core import checks, jaxprs, protocols, types
@@ -319,7 +320,7 @@ def aside(params: PyTree) -> PyTree:
     leaves = jax.tree.leaves(params)
     # The classes of the Python numbers that are trained.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
-    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if not any(isinstance(x, Tracer) for x in leaves):
         numbers += (float, complex)
     return jax.tree.map(lambda x: x if is_array(x) or isinstance(x, numbers) else _Aside(x), params)
 
