@@ -123,7 +123,7 @@ def state_specs(
     checks.require(is_valid, who, "replicas", got=replicas, allowed=allowed, hint=hint)
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
-    return _specs_like(owners, state, names, replicas if shard_optimizer else None)
+    return _specs_like(owners, state, names, (replicas or 0) * shard_optimizer)
 
 
 def _map_local(fn: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:

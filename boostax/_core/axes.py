@@ -136,9 +136,9 @@ def require_bound(
             ) from error
 
 
-def size(names: tuple[str, ...]) -> int:
-    """Return the number of replicas along the axes."""
-    return lax.axis_size(names)
+# The number of replicas along the axes, and the index of this replica; the first axis is slowest.
+size = lax.axis_size
+index = lax.axis_index
 
 
 def varying(x: object) -> frozenset[str]:
@@ -150,9 +150,8 @@ def varying(x: object) -> frozenset[str]:
 
 def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[str | int, ...]:
     """Return the axes of a collective, also those of ``vmap``; empty for other equations."""
-    if eqn.primitive.name.removesuffix("_invariant") not in COLLECTIVES:
-        return ()
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    is_collective = eqn.primitive.name.removesuffix("_invariant") in COLLECTIVES
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ())) if is_collective else ()
     return names if isinstance(names, tuple) else (names,)
 
 
@@ -219,11 +218,6 @@ def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
 def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the replica axes and all further axes over which ``x`` varies."""
     return names + tuple(sorted(varying(x) - frozenset(names)))
-
-
-def index(names: tuple[str, ...]) -> jax.Array:
-    """Return the index of this replica; the first axis is slowest."""
-    return lax.axis_index(names)
 
 
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
@@ -299,11 +293,9 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     and if they are summed over FSDP shards.
     """
     trees.require_gradients(grads, who)
-    if not names:
-        return
     require_bound(names, who)
     mapped = _manual().intersection(names)
-    if mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
+    if not mapped or mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
         return
     hint = "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
     expected = tracked(names)

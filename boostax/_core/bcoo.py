@@ -9,7 +9,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
 
 from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
@@ -26,7 +25,7 @@ def is_sparse(node: object) -> bool:
 def dense(tree: PyTree, who: str) -> PyTree:
     """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
 
-    def on_leaf(path: KeyPath, x: PyTree) -> PyTree:
+    def on_leaf(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
         if not is_sparse(x):
             return x
         got = type(x).__name__, trees.path_name(path)

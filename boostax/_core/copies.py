@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
-from jax.sharding import Mesh
 
 from boostax._core import axes
 from boostax._core.norms import add_both
@@ -55,8 +54,7 @@ def weighted(words: jax.Array) -> jax.Array:
     factor = jnp.uint32(1)
     stride = 2
     for axis in reversed(range(words.ndim)):
-        count = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        factor = factor + count * jnp.uint32(stride % 2**32)
+        factor += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= words.shape[axis]
     return words * factor
 
@@ -78,7 +76,7 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def on_mesh(
-    mesh: Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
+    mesh: jax.sharding.Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
     """Return a comparison of leaves with these specs; culprits are device indices."""
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
@@ -139,8 +137,7 @@ def compared(
 
     def culprit(copies: jax.Array, kind: jax.Array) -> jax.Array:
         group = jnp.asarray(groups)[kind]
-        is_same_shard = group[:, None] == group
-        unlike = jnp.sum(is_same_shard & jnp.any(copies[:, None] != copies, -1), 1)
+        unlike = jnp.sum((group[:, None] == group) & jnp.any(copies[:, None] != copies, -1), 1)
         last = len(group) - 1 - jnp.argmax(unlike[::-1])
         return jnp.where(unlike.max() > 0, last, -1).astype(jnp.int32)
 

@@ -79,7 +79,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
 def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[jax.Array]:
     """Mark the scales in a state as read by a loss, and return them."""
     scales = scales_in(opt_state)
-    for mark in map(mark_of, scales):
+    for mark, *_ in map(marks, scales):
         mark.loss = True
         mark.crossed |= crossed
     return scales
@@ -91,7 +91,7 @@ def hand_on(old: object, new: object) -> None:
     If the old array is outside all traces, it has no mark, and the new array is not checked.
     """
     if isinstance(new, Tracer):
-        keep(new, mark_of(old) if isinstance(old, Tracer) else Mark(loss=True, crossed=True))
+        keep(new, marks(old)[0] if isinstance(old, Tracer) else Mark(loss=True, crossed=True))
 
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:
@@ -113,29 +113,23 @@ def scales_in(state: PyTree) -> list[jax.Array]:
     return [node.scale_array() for node in trees.telling(state, protocols.Scaler)]
 
 
-def mark_of(scale: object) -> Mark:
-    """Return the mark of an array, or a new one, which is kept if the array is a tracer."""
-    reference, mark = _MARKS.get(id(scale), (None, Mark()))
-    if reference is not None and reference() is scale:
-        return mark
-    return keep(scale, Mark()) if isinstance(scale, Tracer) else Mark()
+def marks(scale: object) -> list[Mark]:
+    """Return the mark of an array, or a new one, then the marks of the traces around its trace.
 
-
-def keep(scale: object, mark: Mark) -> Mark:
-    key = id(scale)
-    _MARKS[key] = weakref.ref(scale, lambda _: _MARKS.pop(key, None)), mark
-    return mark
-
-
-def enclosing(scale: object) -> list[Mark]:
-    """Return the marks of the traces around a scale's trace.
-
-    If a new version of JAX hides the surrounding traces, more gradients are refused, and no
-    gradient is wrongly accepted.
+    A new mark is kept if the array is a tracer. If a new version of JAX hides the surrounding
+    traces, more gradients are refused, and no gradient is wrongly accepted.
     """
+    reference, mark = _MARKS.get(id(scale), (None, Mark()))
+    if reference is None or reference() is not scale:
+        mark = keep(scale, Mark()) if isinstance(scale, Tracer) else Mark()
     around: set[int] = set()
     trace = getattr(scale, "_trace", None)
     while (trace := getattr(trace, "parent_trace", None)) is not None:
         around.add(id(trace))
-    alive = [(ref(), mark) for ref, mark in list(_MARKS.values())]
-    return [mark for x, mark in alive if id(getattr(x, "_trace", None)) in around]
+    alive = [(ref(), other) for ref, other in list(_MARKS.values())]
+    return [mark, *(other for x, other in alive if id(getattr(x, "_trace", None)) in around)]
+
+
+def keep(scale: object, mark: Mark) -> Mark:
+    _MARKS[id(scale)] = weakref.ref(scale, lambda _, key=id(scale): _MARKS.pop(key, None)), mark
+    return mark

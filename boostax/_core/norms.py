@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
@@ -46,12 +45,9 @@ def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
     results of all shards. XLA:CPU uses this form because it would write the bits to memory; a TPU
     uses the bits because it would read a gradient twice for a pair.
     """
-    maxima: list[jax.Array] = []
-    for x in leaves:
-        zero = np.zeros((), x.dtype)
-        most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
-        maxima.append(lax.select(lax.ne(least, least), least, most))
-    return maxima
+    # A generator, so that the operations of each leaf stay together.
+    pairs = (lax.reduce((x, x), (x.dtype.type(0),) * 2, _extremes, range(x.ndim)) for x in leaves)
+    return [lax.select(lax.ne(least, least), least, most) for most, least in pairs]
 
 
 # JAX traces a module's function once for all leaves.
@@ -59,7 +55,7 @@ def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.A
     return lax.max(a[0], b[0]), lax.min(a[1], b[1])
 
 
-def square_sums(leaves: Sequence[jax.Array], dtype: DTypeLike = "float32") -> list[jax.Array]:
+def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") -> list[jax.Array]:
     """Return for each gradient the sum of its squares in two units; ``root`` makes them a norm.
 
     In f32 the square of a number below 1e-19 is zero, and the square of a number above 1e19 is
@@ -125,10 +121,8 @@ def root(sums: jax.Array) -> jax.Array:
 
 def magnitude(x: jax.Array) -> jax.Array:
     """Return the magnitude of each element, or of the larger part of a complex element."""
-    if jnp.iscomplexobj(x):
-        # The modulus of a finite number can overflow; its parts cannot.
-        return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
-    return lax.abs(x)
+    # The modulus of a finite number can overflow; its parts cannot.
+    return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else lax.abs(x)
 
 
 def all_true(flags: list[jax.Array]) -> jax.Array:

@@ -22,7 +22,7 @@ shape ``[5]`` on each replica. ``Placement.each`` maps over "chip" inside a map 
    by a ``vmap`` over "chip". It wraps this function for the next axis, "host", and calls it.
 2. The map over "host" calls its rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
    rule calls ``stacked``, which gets all replicas' arrays in one global call.
-3. ``stacked`` returns ``Reduced``: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
+3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
    without dimensions of replicas. Each rule tells JAX that only the state is mapped.
 
 The placement inside ``Placement.each`` is a context variable, ``HERE``, because ``jax.vmap``
@@ -108,15 +108,28 @@ class Placement:
         stacked, shared, tree = apart(args)
         results: list[Structure] = []
 
+        def require_equal(differs: list[bool], leaves: list[jax.Array]) -> None:
+            pairs = zip(leaves, differs, strict=True)
+            shapes = sorted({x.shape for x, is_local in pairs if is_local})
+            hint = (
+                "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first "
+                "in the innermost chain, and give every scaler and window around it the axis_name "
+                "(optax.MultiSteps and optax.apply_if_finite have none: boostax.accumulate and "
+                "boostax.skip_bad_steps take their places)."
+            )
+            allowed = "the same on all replicas"
+            what = "params and updates"
+            checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
+
         def mapped(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
             with axes.during(HERE, self), axes.binding(self.names):
                 local, common, result = apart(fn(*joined(stacked, shared, tree)))
-            _require_common(common)
+            if leaves := jax.tree.leaves(common):
+                seen(leaves, functools.partial(require_equal, leaves=leaves))
             results.append(result)
             return local, common
 
-        for name in reversed(self.names):
-            size = self.mesh.shape[name]
+        for name, size in [(x, self.mesh.shape[x]) for x in reversed(self.names)]:
             mapped = jax.vmap(mapped, (0, None), (0, None), axis_name=name, axis_size=size)
         local, common = mapped(self.by_axis(stacked), shared)
         return joined(self.by_replica(local), common, results[-1])
@@ -163,12 +176,10 @@ class Placement:
 def cut(path: Path, shape: tuple[int, ...]) -> tuple[Mesh, P] | None:
     """Return the mesh, and the spec of the optimizer state of the param at a path."""
     placement = placed_here()
-    spec = None if placement is None else placement.spec(path)
-    if placement is None or spec is None:
+    if placement is None or (spec := placement.spec(path)) is None:
         return None
-    if placement.shared_out:
-        spec = shared_by(spec, shape, placement.names, placement.replicas)
-    return placement.auto_mesh, spec
+    count = placement.replicas * placement.shared_out
+    return placement.auto_mesh, shared_by(spec, shape, placement.names, count)
 
 
 def owned(path: Path, shape: tuple[int, ...]) -> int | None:
@@ -199,8 +210,7 @@ def settled(params: PyTree) -> PyTree:
         params = _gathered(placement, params)
 
     def constrain(path: Path, x: jax.Array) -> jax.Array:
-        spec = placement.spec(path)
-        if spec is None:
+        if (spec := placement.spec(path)) is None:
             return x
         spec = without(spec, placement.names) if placement.own else spec
         return lax.with_sharding_constraint(x, NamedSharding(placement.auto_mesh, spec))
@@ -231,12 +241,11 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
         pairs = zip(stacks, dims, strict=True)
         return [lax.collapse(jnp.moveaxis(x, 0, dim), dim, dim + 2) for x, dim in pairs]
 
+    mesh = placement.auto_mesh
     for triples in by_dtype.values():
         indices, dims, specs = map(list, zip(*triples, strict=True))
         to = [without(spec, placement.names) for spec in specs]
-        mapped = jax.shard_map(
-            mesh=placement.auto_mesh, in_specs=(specs,), out_specs=to, check_vma=False
-        )
+        mapped = jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=to, check_vma=False)
         gather = mapped(functools.partial(unsharded, dims))
         new = on_shared(placement, ([leaves[i] for i in indices],), gather, lambda x: x, "settled")
         for i, x in zip(indices, new, strict=True):
@@ -290,21 +299,8 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-class Reduced(NamedTuple):
-    """The results of a reduction.
-
-    Attributes:
-      means: equal on all replicas.
-      state: the new ``Local.state``, which differs per replica.
-      shared: the new values of what replicas share.
-    """
-
-    means: PyTree
-    state: PyTree
-    shared: PyTree
-
-
-# From ``Local`` and what replicas share to ``Reduced``, or to a tuple of its fields.
+# A reduction, from ``Local`` and what replicas share to a tuple: means, which are equal on all
+# replicas; the new ``Local.state``, which differs per replica; new values of what replicas share.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
@@ -320,14 +316,10 @@ def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
       who: the reduction, for errors.
     """
     name, *outer = names
-
-    def inside(local: PyTree, shared: PyTree) -> Reduced:
-        return Reduced(*by_name(local, shared))
-
-    call = custom_vmap(inside)
+    call = custom_vmap(by_name)
 
     @call.def_vmap
-    def rule(size: int, differs: PyTree, local: Local, shared: PyTree) -> tuple[Reduced, Reduced]:
+    def rule(size: int, differs: PyTree, local: Local, shared: PyTree) -> tuple[PyTree, PyTree]:
         equal = [path for path, is_local in trees.named(differs[0].grads) if not is_local]
         hint = f"These leaves are equal over the axis {name!r}: leave out what reduces them before."
         allowed = "local to each replica"
@@ -339,11 +331,10 @@ def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
             differs[0].state,
         )
         in_axes = Local(0, 0, None), None
-        out_axes = Reduced(None, 0, None)
-        mapped = jax.vmap(inside, in_axes, out_axes, axis_name=name, axis_size=size)
+        mapped = jax.vmap(by_name, in_axes, (None, 0, None), axis_name=name, axis_size=size)
         call_outer = lifted(outer, mapped, stacked, who) if outer else stacked
-        reduced = Reduced(*call_outer(local._replace(state=state), shared))
-        return reduced, jax.tree.broadcast(Reduced(False, True, False), reduced)
+        reduced = call_outer(local._replace(state=state), shared)
+        return reduced, jax.tree.broadcast((False, True, False), reduced)
 
     return lambda local, shared: call(Local(*local), shared)
 
@@ -352,7 +343,7 @@ def on_shared(placement: Placement, shared: PyTree, fn: Call, inside: Call, who:
     """Return ``fn(*shared)``, called outside of the ``vmap``; ``inside(*shared)`` has its types."""
 
     def reduction(call: Call) -> Run:
-        return lambda local, shared: Reduced((), (), call(*shared))
+        return lambda local, shared: ((), (), call(*shared))
 
     call = lifted(placement.names[::-1], reduction(inside), reduction(fn), who)
     return call(Local((), (), [lax.axis_index(name) for name in placement.names]), shared)[2]
@@ -368,23 +359,3 @@ def apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Structure]:
 def joined(local: list[PyTree], shared: list[PyTree], structure: Structure) -> PyTree:
     pairs = zip(local, shared, strict=True)
     return structure.unflatten([PerReplica(a) if b is None else b for a, b in pairs])
-
-
-def _require_common(shared: list[PyTree]) -> None:
-    """Refuse arrays that differ per replica outside a ``PerReplica``."""
-    leaves = jax.tree.leaves(shared)
-
-    def require_equal(differs: list[bool]) -> None:
-        shapes = sorted({x.shape for x, is_local in zip(leaves, differs, strict=True) if is_local})
-        hint = (
-            "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first in "
-            "the innermost chain, and give every scaler and window around it the axis_name "
-            "(optax.MultiSteps and optax.apply_if_finite have none: boostax.accumulate and "
-            "boostax.skip_bad_steps take their places)."
-        )
-        allowed = "the same on all replicas"
-        what = "params and updates"
-        checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
-
-    if leaves:
-        seen(leaves, require_equal)

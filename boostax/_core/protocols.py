@@ -154,11 +154,9 @@ _OF_ARRAYS = (KeepsMasters, NeedsAllParams, HasSummedParts, HasDistributedItems,
 METHODS = {kind: _methods(kind) for kind in (*_OF_STEPS, *_OF_ARRAYS)}
 _NAMES = frozenset[str]().union(*METHODS.values())
 # The names before 0.4, which would now be ignored without a word.
-_BEFORE = (
-    "passed=inner_ran taken=gradient_used held=is_open known_by=scale_array whole=master_params "
-    "own_params=owns_params whole_params=needs_all_params sums=sums_gradients shares=summed_parts "
-    "dealt=distributed_items servers=server_parts coming=next_variant"
-)
+_BEFORE = """passed=inner_ran taken=gradient_used held=is_open known_by=scale_array
+whole=master_params own_params=owns_params whole_params=needs_all_params sums=sums_gradients
+shares=summed_parts dealt=distributed_items servers=server_parts coming=next_variant"""
 RENAMED = {x.partition("=")[0]: x.partition("=")[2] for x in _BEFORE.split()}
 
 

@@ -164,7 +164,7 @@ def specs_like(
     owners: Mapping[KeyPath, tuple[tuple[int, ...], P]],
     state: PyTree,
     names: tuple[str, ...],
-    shared_out: int | None = None,
+    shared_out: int = 0,
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> PyTree:
@@ -175,7 +175,7 @@ def specs_like(
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
       shared_out: the number of replicas, if state that is equal on all replicas is to be sharded
-        over the replicas.
+        over the replicas; otherwise 0.
       sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are divided
         into blocks.
     """
@@ -198,8 +198,7 @@ def specs_like(
         entries: list[tuple[str, ...] | None] = []
         of_rank = [(shape, spec) for shape, spec in candidates(path) if len(shape) == scales.ndim]
         for shape, spec in of_rank[:1]:
-            if shared_out is not None:
-                spec = shared_by(spec, shape, names, shared_out)
+            spec = shared_by(spec, shape, names, shared_out)
             for entry, size, blocks in zip(spec, shape, scales.shape, strict=False):
                 axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
                 divides = sizes is not None and not blocks % math.prod(sizes[x] for x in axes)
@@ -215,7 +214,7 @@ def specs_like(
             )
         spec = owner_spec(path, node)
         # Integers are counts, or codes; codes have the spec of a param.
-        if shared_out is None or (spec is None and not trees.is_inexact(node.dtype)):
+        if not shared_out or (spec is None and not trees.is_inexact(node.dtype)):
             return spec or P()
         return shared_by(spec or P(), node.shape, names, shared_out)
 
@@ -223,22 +222,19 @@ def specs_like(
 
 
 def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
-    """Shard the first unsharded dimension that the number of replicas divides."""
+    """Shard the first unsharded dimension that the number of replicas divides; none for 0."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    pairs = zip(entries, shape, strict=True)
-    free = [entry is None and size > 0 and size % replicas == 0 for entry, size in pairs]
-    if spec != without(spec, names) or True not in free:
-        return spec
-    entries[free.index(True)] = names
-    return P(*entries)
+    pairs = zip(entries, shape, strict=True) if replicas and spec == without(spec, names) else ()
+    for i, (entry, size) in enumerate(pairs):
+        if entry is None and size > 0 and size % replicas == 0:
+            return P(*entries[:i], names, *entries[i + 1 :])
+    return spec
 
 
 def without(spec: P, names: Sequence[str]) -> P:
     """Return a spec without some axes."""
-    entries = [None if entry in names else entry for entry in spec]
-    return P(
-        *[tuple(n for n in x if n not in names) if isinstance(x, tuple) else x for x in entries]
-    )
+    entries = [tuple(n for n in x if n not in names) if isinstance(x, tuple) else x for x in spec]
+    return P(*(None if entry in names else entry for entry in entries))
 
 
 @checks.arguments
@@ -330,10 +326,9 @@ def spread_anew(
             return x[np.arange(replicas) * old // replicas]
         new_ends = np.arange(replicas + 1) / replicas
         old_ends = np.arange(old + 1) / old
-        low = np.maximum(new_ends[:-1, None], old_ends[None, :-1])
-        high = np.minimum(new_ends[1:, None], old_ends[None, 1:])
+        low = np.maximum(new_ends[:-1, None], old_ends[:-1])
         means: list[jax.Array] = []
-        for weights in np.maximum(high - low, 0) * replicas:
+        for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
             # A tiny overlap is a rounding error, and would spread a NaN from that neighbour.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]

@@ -23,19 +23,20 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
       The placed tree. Cost: if the devices belong to several processes, one copy through the host
       of each leaf that is not on those devices yet.
     """
-    return jax.tree.map(_place, tree, shardings)
+
+    def placed(x: PyTree, sharding: jax.sharding.Sharding) -> jax.Array:
+        if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+            return jax.device_put(x, sharding)
+        if is_key(x):
+            data = placed(jax.random.key_data(x), sharding)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        host = np.asarray(x)
+        # Each device gets a copy: CPU devices would otherwise share memory, and the state is
+        # donated.
+        return jax.make_array_from_callback(host.shape, sharding, lambda i: np.array(host[i]))
+
+    return jax.tree.map(placed, tree, shardings)
 
 
 def is_key(x: object) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _place(x: PyTree, sharding: jax.sharding.Sharding) -> jax.Array:
-    if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
-        return jax.device_put(x, sharding)
-    if is_key(x):
-        data = _place(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    host = np.asarray(x)
-    # Each device gets a copy: CPU devices would otherwise share memory, and the state is donated.
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))

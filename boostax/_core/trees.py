@@ -238,12 +238,9 @@ def nodes(tree: PyTree) -> list[PyTree]:
     variables are replaced by their arrays; see ``arrays``.
     """
     visited: list[PyTree] = []
-    waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
+    waiting = [arrays(tree)]
     while waiting:
-        node = waiting.pop()
-        if _is_variable(node):
-            return nodes(arrays(tree))
-        if node is not None:
+        if (node := waiting.pop()) is not None:
             visited.append(node)
             children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
             waiting.extend(reversed([*children]))
@@ -309,14 +306,9 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_masked(node: object) -> bool:
-    """Return whether a node is ``optax.MaskedNode``."""
-    return isinstance(node, optax.MaskedNode)
-
-
-def is_none(node: object) -> bool:
-    """Return whether a node is ``None``."""
-    return node is None
+# ``jax.tree`` functions call these for every node, so C functions are faster.
+is_masked: Callable[[object], bool] = optax.MaskedNode.__instancecheck__
+is_none: Callable[[object], bool] = type(None).__instancecheck__
 
 
 def aside(params: PyTree) -> PyTree:

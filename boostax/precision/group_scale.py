@@ -419,7 +419,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
         if not isinstance(group, Tracer):
             number = checks.natural(who, argument, group, hint, allowed)
             checks.require(number < count, who, argument, got=group, allowed=allowed, hint=hint)
-    for mark in (handshake.mark_of(scales), *handshake.enclosing(scales)):
+    for mark in handshake.marks(scales):
         mark.crossed = True
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]

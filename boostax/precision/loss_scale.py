@@ -384,7 +384,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     product = wide * scale.astype(wide.dtype)
     scales = handshake.scales_in(opt_state)
     within = any(x is y for outer in handshake.INSIDE.get() for x in outer for y in scales)
-    twice = within or (bool(scales) and handshake.mark_of(loss).product)
+    twice = within or (bool(scales) and handshake.marks(loss)[0].product)
     got = "one that is multiplied already"
     allowed = "multiplied by the scale once"
     hint = "boostax.value_and_grad does so by itself: return the plain loss there."
@@ -410,7 +410,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     """
     if not isinstance(scale, Tracer):
         return
-    marks = [m for m in (handshake.mark_of(scale), *handshake.enclosing(scale)) if m.loss]
+    marks = [mark for mark in handshake.marks(scale) if mark.loss]
     allowed = "those of a loss multiplied by the scale in this opt_state"
     hint = (
         "Take them from boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "

@@ -265,7 +265,7 @@ def compare(
     if placed.own:
         specs = [PartitionSpec(placed.names)] * len(specs)
         leaves[: len(specs)] = [jnp.zeros(placed.replicas)] * len(specs)
-    count = placed.replicas if placed.shared_out else None
+    count = placed.replicas if placed.shared_out else 0
     of_state = replicas.specs_like(owners, state, placed.names, count, sizes=placed.mesh.shape)
     specs += [x for _, x in leaves_of((), of_state, None if value is None else PartitionSpec())]
     order = (*placed.names, *(x for x in placed.mesh.axis_names if x not in placed.names))

@@ -211,9 +211,9 @@ def specs_of(
         return PerReplica(local_types(x)) if is_per_replica(x) else x
 
     params, state = jax.tree.map(of_replica, (params, state), is_leaf=is_per_replica)
-    specs_like = functools.partial(replicas.specs_like, owners, names=place.names)
-    shared_out = place.replicas if shard_optimizer else None
-    return specs_like(params), specs_like(state, shared_out=shared_out, sizes=place.mesh.shape)
+    params_specs = replicas.specs_like(owners, params, place.names)
+    specs_like = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
+    return params_specs, specs_like(owners, state, place.names, place.replicas * shard_optimizer)
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:
