@@ -39,7 +39,6 @@ def to_owners(
     placement = placed_here()
     assert placement is not None
     (name,) = placement.names
-    mesh = placement.auto_mesh
     specs = [[*placement.shards(path, who)] for path in dims]
 
     @custom_vmap
