@@ -54,9 +54,10 @@ def placed(case, index):
     params = where.place(arrays.even_params())
     options = {"axis_name": "data", "shard_optimizer": where.shard_optimizer}
     tx = boostax.on_mesh(case.mapped("data"), params, **options)
-    state, grads = tx.init(params), where.stack(_mapped.replica_grads(0, where.replicas))
+    replicas = where.mesh.shape["data"]
+    state, grads = tx.init(params), where.stack(_mapped.replica_grads(0, replicas))
     if case.own_params:
-        params = where.stack(arrays.stack([arrays.even_params()] * where.replicas))
+        params = where.stack(arrays.stack([arrays.even_params()] * replicas))
     return jax.jit(_case.applied(tx)).lower(params, state, grads)
 
 

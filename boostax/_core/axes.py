@@ -294,7 +294,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     """
     trees.require_gradients(grads, who)
     require_bound(names, who)
-    mapped = _manual().intersection(names)
+    mapped = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
     if not mapped or mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
         return
     hint = "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."

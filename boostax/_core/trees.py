@@ -60,8 +60,9 @@ def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Without x64 JAX converts a NumPy array of f64 to f32, so the dtype is JAX's.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
-    is_narrow = is_inexact(dtype) and jnp.finfo(dtype).bits <= 16
-    return np.dtype(np.float32) if is_narrow else dtype
+    if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
+        return dtype
+    return np.dtype(np.float32)
 
 
 def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
@@ -238,9 +239,12 @@ def nodes(tree: PyTree) -> list[PyTree]:
     variables are replaced by their arrays; see ``arrays``.
     """
     visited: list[PyTree] = []
-    waiting = [arrays(tree)]
+    waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
     while waiting:
-        if (node := waiting.pop()) is not None:
+        node = waiting.pop()
+        if hasattr(node, "__jax_array__") and not isinstance(node, jax.Array):
+            return nodes(arrays(tree))
+        if node is not None:
             visited.append(node)
             children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
             waiting.extend(reversed([*children]))

@@ -94,6 +94,7 @@ class Packed(NamedTuple):
     @property
     def owners(self) -> np.ndarray:
         """Return the leaf of every block of columns."""
+        # A new array at each call: JAX would merge equal constants of one array in the program.
         return np.repeat(self.indices, [width // self.block for width in self.widths])
 
     def array(self, leaves: Arrays) -> jax.Array:
