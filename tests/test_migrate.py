@@ -263,7 +263,7 @@ def test_the_report_says_what_was_kept_made_and_dropped():
     assert str(report) == (
         "kept:\n"
         "  ScaleByAdamState count, mu/a, nu/a: 0/inner_state -> inner_state/1\n"
-        "made anew:\n"
+        "initialized:\n"
         "  AccumulateState micro_step, optimizer_steps, skipped, applied, window: the root\n"
         "  ScaleByAdamState mu/b/w, nu/b/w: inner_state/1\n"
         "dropped:\n"

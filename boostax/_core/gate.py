@@ -170,7 +170,7 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
-def run(
+def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
     """Run the transformation inside a gate, by its own ``step`` or else its ``update``.
@@ -198,7 +198,7 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> Stepped:
-        return run(tx, Pending(grads), state, params, apply=True, extra={"value": jnp.zeros(())})
+        return call(tx, Pending(grads), state, params, apply=True, extra={"value": jnp.zeros(())})
 
     state = jax.eval_shape(functools.partial(init_inner, tx), types)
     traced, _ = trees.trace_once(update, types, state, types)

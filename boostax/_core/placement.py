@@ -5,17 +5,17 @@ The file has four parts: ``Placement``, whose ``each`` calls per-replica code; t
 params and optimizer state; gathers of params; and calls that run outside of the ``vmap``.
 
 In plain ``jit`` the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
-...]``, sharded over the replica axes. ``Placement.each`` maps per-replica code over that dimension
-by ``jax.vmap``: a value that differs per replica is batched, and any other value is an ordinary
-global array in any sharding. A sum over the replicas becomes a sum over the first dimension, which
-XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
-batched, so a branch stays a branch. A reduction that sends more than sums runs outside of the
-``vmap``, on the shards of each device (``reduce/on_shards.py``).
+...]``, sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
+dimension by ``jax.vmap``: a value that differs per replica is batched, and any other value is an
+ordinary global array in any sharding. A sum over the replicas becomes a sum over the first
+dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the
+replicas agreed is not batched, so a branch stays a branch. A reduction that sends more than sums
+runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
 Example of such a call, on replica axes ``("host", "chip")`` of sizes 2 and 4, of a gradient with
-shape ``[5]`` on each replica. ``Placement.each`` maps over "chip" inside a map over "host".
-``lifted(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one replica, in a
-``custom_vmap``, whose rule replaces the mapped code:
+shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip" inside a map over "host".
+``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one
+replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
 1. The map over "chip" calls its rule with ``Local.grads`` of shape ``[4, 5]``. The rule gives state
    that is equal on all chips a first dimension too, and makes ``by_name`` a function of 4 replicas
@@ -25,7 +25,7 @@ shape ``[5]`` on each replica. ``Placement.each`` maps over "chip" inside a map 
 3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
    without dimensions of replicas. Each rule tells JAX that only the state is mapped.
 
-The placement inside ``Placement.each`` is a context variable, ``HERE``, because ``jax.vmap``
+Inside ``Placement.map_replicas`` the placement is a context variable, ``HERE``: ``jax.vmap``
 passes only arrays, and the mapped code calls transformations of other libraries.
 """
 
@@ -54,7 +54,7 @@ HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here"
 
 
 def placed_here() -> "Placement | None":
-    """Return the placement of the surrounding ``Placement.each``.
+    """Return the placement of the surrounding ``Placement.map_replicas``.
 
     Closures must call this function, because a context variable in a closure cannot be pickled.
     """
@@ -69,7 +69,7 @@ class Placement:
       mesh: the mesh.
       names: the replica axes, over which the batch is split.
       specs: the spec of each param, by its plain path.
-      own: whether each replica has its own params.
+      owns_params: whether each replica has its own params.
       shared_out: whether optimizer state that is equal on all replicas is sharded over the
         replicas.
     """
@@ -77,7 +77,7 @@ class Placement:
     mesh: Mesh
     names: tuple[str, ...]
     specs: Mapping[tuple[str, ...], P]
-    own: bool = False
+    owns_params: bool = False
     shared_out: bool = False
 
     @property
@@ -91,7 +91,7 @@ class Placement:
         kinds = (AxisType.Auto,) * len(self.mesh.axis_names)
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
 
-    def each(self, fn: Call, *args: PyTree) -> PyTree:
+    def map_replicas(self, fn: Call, *args: PyTree) -> PyTree:
         """Call ``fn`` for all replicas at once, with the replica axes as named axes.
 
         Args:
@@ -105,7 +105,7 @@ class Placement:
         Raises:
           ValueError: an array outside a ``PerReplica`` differs per replica.
         """
-        stacked, shared, tree = apart(args)
+        stacked, shared, tree = split(args)
         results: list[Structure] = []
 
         def require_equal(differs: list[bool], leaves: list[jax.Array]) -> None:
@@ -123,7 +123,7 @@ class Placement:
 
         def mapped(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
             with axes.during(HERE, self), axes.binding(self.names):
-                local, common, result = apart(fn(*joined(stacked, shared, tree)))
+                local, common, result = split(fn(*joined(stacked, shared, tree)))
             if leaves := jax.tree.leaves(common):
                 seen(leaves, functools.partial(require_equal, leaves=leaves))
             results.append(result)
@@ -212,7 +212,7 @@ def settled(params: PyTree) -> PyTree:
     def constrain(path: Path, x: jax.Array) -> jax.Array:
         if (spec := placement.spec(path)) is None:
             return x
-        spec = without(spec, placement.names) if placement.own else spec
+        spec = without(spec, placement.names) if placement.owns_params else spec
         return lax.with_sharding_constraint(x, NamedSharding(placement.auto_mesh, spec))
 
     return jax.tree.map_with_path(constrain, params)
@@ -304,7 +304,7 @@ class Local(NamedTuple):
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
-def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
+def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
     """Return a function of one replica's arrays that calls ``stacked`` with all replicas' arrays.
 
     The docstring of this module has an example.
@@ -332,7 +332,7 @@ def lifted(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> Run:
         )
         in_axes = Local(0, 0, None), None
         mapped = jax.vmap(by_name, in_axes, (None, 0, None), axis_name=name, axis_size=size)
-        call_outer = lifted(outer, mapped, stacked, who) if outer else stacked
+        call_outer = outside_vmap(outer, mapped, stacked, who) if outer else stacked
         reduced = call_outer(local._replace(state=state), shared)
         return reduced, jax.tree.broadcast((False, True, False), reduced)
 
@@ -345,11 +345,11 @@ def on_shared(placement: Placement, shared: PyTree, fn: Call, inside: Call, who:
     def reduction(call: Call) -> Run:
         return lambda local, shared: ((), (), call(*shared))
 
-    call = lifted(placement.names[::-1], reduction(inside), reduction(fn), who)
+    call = outside_vmap(placement.names[::-1], reduction(inside), reduction(fn), who)
     return call(Local((), (), [lax.axis_index(name) for name in placement.names]), shared)[2]
 
 
-def apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Structure]:
+def split(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Structure]:
     """Split a tree into the contents of each ``PerReplica``, other leaves, and a structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
     local = [x.local if is_per_replica(x) else None for x in leaves]

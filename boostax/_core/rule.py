@@ -114,7 +114,7 @@ def gate(
         moved = state._replace(rule_state=trees.cast_like(rule_state, state.rule_state))
         ok, moved = gates.skip_if_empty(ok, moved, state, grads)
         inner = state.inner_state
-        heavy = functools.partial(gates.run, tx, grads, inner, params, apply=apply, extra=extra)
+        heavy = functools.partial(gates.call, tx, grads, inner, params, apply=apply, extra=extra)
         value, new = gates.run_or_hold(ok, heavy, params, inner, apply=apply, who=who, names=names)
         return value, gates.applied_or_skipped(moved, ok, new)
 

@@ -361,22 +361,22 @@ class Pruning(NamedTuple):
     leaves of any shape.
 
     Attributes:
-      whole: structure of the larger state.
+      full: structure of the larger state.
       part: structure of the smaller state.
       places: for each leaf of the smaller state, its index among the leaves of the larger state.
     """
 
-    whole: Structure
+    full: Structure
     part: Structure
     places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
         """Return the smaller state from the larger state, without a copy."""
-        leaves = self.whole.flatten_up_to(state)
+        leaves = self.full.flatten_up_to(state)
         return self.part.unflatten([leaves[place] for place in self.places])
 
-    def put(self, state: PyTree, part: PyTree) -> PyTree:
+    def set(self, state: PyTree, part: PyTree) -> PyTree:
         """Return the larger state with its leaves replaced by the smaller state's."""
         new = dict(zip(self.places, self.part.flatten_up_to(part), strict=True))
-        leaves = enumerate(self.whole.flatten_up_to(state))
-        return self.whole.unflatten([new.get(place, leaf) for place, leaf in leaves])
+        leaves = enumerate(self.full.flatten_up_to(state))
+        return self.full.unflatten([new.get(place, leaf) for place, leaf in leaves])

@@ -170,7 +170,7 @@ class _Carry(NamedTuple):
         for name, old in [x for tree in state.window.values() for x in trees.named(tree)]:
             x = new[name].astype(old.dtype)
             combined[name] = jnp.where(was_open, combine(rules[name], old, x), x)
-        trained, inner = gate.run(self.tx, pending, old_inner, others, apply=True, extra=extra)
+        trained, inner = gate.call(self.tx, pending, old_inner, others, apply=True, extra=extra)
         is_finite = norms.all_true([jnp.isfinite(x).all() for x in new.values()])
         is_used = gate.outermost_passed(inner) & is_finite
         window: dict[Rule, PyTree] = {}
@@ -222,7 +222,7 @@ def values(tree: PyTree, names: Container[str]) -> Carried:
     return {name: x for name, x in trees.named(tree) if name in names}
 
 
-def put(tree: PyTree, carried: Carried) -> PyTree:
+def restored(tree: PyTree, carried: Carried) -> PyTree:
     """Return a tree from ``without`` with the carried leaves put back."""
     return _map(lambda name, x: carried.get(name, x), tree, is_leaf=trees.is_masked)
 
@@ -261,7 +261,7 @@ def _set_carried(trained: PyTree, params: PyTree, window: PyTree, is_applied: ja
     old = values(params, new)
     chosen = {name: jnp.where(is_applied, x, old[name]) for name, x in new.items()}
     # Per-replica params have a varying type.
-    return put(trained, axes.unify(chosen, old))
+    return restored(trained, axes.unify(chosen, old))
 
 
 def _map(fn: Callable[..., PyTree], tree: PyTree, is_leaf: Callable | None = None) -> PyTree:

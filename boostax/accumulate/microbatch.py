@@ -132,7 +132,7 @@ def microbatch(
         aux = Aux(weight, state.get("model_state"), mean.metrics, total.means)
         value = (mean.loss, as_given(aux, stacked, last_aux)) if has_aux else mean.loss
         threaded = (state["threaded"],) if "threaded" in state else ()
-        return value, carried.put(mean.grads, new), *threaded
+        return value, carried.restored(mean.grads, new), *threaded
 
     return wrapped
 

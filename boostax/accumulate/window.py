@@ -373,7 +373,7 @@ class _Windows(NamedTuple):
                     shares.append(Pending(term, (x,)).value())
                 grads = Pending(jax.tree.map(lambda *terms: sum(terms), *shares))
             with averaged(self.averaged):
-                return gate.run(self.tx, grads, inner, params, apply=apply, extra=extra)
+                return gate.call(self.tx, grads, inner, params, apply=apply, extra=extra)
 
         is_sure = window.weight is None and not is_checked
         value, new = run_inner() if is_sure else self._run_if(ok, run_inner, inner, call)

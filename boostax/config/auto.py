@@ -39,7 +39,8 @@ class Boost:
       notes: the settings of a foreign dictionary that have no effect, and differences that may
         change the trained weights. Without notes a MindSpore dictionary trains the same weights as
         in MindSpore.
-      own: the user's factories by name, each with the key of the part that it replaces or follows.
+      factories: the user's factories by name, each with the key of the part that it replaces or
+        follows.
       strict: whether the chain and the step must contain every part that is on. If False, as for a
         MindSpore dictionary, a reduction is left out without replicas, and LessBN is left out if it
         would change nothing.
@@ -47,7 +48,7 @@ class Boost:
 
     config: keys.Data
     notes: tuple[str, ...] = ()
-    own: Own = dataclasses.field(default_factory=dict[str, Any])
+    factories: Own = dataclasses.field(default_factory=dict[str, Any])
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -228,7 +229,7 @@ class Boost:
 
     def _parts(self, key: str) -> list[tuple[str, keys.Factory, keys.Data]]:
         """Return kind, factory and arguments of each part of a key, the user's parts last."""
-        users = [(x, f, self.config[x]) for x, (f, after) in self.own.items() if after == key]
+        users = [(x, f, self.config[x]) for x, (f, after) in self.factories.items() if after == key]
         arguments = self.config.get(key, _MEAN if key == "reduce" else None)
         # A user's reduction replaces boostax's reduction; other user parts follow boostax's part.
         if arguments is None or (users and key == "reduce"):
@@ -248,9 +249,9 @@ def auto(
     ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"`` choose a
     factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
     ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
-    kind, or the first argument; ``True`` takes the defaults, and ``False`` or ``None`` turns a part
-    off. Groups are given by ``groups`` instead of a tree of labels, and a schedule by the arguments
-    of ``freeze_schedule``.
+    kind, or the first argument; ``True`` takes the defaults, and ``False`` or ``None`` leaves the
+    part out. Groups are given by ``groups`` instead of a tree of labels, and a schedule by the
+    arguments of ``freeze_schedule``.
 
     A dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``, ``"loss_scale_manager"``
     ...), and a level, is read as MindSpore reads it. ``notes`` lists settings that have no effect

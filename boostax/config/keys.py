@@ -47,7 +47,7 @@ NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in 
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
 # With one of these arguments dim_reduce starts at the first step.
 FILES = ("weight_load_dir", "pca_mat_path")
-# Stands for the params while a configuration is checked.
+# Represents the params while a configuration is checked.
 _LATER = object()
 
 
@@ -92,7 +92,7 @@ def _schedule(options: types.SimpleNamespace) -> Data:
         for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # The other two kinds freeze for good and need an end; MindSpore's default is 65536.
+    # The other two kinds freeze permanently and need an end; MindSpore's default is 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         arguments["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **arguments)

@@ -57,7 +57,7 @@ class MigrationReport:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        titles = ("kept", "made anew", "dropped", *["notes"] * bool(self.notes))
+        titles = ("kept", "initialized", "dropped", *["notes"] * bool(self.notes))
         parts = zip(titles, dataclasses.astuple(self), strict=False)
         return "\n".join("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts)
 
@@ -123,7 +123,7 @@ def migrate_state(
       >>> print(report)
       kept:
         ScaleByAdamState count, mu, nu: 1 -> inner_state
-      made anew:
+      initialized:
         LossScaleState scale, clean_steps, tolerance, applied, skipped, \
 skipped_in_a_row, growths, backoffs, floor_hits: the root
       dropped:
@@ -164,7 +164,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     if (variants := variants_of(new_tx)) is not None:
         # The next depth comes from the new schedule and the number of applied steps.
         new = variants.resumed(params, state)
-        depth, was = (variants.own(x).next_variant() for x in (new, state))
+        depth, was = (variants.find(x).next_variant() for x in (new, state))
         if int(depth) != int(was):
             notes.append(_DATA["notes"]["depth"].format(depth, was))
         state = jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)

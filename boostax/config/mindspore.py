@@ -25,7 +25,6 @@ import optax
 from boostax._core import checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.types import PyTree
-from boostax.config.refusals import require
 from boostax.precision.policy import NORMS
 
 Data: TypeAlias = dict[str, Any]
@@ -157,7 +156,9 @@ def sgd(
       ValueError, TypeError: ``loss_scale`` is not positive; ``nesterov`` without momentum or with
         dampening.
     """
-    require(not nesterov or (momentum > 0 and dampening == 0), "nesterov", nesterov)
+    hint = "It needs momentum alone."
+    is_valid = not nesterov or (momentum > 0 and dampening == 0)
+    checks.require(is_valid, "sgd", "nesterov", nesterov, "False here", hint)
     parts = [optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))]
     parts = parts if momentum and dampening else []
     parts += [optax.trace(momentum, nesterov)] if momentum else []
@@ -311,7 +312,9 @@ def _rate(who: str, rate: Rate) -> Tx:
     """Multiply by the negative learning rate; a list has the rate of each step."""
     listed = type(rate) in (list, tuple) and not any(map(np.ndim, jax.tree.leaves(rate)))
     is_rate = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
-    require(is_rate, "rate", "a tree of arrays", TypeError, who=who)
+    allowed = "a number, a schedule or a list of rates"
+    hint = "Params are left out here."
+    checks.require_type(is_rate, who, "learning_rate", "a tree of arrays", allowed, hint)
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
     # An index beyond the end takes the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

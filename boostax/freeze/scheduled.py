@@ -101,22 +101,22 @@ class Freezing:
         checks.require(not lost, _WHO, "inner", got=lost[:6], allowed=allowed, hint=hint)
         return Pruning(full, part, tuple(places[path, x.shape, x.dtype] for path, x in some))
 
-    def own(self, state: PyTree) -> ScheduledFreezeState:
+    def find(self, state: PyTree) -> ScheduledFreezeState:
         """Return the state of ``scheduled_freeze``, which ``average_params`` may hold."""
-        return state if isinstance(state, ScheduledFreezeState) else self.own(state.inner_state)
+        return state if isinstance(state, ScheduledFreezeState) else self.find(state.inner_state)
 
     def choice(self, params: PyTree, state: PyTree) -> Choice:
         """Return the active leaves for each depth; the program chooses by the next depth."""
         plan = self.plan(params)
-        return Choice(plan.index(self.own(state).next_depth), tuple(map(plan.active, plan.drawn)))
+        return Choice(plan.index(self.find(state).next_depth), tuple(map(plan.active, plan.drawn)))
 
     def resumed(self, params: PyTree, state: PyTree) -> PyTree:
         """Return the state with the next depth of this schedule."""
-        return optax.tree.set(state, next_depth=self.plan(params).at(self.own(state).steps))
+        return optax.tree.set(state, next_depth=self.plan(params).at(self.find(state).steps))
 
     def part(self, params: PyTree, state: PyTree, depth: int) -> PyTree:
         """Return the state without the moments of frozen leaves."""
-        if state is not self.own(state):
+        if state is not self.find(state):
             return state._replace(inner_state=self.part(params, state.inner_state, depth))
         return state._replace(inner_state=self.pruning(params, depth).take(state.inner_state))
 
@@ -150,7 +150,7 @@ class Freezing:
             else:
                 old = active, state._replace(inner_state=inner)
                 changed, new = gate.run_or_hold(index == place, branch, *old, apply=True, who=_WHO)
-            inner = new.inner_state if is_part else pruning.put(state.inner_state, new.inner_state)
+            inner = new.inner_state if is_part else pruning.set(state.inner_state, new.inner_state)
             state = new._replace(inner_state=inner)
             value = trees.unmasked(changed, value)
         return value, state
@@ -362,7 +362,7 @@ def scheduled_freeze(
             if "grad" in extra:
                 more["grad"] = trees.masked(extra["grad"], active)
             old = value if apply else trees.masked(params, active)
-            value, new = gate.run(tx, pending, state.inner_state, old, apply=apply, extra=more)
+            value, new = gate.call(tx, pending, state.inner_state, old, apply=apply, extra=more)
             return value, _following(plan, state, depth, gate.passed(new), new)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)

@@ -101,7 +101,7 @@ def released(
         new: Released = grads.raw.applied
         head = layers.split(params)[0]
         grads = grads._replace(raw=grads.raw.local)
-        stepped = gate.run(inner, grads, state.rest, head, apply=True, extra=extra)
+        stepped = gate.call(inner, grads, state.rest, head, apply=True, extra=extra)
         # A branch around the params would contain the backward pass, for which a GPU copies the
         # params.
         old = head, state.rest

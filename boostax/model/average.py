@@ -197,7 +197,7 @@ def average_params(
         grads: gate.Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
-        value, inner = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+        value, inner = gate.call(tx, grads, state.inner_state, params, apply=apply, extra=extra)
 
         def new_params() -> PyTree:
             return value if apply else trees.applied(params, value)

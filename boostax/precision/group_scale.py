@@ -295,7 +295,7 @@ def group_loss_scale(
         def heavy() -> Stepped:
             more = extra | {"grad": unscaled(extra["grad"])} if "grad" in extra else extra
             pending = Pending(unscaled(grads.raw))
-            return gate.run(tx, pending, inner, params, apply=apply, extra=more)
+            return gate.call(tx, pending, inner, params, apply=apply, extra=more)
 
         ok, moved = gate.skip_if_empty(ok, _next(state, moves, present, bad, largest), state, grads)
         value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)

@@ -294,7 +294,7 @@ def _scaled(
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
         ok = axes.agree(unscaled.usable(), names) if skip else jnp.asarray(True)
         old = state.inner_state
-        heavy = functools.partial(gate.run, tx, unscaled, old, params, apply=apply, extra=extra)
+        heavy = functools.partial(gate.call, tx, unscaled, old, params, apply=apply, extra=extra)
         if not skip:
             value, inner_state = heavy()
             return value, decided(adjust(state, ok), ok, inner_state)

@@ -136,7 +136,7 @@ def check_replicas(
         axes.require_bound(names, _WHO)
         inner = state.inner_state
         args = tx, grads, inner, params
-        heavy, _ = trees.trace_once(functools.partial(gate.run, *args, apply=apply, extra=extra))
+        heavy, _ = trees.trace_once(functools.partial(gate.call, *args, apply=apply, extra=extra))
         versions = str([importlib.metadata.version(x) for x in ("jax", "jaxlib", "optax", "numpy")])
         numbers = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
         compared = () if replicas.owns_params(inner) else params
@@ -262,7 +262,7 @@ def compare(
     specs = [placed.spec(path) or PartitionSpec() for path in shapes]
     owners = dict(zip(shapes, zip(shapes.values(), specs, strict=True), strict=True))
     # A param that each replica owns has no copies.
-    if placed.own:
+    if placed.owns_params:
         specs = [PartitionSpec(placed.names)] * len(specs)
         leaves[: len(specs)] = [jnp.zeros(placed.replicas)] * len(specs)
     count = placed.replicas if placed.shared_out else 0

@@ -115,7 +115,7 @@ def check_updates(
         grads: gate.Pending, state: CheckUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         axes.require_bound(names, who)
-        new = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+        new = gate.call(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         return checked(new, state, params, apply)
 
     def flush_fn(state: CheckUpdatesState, params: PyTree, **extra: Any) -> Stepped:

@@ -107,7 +107,7 @@ class _Rounds(NamedTuple):
         old = state.inner_state.local
         # Wide params get wide updates, which may be the first term of a sum in f32.
         wide = trees.at_least_float32(local)
-        updates, inner = gate.run(self.inner, grads, old, wide, apply=False, extra=extra)
+        updates, inner = gate.call(self.inner, grads, old, wide, apply=False, extra=extra)
         inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
         value = axes.unify(updates, local)
         value = trees.applied(local, value) if apply else value
@@ -190,7 +190,7 @@ class _Rounds(NamedTuple):
         drift = jax.tree.map(jnp.subtract, start, trees.at_least_float32(local))
         drift, reduction_state = self.reduce.update(drift, reduction_state)
         args = gate.Pending(drift), outer_state, anchor
-        anchor, outer_state = gate.run(self.outer, *args, apply=True, extra={})
+        anchor, outer_state = gate.call(self.outer, *args, apply=True, extra={})
         return anchor, (anchor, reduction_state, outer_state)
 
     def transformation(self) -> Extended:

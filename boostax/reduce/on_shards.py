@@ -12,7 +12,16 @@ from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks
 from boostax._core.describe import Stepped
-from boostax._core.placement import HERE, Path, Placement, apart, joined, lifted, placed_here, seen
+from boostax._core.placement import (
+    HERE,
+    Path,
+    Placement,
+    joined,
+    outside_vmap,
+    placed_here,
+    seen,
+    split,
+)
 from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
 from boostax.reduce.codec import Names
@@ -91,9 +100,9 @@ def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callabl
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
     In a function that is mapped over named axes the result is ``update`` itself. Inside
-    ``Placement.each`` it leaves the ``vmap`` by a ``jax.shard_map`` over all axes of the mesh, so
-    that shards are sent without a gather. Updates have the types of the gradients, and the state
-    keeps its types.
+    ``Placement.map_replicas`` it runs outside of the ``vmap``, in a ``jax.shard_map`` over all axes
+    of the mesh, so that shards are sent without a gather. Updates have the types of the gradients,
+    and the state keeps its types.
     """
 
     @functools.wraps(update)
@@ -105,13 +114,13 @@ def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callabl
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, placement.shards(path, who)) for path, x in leaves}
         specs = jax.tree.structure(updates).unflatten([spec for _, spec in owners.values()])
-        local, shared, structure = apart(state)
+        local, shared, structure = split(state)
         state_specs = specs_like(owners, state, placement.names, sizes=placement.mesh.shape)
-        specs = (specs, *apart(state_specs)[:2])
+        specs = (specs, *split(state_specs)[:2])
 
         def on_device(grads: PyTree, local: PyTree, shared: PyTree) -> Parts:
             means, new = update(grads, joined(local, shared, structure))
-            return means, *apart(new)[:2]
+            return means, *split(new)[:2]
 
         call = _by_device(placement, who, on_device, specs, specs)
         means, local, shared = call(updates, local, shared)
@@ -164,7 +173,7 @@ def _by_device(
 
     # Each vmap passes stacked arguments only if an argument differs over its axis.
     indices = [lax.axis_index(name) for name in names]
-    outside = lifted([*reversed(names)], on_replica, on_all_replicas, who)
+    outside = outside_vmap([*reversed(names)], on_replica, on_all_replicas, who)
     return lambda grads, state, shared: outside((grads, state, indices), shared)
 
 

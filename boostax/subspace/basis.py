@@ -259,7 +259,7 @@ def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str)
     if complete and not traced:
         which = "in which these snapshots differ beyond their rounding"
         allowed = f"at most {significant.sum()}, the number of directions {which}"
-        hint = "Take fewer, or snapshots that lie further apart."
+        hint = "Take fewer, or snapshots that are further from each other."
         _require_at_most(who, k, int(significant.sum()), allowed, hint)
     vh = jnp.where(significant[:k, None], vh[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(vh.T, z), rows)

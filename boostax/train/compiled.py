@@ -178,7 +178,7 @@ class TrainStep:
             depth = programs.coming(schedule)
             part = programs.part(depth)
             smaller, reported = programs.jitted("step", depth)(part.take(state), *args)
-            state = part.put(state, smaller)
+            state = part.set(state, smaller)
             programs.coming.follow(self._schedule(state))
             return state, reported
 
@@ -188,7 +188,7 @@ class TrainStep:
             depth = self._coming(state)
             programs = self._of(state)
             part = programs.part(depth)
-            return part.put(state, programs.jitted("flush", depth)(part.take(state)))
+            return part.set(state, programs.jitted("flush", depth)(part.take(state)))
 
     def jitted(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **kwargs: PyTree
@@ -244,7 +244,7 @@ class TrainStep:
     def _schedule(self, state: TrainState) -> ChoosesVariant | None:
         """Return the state of the schedule that the host follows, or ``None``."""
         variants = variants_of(self.tx) if self.freeze_driver == "host" else None
-        schedule = variants and variants.own(state.opt_state)
+        schedule = variants and variants.find(state.opt_state)
         # Inside another program the state is traced and cannot be read.
         return None if schedule is None or isinstance(schedule.next_variant(), Tracer) else schedule
 

@@ -186,8 +186,8 @@ def placed_on(
             value, state = fn(params.local if is_local else params, *args)
             return (PerReplica(value) if is_local else value), state
 
-        placement = dataclasses.replace(place, own=is_local, shared_out=shard_optimizer)
-        mapped = functools.partial(placement.each, of_replica)
+        placement = dataclasses.replace(place, owns_params=is_local, shared_out=shard_optimizer)
+        mapped = functools.partial(placement.map_replicas, of_replica)
         return place.pinned(mapped, specs(params, state))(params, state, *args)
 
     return gated(init_fn, step_fn, flush_fn)

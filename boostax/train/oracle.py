@@ -385,7 +385,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 # would.
                 new = carried.unless_empty(grads, params, rules, weight)
                 loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
-                grads = carried.put(grads, new)
+                grads = carried.restored(grads, new)
             return (loss, aux), grads
 
         # Carried records of cotangents must equal the records of the whole batch for any split.
@@ -399,7 +399,7 @@ class Oracle(Generic[Value, Params, Grads]):
         if names:
             loss, aux, grads = auxiliary.over_replicas(loss, aux, grads, names)
         aux = auxiliary.reported(aux, counted, self.replicas)
-        return (loss, aux), Gradients(carried.put(grads, new))
+        return (loss, aux), Gradients(carried.restored(grads, new))
 
     def _sliced(
         self, fn: Any, params: Any, batch: Any, kwargs: Any, *args: Any, more: Any = (), **how: Any
