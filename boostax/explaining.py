@@ -13,8 +13,8 @@ import optax
 
 from boostax._core import axes, checks, groups, handshake, interpret, trees
 from boostax._core.types import PyTree
-from boostax.chain import findings, parts
-from boostax.chain.findings import Finding as Finding
+from boostax.order import findings, parts
+from boostax.order.findings import Finding as Finding
 from boostax.precision.loss_scale import loss_scale
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import boostax
-from boostax.chain.findings import findings
-from boostax.chain.parts import read, role, rows
 from boostax.config.auto import auto
+from boostax.order.findings import findings
+from boostax.order.parts import read, role, rows
 
 AXIS = {"axis_name": "data"}
 PARAMS = {

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import axes, interpret, jaxprs
-from boostax.chain import parts
-from boostax.chain.parts import UNKNOWN, rows
 from boostax.model import less_bn
+from boostax.order import parts
+from boostax.order.parts import UNKNOWN, rows
 
 MESH = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
 X, DATA = jax.ShapeDtypeStruct((2,), jnp.float32), frozenset(["data"])

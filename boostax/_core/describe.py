@@ -3,7 +3,7 @@
 
 In Optax a transformation is two functions, which do not show which field of the state is the state
 of an inner transformation, over which axes a part reduces, or how a part changes a gradient.
-``boostax.chain`` reads descriptions for ``explain``, the rules of order, ``make_train_step`` and
+``boostax.order`` reads descriptions for ``explain``, the rules of order, ``make_train_step`` and
 ``migrate_state``.
 
 Extra arguments of ``update`` are passed inwards. ``value`` is the loss: unscaled, the mean over the

@@ -13,10 +13,10 @@ import optax
 import boostax
 from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
-from boostax.chain.parts import read, role
 from boostax.config import dictionary, keys
 from boostax.config.refusals import require
 from boostax.model.less_bn import LessBNReport, changed
+from boostax.order.parts import read, role
 
 Fn: TypeAlias = keys.Factory
 Tx: TypeAlias = optax.GradientTransformation

@@ -25,8 +25,8 @@ from boostax import subspace
 from boostax._core import axes, checks
 from boostax._core.describe import Stepped
 from boostax._core.types import PyTree
-from boostax.chain.parts import CLIPS, opened, read, rows
 from boostax.config.refusals import require
+from boostax.order.parts import CLIPS, opened, read, rows
 from boostax.subspace import files
 from boostax.subspace.basis import saved_basis
 from boostax.subspace.dim_reduce import RULES

@@ -10,8 +10,8 @@ import optax
 from boostax._core import axes, checks, gate
 from boostax._core.describe import Stepped, describe
 from boostax._core.types import PyTree
-from boostax.chain.parts import REDUCTIONS, read, rows
 from boostax.layers.stacks import Arrays, Stacked
+from boostax.order.parts import REDUCTIONS, read, rows
 from boostax.train.compiled import asked
 from boostax.train.oracle import Gradients
 

@@ -154,8 +154,8 @@ def _check_chain(step: TrainStep) -> bool:
         known = {}
     if (step.policy, step.names) not in known:
         # The modules that read chains are loaded with the first step, not with the library.
-        from boostax.chain.findings import findings, scales
-        from boostax.chain.parts import read, rows
+        from boostax.order.findings import findings, scales
+        from boostax.order.parts import read, rows
 
         ordered = sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain)
         known[step.policy, step.names] = ordered, scales(step.tx)
@@ -169,7 +169,7 @@ def _check_chain(step: TrainStep) -> bool:
 
 
 def _warn_of_rules(known: set[str], rules: list[str]) -> None:
-    from boostax.chain.findings import finding
+    from boostax.order.findings import finding
 
     # The set avoids repeated warnings, because a loss may be traced several times.
     new = sorted(set(rules) - known)

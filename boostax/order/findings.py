@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.chain.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign
+from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign
 
 
 class Finding(NamedTuple):
@@ -36,9 +36,9 @@ class Finding(NamedTuple):
         return f"{self.what}: {self.why} {self.fix}"
 
 
-_WORDS = checks.table("boostax.chain", "orders")
+_WORDS = checks.table("boostax.order", "orders")
 # The roles behind each name for several roles in ``orders.toml``.
-_SEVERAL = checks.table("boostax.chain", "roles")["several"]
+_SEVERAL = checks.table("boostax.order", "roles")["several"]
 
 
 def findings(parts: Sequence[Row], step: Any = None) -> list[Finding]:

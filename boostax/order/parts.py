@@ -153,7 +153,7 @@ def _injected(values: Mapping[str, Any]) -> object:
 @functools.cache
 def _table() -> Mapping[str, Any]:
     """Return the table of Optax's factories."""
-    return checks.table("boostax.chain", "roles")
+    return checks.table("boostax.order", "roles")
 
 
 def role(part: Part) -> str:
