@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import axes
 from boostax.reduce.exchange import BLOCK
-from boostax.reduce.pairwise import Bucket, Rows, combine_replicas, exponent_of
+from boostax.reduce.pairwise import Bucket, Rows, combine_replicas
 
 DEVICES = 8
 AXIS = "data"
@@ -49,7 +49,7 @@ def gather_and_reduce(leaves: Leaves) -> Leaves:
     result: Leaves = []
     for x in leaves:
         rows = axes.gather(x, (AXIS,))
-        units = exponent_of(jnp.abs(rows).max(1))[:, None]
+        units = jnp.clip(jnp.frexp(jnp.abs(rows).max(1))[1], -100, 126)[:, None]
         whole = Bucket(list(rows), np.zeros(x.size // BLOCK, int))
         result += combine_replicas(Rows([whole], units), lambda dots: dots)[0]
     return result

@@ -127,7 +127,7 @@ def first_state(tx):
 freezing = functools.partial(boostax.scheduled_freeze, OPT, half)
 group_scale, threshold = precision.group_loss_scale, reduce.threshold_reduce
 adagc = nested(behind(boostax.all_reduce), before(model.adagc(warmup=2)))
-subspace_view = lambda state: state._replace(skipped=(), finite=())  # noqa: E731
+subspace_view = lambda state: state._replace(skipped=(), applied=())  # noqa: E731
 averaged_view = lambda state: state._replace(inner_state=below(state))  # noqa: E731
 # Each law holds for these in every run.
 FIRST = [

@@ -164,7 +164,10 @@ def test_an_average_inside_a_freeze_at_one_depth_has_one_answer():
 @pytest.mark.parametrize("make", [boostax.reduce.partial_average, boostax.reduce.local_updates])
 def test_params_that_differ_per_replica_in_a_map_of_ones_own(mesh, make, check_vma):
     states, params = boostax.states, {"w": jnp.eye(8), "v": jnp.ones(8)}
-    tx, own_loss = make(optax.sgd(0.1), "data", 2), lambda p, x: loss(p | {"odd": p["v"]}, x)
+    tx, own_loss = (
+        make(optax.sgd(0.1), 2, axis_name="data"),
+        lambda p, x: loss(p | {"odd": p["v"]}, x),
+    )
     oracle, where = boostax.value_and_grad(own_loss, axis_name="data"), P("data")
     specs = where, states.state_specs(tx, params, axis_name="data")
     start = states.stack_replicas((states.PerReplica(params), tx.init(params)), 8)

@@ -48,7 +48,7 @@ def test_gradients_that_nobody_reduced_are_refused(loop, name):
 def test_a_scaler_without_its_axis_has_that_of_on_mesh(loop):
     put = put_into(loop, TECHNIQUES["dynamic_loss_scale"], forgotten=NAME, replicated=True)
     if loop == "Flax linen, pmap":
-        with pytest.raises(ValueError, match="dynamic_loss_scale: axis_name must name all axes"):
+        with pytest.raises(ValueError, match="dynamic_loss_scale: axis_name must be all axes"):
             LOOPS[loop](put)
     else:
         assert apart(put, LOOPS[loop](put)) <= TOLERANCE

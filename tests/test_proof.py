@@ -96,7 +96,7 @@ def test_of_two_residual_blocks_the_inner_norm_is_removed():
         return less_bn.mark("dense", lax.dot(x, w), "head")
 
     x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    found = less_bn.examine(lambda _, args, kwargs: model(*args), (), ((x, x), {}))
+    found = less_bn.examine(lambda _, *args: model(*args), (), ((x, x), {}))
     assert (found.removed, found.kept, found.head) == (("inner",), ("last",), "head")
 
 

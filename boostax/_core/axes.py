@@ -8,6 +8,8 @@ then differentiates, then reduces, because only this order gives the same result
 with checking off and in ``pmap``.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable

@@ -4,6 +4,8 @@
 The constants of a model are its activation functions, names and untraced numbers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
