@@ -1,9 +1,9 @@
 """Train an Equinox module with Muon, with params and state sharded over eight devices (FSDP).
 
-The program computes in f16, and four calls make an optimizer step. It evaluates an averaged module,
-saves inside a window, resumes on four devices, and counts what its step reduces and gathers. A CPU
-emulates the devices. Leaves that are not arrays, such as activations, remain unchanged under
-``eqx.filter_jit``, and their gradient is ``None``.
+The program computes in f16, and four calls make an optimizer step. The program evaluates an
+averaged module, saves inside a window, resumes on four devices, and counts what its step reduces
+and gathers. A CPU emulates the devices. Leaves that are not arrays, such as activations, remain
+unchanged under ``eqx.filter_jit``, and their gradient is ``None``.
 
     JAX_PLATFORMS=cpu python examples/loops/equinox_loop.py
 """
