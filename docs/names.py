@@ -223,7 +223,7 @@ def program(name: str) -> str:
 def _changes(name: str, code: str) -> str:
     """Return the rows of ``loops.md`` that change this program, and what follows them."""
     lines = (DOCS / "loops.md").read_text().partition("\n| for |")[2].splitlines()
-    kept = ["\n## To change it\n\nEach row is one change to this program.\n\n| for |" + lines[0]]
+    kept = ["\n## To change it\n\n| for |" + lines[0]]
     for line in lines[1:]:
         for general, own in INSTEAD.get(name, {}).items():
             line = line.replace(general, own)

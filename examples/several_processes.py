@@ -1,14 +1,14 @@
-"""Train as several processes, save, be killed, and go on, also as another number of processes.
+"""Train in several processes, save, and resume after a kill, also with other numbers of processes.
 
-Alone, or each process in a terminal (or on a machine) of its own:
+Run the program alone, or run each process in a terminal (or on a machine) of its own:
 
     python examples/several_processes.py runs/several
     python examples/several_processes.py runs/several --coordinator 10.0.0.1:9876 --processes 2 --index 0
     python examples/several_processes.py runs/several --coordinator 10.0.0.1:9876 --processes 2 --index 1
 
-Under SLURM, Open MPI, an indexed Kubernetes job or on TPU pods JAX finds all three by itself: start
-it with ``--detect``. Kill it at any moment and start it again: it goes on from its last checkpoint,
-and ends with the same bits if processes and devices are the same.
+Under SLURM, Open MPI, an indexed Kubernetes job or on TPU pods, JAX finds all three options if you
+start the program with ``--detect``. Killed at any moment and started again, the program continues
+from its last checkpoint, and ends with the same bits if processes and devices are the same.
 """  # noqa: E501
 
 import argparse

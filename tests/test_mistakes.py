@@ -255,7 +255,7 @@ LESS = {
 }
 # Taken, as a document says.
 SILENT = {
-    "Outside of tracing a scaler checks nothing.": lambda: loop(SCALED),
+    "Outside of tracing, a scaler checks nothing.": lambda: loop(SCALED),
     "If no window is open, nothing happens.": lambda: step().flush(state()),
     "1 if no loss is scaled.": lambda: precision.current_scale(),
 }

@@ -1,9 +1,9 @@
-"""Train an Equinox module with Muon, its params and state sharded over eight devices (FSDP).
+"""Train an Equinox module with Muon, with params and state sharded over eight devices (FSDP).
 
-In f16, four calls to an optimizer step. The program evaluates an average of the module, saves
-inside a window, resumes on four of the eight devices, and counts what its step reduces and gathers.
-The devices are emulated on a CPU. Leaves that are no arrays, such as activations, stay as they are
-under ``eqx.filter_jit``, and their gradient is ``None``.
+The program computes in f16, and four calls make an optimizer step. The program evaluates an
+averaged module, saves inside a window, resumes on four devices, and counts what its step reduces
+and gathers. A CPU emulates the devices. Leaves that are not arrays, such as activations, remain
+unchanged under ``eqx.filter_jit``, and their gradient is ``None``.
 
     JAX_PLATFORMS=cpu python examples/loops/equinox_loop.py
 """

@@ -1,9 +1,9 @@
-"""Train a Haiku network with BatchNorm and dropout, its gradients sent in 8 bits.
+"""Train a Haiku network with BatchNorm and dropout, with gradients sent in 8 bits.
 
-In f16, on eight emulated devices that hold whole params, four calls to an optimizer step. Each
-device keeps the rounding error of what it sends and adds it to its next gradient; statistics of
-BatchNorm are averaged over the devices in each call. The program evaluates an average of the
-params, saves inside a window, resumes on four of the devices, and counts what its step sends.
+The program computes in f16 on eight emulated devices that hold whole params, and four calls make an
+optimizer step. Each device adds the rounding error of what it sends to its next gradient;
+statistics of BatchNorm are averaged over the devices in each call. The program evaluates averaged
+params, saves inside a window, resumes on four devices, and counts what its step sends.
 
     JAX_PLATFORMS=cpu python examples/loops/haiku_loop.py
 """

@@ -1,10 +1,10 @@
 """Train the head of a Flax NNX model on a frozen backbone, with BatchNorm and Dropout, in f16.
 
-Eight emulated devices hold whole params, and compare them. The program evaluates an average of the
-head, saves inside a window of four calls, resumes on four devices, and counts what a step reduces.
-Model and optimizer change in place: params only in a call that takes a step, statistics of
-BatchNorm in each call where all of them are finite, to their mean over the devices. Each device
-normalizes by its own rows (by all with ``axis_name="data"`` in the layer) and draws its dropout.
+Eight emulated devices hold whole params, and compare their copies. The program evaluates an
+averaged head, saves inside a window of four calls, resumes on four devices, and counts what a step
+reduces. Model and optimizer change in place. Params change only in steps. Statistics of BatchNorm
+become their mean over the devices in each call where all are finite. Each device normalizes by its
+own rows (by all rows with ``axis_name="data"`` in the layer) and draws its own dropout.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """

@@ -1,8 +1,8 @@
-"""Train with plain Optax in a jitted loop of your own, from the first placement to a resumed run.
+"""Train with plain Optax in your own jitted loop, from the first placement to a resumed run.
 
-In f16, with params and moments sharded over eight devices (FSDP), four calls to an optimizer step.
-The program evaluates an average of the params, saves inside a window, resumes on four of the eight
-devices, and counts what its step reduces and gathers. The devices are emulated on a CPU.
+The program computes in f16, with params and moments sharded over eight devices (FSDP), and four
+calls make an optimizer step. The program evaluates averaged params, saves inside a window, resumes
+on four devices, and counts what its step reduces and gathers. A CPU emulates the devices.
 
     JAX_PLATFORMS=cpu python examples/loops/optax_loop.py
 """

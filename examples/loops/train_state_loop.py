@@ -1,8 +1,8 @@
-"""Train with Flax's ``TrainState``: dropout, micro-batches, an optimizer state cut over devices.
+"""Train with Flax's ``TrainState``, dropout, micro-batches and an optimizer state that is sharded.
 
-In f16. Each of eight emulated devices holds whole params, which are compared over them, and an
-eighth of the moments (ZeRO-1). A call cuts its batch into four micro-batches and takes a step. The
-program evaluates an average of the params, saves, resumes on four of the devices, and counts what
+The program computes in f16. Each of eight emulated devices holds whole params, which the devices
+compare, and an eighth of the moments (ZeRO-1). A call splits its batch into four micro-batches and
+makes a step. The program evaluates averaged params, saves, resumes on four devices, and counts what
 its step reduces.
 
     JAX_PLATFORMS=cpu python examples/loops/train_state_loop.py
