@@ -321,7 +321,7 @@ def _unlike(record: Json, parts: list[str], leaves: dict[str, jax.Array]) -> str
     by = ", ".join(map(" ".join, record.get("versions", {"boostax": "0.2 or before"}).items()))
     if saved != parts and (saved or "parts" in record):
         texts = {x: checks.replacement(f"boostax.{x}") or "" for x in saved if x not in parts}
-        gone = " ".join(f"{name}: {text}" for name, text in texts.items() if " gone" in text)
+        gone = " ".join(f"{name}: {text}" for name, text in texts.items() if "was removed" in text)
         hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
         both = [", ".join(x) or "no part" for x in (saved, parts)]
         return f"saved by {by} with {both[0]}, got {both[1]}. {hint}"

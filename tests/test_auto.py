@@ -52,13 +52,13 @@ def batches(count):
 
 # What MindSpore resolves. Rows by their place in the file: what it raises at, or ignores.
 REFUSED = {
-    3: "level must be left out, got 'O3'. MindSpore ignores it: an unknown level is 'O0'",
+    3: "level must be left out, got 'O3'. MindSpore ignores it: an unknown level means 'O0'",
     4: "level must be left out, got 'bogus'",
     5: "boost.adasum must be left out, got True. .* mode 'auto' at level 'O1' decides",
     8: "boost.adasum must be left out, got True. .* mode 'disable_all' decides",
     9: "boost.mode must be 'auto' or 'manual' or 'enable_all' or 'disable_all', got 'xx'",
     10: "boost.less_bn must be left out, got False",
-    15: "common.gradient_split_groups must be a list of integers, got 5. .* cuts params in three",
+    15: "common.gradient_split_groups must be a list of integers, got 5. .* the params into three",
     16: "common.gradient_split_groups must be a list of integers, got 'a'",
     17: "boost.unknown must be left out, got True",
 }
@@ -149,8 +149,8 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
     boost = auto(PAGE | {"boost": {"mode": "manual", **OFF, "dim_reduce": True}} | files)
     first, level, last = boost.notes
     assert first == (
-        "common.gradient_split_groups = [50, 100] has no effect: XLA decides what travels "
-        "together; reduce.bucket_bytes may."
+        "common.gradient_split_groups = [50, 100] has no effect: XLA decides which "
+        "gradients are sent together, or reduce.bucket_bytes does."
     )
     assert level.startswith("level 'O0'") and "the optimizer has no effect" in last
     finish = boost.config["dim_reduce"]
@@ -171,12 +171,12 @@ MISTAKES = (
     ({"reduce": "sum"}, 'auto: reduce.kind .* got .sum.. {"all_reduce": {"op": "sum"}} sums'),
     ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum: .*, auto's kind"),
     ({"loss_scale_manager": Theirs()}, "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic"),
-    ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
+    ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. The argument"),
     ({"reduce": "partial"}, "partial_average: partitions must be a positive integer or a tree"),
     ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends 1%"),
     ({"reduce": "mean", "int8_reduce": True}, f"auto: int8_reduce {TWO} another"),
     ({"less_bn": {"normalized_head": 3}}, "less_bn: normalized_head must be True or False, got 3"),
-    ({"check_updates": 3}, "auto: check_updates must be a dictionary, got 3. It takes no"),
+    ({"check_updates": 3}, "auto: check_updates must be a dictionary, got 3. The part"),
     *(
         ({"freeze": {"groups": 3} | freeze}, f"scheduled_freeze: {text}")
         for freeze, text in (
@@ -187,10 +187,10 @@ MISTAKES = (
     ),
     ({"dim_reduce": {"shrink": 2}}, r"dim_reduce: shrink must be in \(0, 1\), got 2"),
     ({"dim_reduce": {"residual_rate": -1}}, "dim_reduce: residual_rate must be positive, got -1"),
-    ({"policy": "O2"}, "auto: loss_scale must be given where policy computes in float16, got None"),
+    ({"policy": "O2"}, "auto: loss_scale must be given if policy computes in float16, got None"),
     ({"freeze": {"groups": 3}, "local_updates": 2}, "scheduled_freeze: inner must keep params equ"),
     ({"dim_reduce": True, "local_updates": 2}, "auto: dim_reduce.every must be None with reduce"),
-    ({"freeze": {"groups": 3}, "average_params": True}, "scheduled_freeze: inner must not keep w"),
+    ({"freeze": {"groups": 3}, "average_params": True}, "scheduled_freeze: inner must not store"),
     ("01", "auto: spec must be a level, a dictionary, or the path .*, got '01'. Did you mean 'O1'"),
     (3, "auto: spec must be a level, a dictionary, or the path of a .json file, got 3"),
     ({"singa": {"dist_option": "sparse"}}, "singa: dist_option must be 'plain' or .*'sparse'"),
@@ -239,7 +239,7 @@ FREEZE = {"freeze": {"groups": 4}}
 INNER, MISSING = optax.sgd(0.1), "axis_name must be given with the reduction 'adasum-delta'"
 ADASUM = {"boost": {"mode": "manual", "adasum": True}}
 LATER = (
-    (FREEZE, (INNER, None), "scheduled_freeze: params must be given where groups is a number"),
+    (FREEZE, (INNER, None), "scheduled_freeze: params must be given if groups is a number"),
     (FREEZE, (INNER, mlp()), "scheduled_freeze: groups must be at most the number of layers"),
     (MANY, (INNER, mlp()), "group_loss_scale: groups must be at most the number of layers, 3"),
     (WITHIN, (INNER, None), "adasum: within must be one of several axes"),
@@ -450,7 +450,7 @@ def test_a_step_wants_the_model_that_less_bn_changed():
     ):
         with pytest.raises(ValueError, match=text):
             boost.make_train_step(loss_fn, inner, params, less_bn=given)
-    with pytest.raises(ValueError, match="less_bn must be left out where it is off"):
+    with pytest.raises(ValueError, match="less_bn must be left out if the configuration"):
         auto({}).make_train_step(loss_fn, inner, less_bn=report)
 
 
@@ -468,7 +468,7 @@ def test_the_dictionary_of_the_page_runs_as_it_is(level):
     assert boost.config["freeze"].items() >= {"moments": "per_group", "cut": "mindspore"}.items()
     notes = "\n".join(boost.notes)
     assert ("boost.adasum = True has no effect: grad_freeze" in notes) == (level == "O2")
-    assert "takes gamma and beta, too" in notes and "same after numpy.random.seed(0)" in notes
+    assert "includes gamma and beta" in notes and "same depths after numpy.random.seed(0)" in notes
     # LeNet's kind: no norms, and fewer buckets than groups. It trains whole, as there.
     step = boost.make_train_step(loss_fn, mindspore.momentum(0.1, 0.9), mlp(), less_bn=NOTHING)
     seen = losses_of(follow(step, step.init(mlp()), list(batches(1)) * 3)[1])
@@ -488,12 +488,12 @@ def test_what_mindspore_ignores_is_noted():
     boost = auto(data, level="O3")
     assert boost.config == {"accumulate": {"every": 4}}
     assert boost.notes == (
-        "level = 'O3' has no effect: an unknown level is 'O0'. Did you mean 'O2'?",
+        "level = 'O3' has no effect: an unknown level means 'O0'. Did you mean 'O2'?",
         "boost_config_dict.grad_acumulation = {} has no effect: Did you mean 'grad_accumulation'?",
         "boost.les_bn = True has no effect: Did you mean 'less_bn'?",
         "grad_accumulation.steps = 3 has no effect: Nothing there is close to it.",
-        "level 'O0': the switches are read as AutoBoost and its train cells read them; MindSpore's "
-        "Model boosts at O1 and O2 alone.",
+        "level 'O0': boostax reads the switches as AutoBoost and its train cells do; MindSpore's "
+        "Model boosts only at O1 and O2.",
     )
     with pytest.raises(ValueError, match="mindspore: level must be left out"):
         auto({"clip": 1.0}, level="O3")
@@ -512,7 +512,7 @@ MANAGED = (
     (WINDOWED, DYNAMIC, ["loss_scale_manager: an", "loss_scale_manager: scale_factor is 3000"]),
     (WINDOWED, FIXED(1024.0, False), ["loss_scale_manager: with drop_overflow_update=False"]),
     (GROUP, TWO_GROUPS, ["loss_scale_manager: an", "loss_scale_group: gradients are div"]),
-    (GROUP, None, ["boost.loss_scale_group = True has no effect: a loss-scale cell reads it"]),
+    (GROUP, None, ["boost.loss_scale_group = True has no effect: only a loss-scale cell"]),
 )
 
 

@@ -334,7 +334,7 @@ def test_moments_of_params_with_other_names_are_refused():
     params = {"b": jnp.eye(4), "c": jnp.ones((4, 4))}
     state = tx.init(params)
     boostax.migrate_state(state, tx, params)
-    with pytest.raises(ValueError, match=r"named as old_state has them in by_shape.*rename them"):
+    with pytest.raises(ValueError, match=r"named as in the by_shape of.*Restore the names"):
         boostax.migrate_state(state, tx, {"a": params["c"], "b": params["b"]})
 
 

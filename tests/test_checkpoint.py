@@ -275,7 +275,7 @@ class GroupSignalState(NamedTuple):
 
 @pytest.mark.parametrize("by", [boostax.__version__, "0.2 or before"])
 def test_a_part_that_is_gone_is_named_and_all_else_of_0_2_comes_back(tmp_path, monkeypatch, by):
-    sentence, trace = "It is gone.", optax.trace(0.9).init({"w": jnp.ones(3)})
+    sentence, trace = "This name was removed.", optax.trace(0.9).init({"w": jnp.ones(3)})
     gone = {"boostax.GroupSignalState": sentence}
     monkeypatch.setattr(checkpoint.checks, "replacement", gone.get)
     with Checkpointer(tmp_path) as checkpointer:

@@ -159,7 +159,7 @@ def test_files_of_mindspores_dictionary_have_their_effect(tmp_path):
     boost = auto({"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings})
     waits, _, last = boost.notes
     assert waits == "dim_reduce.timeout = 60 has no effect: no process waits for another's files."
-    assert last.startswith("dim_reduce: the optimizer has no effect: an SGD of alpha and gamma")
+    assert last.startswith("dim_reduce: the optimizer has no effect. An SGD with alpha and gamma")
     basis = pca_basis(files.snapshots(tmp_path / "weights", params), 8)
     tx = boostax.dim_reduce(basis, residual=optax.sgd(0.001, 0.9), rule="mindspore")
     assert_same(boost, tx, params)
@@ -187,7 +187,7 @@ def refused(said, settings, params=None, error=ValueError):
 def test_settings_that_make_no_finish_are_refused():
     both = {"weight_load_dir": "a", "pca_mat_path": "b"}
     refused("^dim_reduce: weight_load_dir or pca_mat_path must be given", {"weight_load_dir": None})
-    refused("^dim_reduce: params must be given where files are", {"weight_load_dir": "none"})
+    refused("^dim_reduce: params must be given if files are", {"weight_load_dir": "none"})
     refused("^dim_reduce: weight_load_dir must be left", both)
     boost = auto({"boost": {"mode": "manual", "dim_reduce": True}})
     with pytest.raises(ValueError, match="weight_load_dir or pca_mat_path must be given"):

@@ -216,7 +216,7 @@ def test_a_step_of_no_schedule_is_named_and_new_moments_begin_at_zero():
     params, old = trained(optax.sgd(0.1))
     state, report = migrate_state(old, ADAM(), params, count=10)
     assert_same(state, ADAM().init(params))
-    assert report.notes == ("count=10 has no effect: no schedule is new.",)
+    assert report.notes == ("count=10 has no effect, because no schedule is new.",)
     with pytest.raises(ValueError, match="migrate_state: count must be"):
         migrate_state(old, ADAM(), params, count=-1)
 
@@ -239,7 +239,7 @@ def test_scalers_of_others_hand_on_their_scale(kind):
     state, report = migrate_state({"opt": old, "scaler": scaler}, new_tx, params)
     found = {"scale": jnp.float32(512), "clean_steps": jnp.int32(clean)}
     assert_same(state, new_tx.init(params)._replace(inner_state=old, **found))
-    assert report.notes == ("scale is 512.0, not 8.0: the saved value stays.",)
+    assert report.notes == ("scale is 512.0, not 8.0: the saved value replaces the argument.",)
     assert report.dropped == ()
 
 
@@ -315,12 +315,12 @@ def test_of_several_states_the_best_fit_is_taken_and_named():
     state, report = migrate_state(old, optax.scale_by_adam(), params)
     assert_same(state, old[1])
     (note,) = report.notes
-    assert note == "ScaleByAdamState: 2 in the old state, 1 in the new one; 1 -> the root."
+    assert note == "ScaleByAdamState: 2 in the old state, 1 in the new state; 1 -> the root."
     params, old = trained(optax.named_chain(("x", optax.trace(0.9)), ("y", optax.trace(0.5))))
     more = optax.named_chain(*[(name, optax.trace(0.9)) for name in "wxy"])
     state, report = migrate_state(old, more, params)
     assert_same((state["x"], state["y"]), (old["x"], old["y"]))
-    assert report.notes == ("TraceState: 2 in the old state, 3 in the new one; x -> x, y -> y.",)
+    assert report.notes == ("TraceState: 2 in the old state, 3 in the new state; x -> x, y -> y.",)
 
 
 def test_one_state_becomes_several_and_several_one():
@@ -330,7 +330,7 @@ def test_one_state_becomes_several_and_several_one():
     left, right = (old.inner_states[side].inner_state for side in ("left", "right"))
     assert_same(state.mu, {"a": left.mu["a"], "b": right.mu["b"]})
     assert int(state.count) == 3
-    assert "also takes moments from inner_states/right/inner_state" in report.notes[0]
+    assert "also gets moments from inner_states/right/inner_state" in report.notes[0]
     assert report.dropped == ("ScaleByAdamState count: inner_states/right/inner_state",)
 
 
@@ -340,7 +340,7 @@ def test_saved_hyperparameters_win_and_are_named():
     state, report = migrate_state(old, scaled(make(1e-3)), params)
     assert_same(state.inner_state, old)
     name = "inner_state/hyperparams/learning_rate"
-    assert report.notes == (f"{name} is 0.01, not 0.001: the saved value stays.",)
+    assert report.notes == (f"{name} is 0.01, not 0.001: the saved value replaces the argument.",)
 
 
 def test_params_of_other_shapes_are_refused_by_name():
@@ -422,7 +422,7 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
     assert "window" in report.anew[0] and len(report.anew) == 1
     # As restored, on the host.
     assert_same(migrate_state(jax.device_get(old), new_tx, params)[0], state)
-    with pytest.raises(ValueError, match=r"got 4 and 8\. boostax\.reshard_state"):
+    with pytest.raises(ValueError, match=r"got 4 and 8\..*boostax\.reshard_state"):
         migrate_state(state, new_tx, params, replicas=4)
     halved = boostax.reshard_state(state, 4)
     again, report = migrate_state(halved, new_tx, params, replicas=4)

@@ -240,7 +240,7 @@ MISTAKES = {
     "explain(params, tx)": (lambda: boostax.explain(W, ADAM), r"Pass an optimizer such as"),
     "audit params": (lambda: boostax.audit(step(), W, X), r"step\.init\(params\) makes"),
     "audit a loss": (lambda: boostax.audit(loss(W, X)), r"audit\(jax\.jit\(step\), state, batch\)"),
-    "boostax.skip_spikes": (lambda: boostax.skip_spikes, r"It is gone: .*\.clip_by_global_norm"),
+    "boostax.skip_spikes": (lambda: boostax.skip_spikes, r"was removed\..*\.clip_by_global_norm"),
     "boostax.Checkpointer": (lambda: boostax.Checkpointer, r"boostax\.checkpoint\.Checkpointer"),
     "boostax.MultiSteps": (lambda: boostax.MultiSteps, r"boostax\.compat\.MultiSteps"),
     "boostax.accumulte": (lambda: boostax.accumulte, "Did you mean 'accumulate'"),

@@ -241,7 +241,7 @@ def test_a_state_moves_between_windows_to_another_chain_and_back(pair, undisturb
 
 
 FLUSH = r"AccumulateState\. Call boostax\.flush\(old_tx, state, params\) first"
-GO_ON = r"MultiStepsState\. Go on with the old chain until mini_step is 0"
+GO_ON = r"MultiStepsState\. Train with the old chain until mini_step is 0"
 
 
 @pytest.mark.parametrize("kind", CHAINS)
@@ -285,7 +285,7 @@ def by_groups(inner):
 
 
 GROUPS = (optax.chain(TRACE, by_groups(optimizer())), by_groups(optax.chain(TRACE, optimizer())))
-WHERE = "TraceState at 0 of gradients times {}, and times {} at {}. Put the loss scaler where"
+WHERE = "TraceState at 0 of gradients times {}, and times {} at {}. Put the loss scaler in"
 INSIDE = WHERE.format("[[8.0]]", "[]", "inner_state/0")
 REFUSED = {
     "residual": (*before(TOP_K), 8.0, INSIDE.replace("Trace", "Compressed")),

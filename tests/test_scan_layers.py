@@ -489,9 +489,9 @@ LOSSES = {
     "twice": (twice, "the stack 'layers' must be scanned once in a loss, got scanned again"),
     "outside": (
         lambda params, batch: loss_fn(params, batch) + jnp.sum(params["layers"]["a"] ** 2),
-        "used in scan_layers alone, got used outside",
+        "used only in scan_layers, got used outside",
     ),
-    "cast before": (in_bf16, "scanned by boostax.train.scan_layers in loss_fn.*into the body"),
+    "cast before": (in_bf16, "scanned by boostax.train.scan_layers in loss_fn.*inside the body"),
     "not scanned": (lambda params, batch: params["head"].sum(), "scanned by .*scan_layers"),
     "a part": (a_part, "xs must be all params of the stack, got some of 'layers'"),
     "vmap": (mapped, "outside jax.vmap.*Map the body instead"),
@@ -520,7 +520,7 @@ STEPS = {
     "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "the plain mean"),
     "clip": (
         {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
-        r"the plain mean where layers are reduced in the loop, got \('all_reduce', 'clip'\)",
+        r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",
     ),
     "path": ({"layers": "blocks"}, "path must be one of stacked params"),
     "line search": ({"tx": LINE_SEARCH}, "an optimizer without them with release=True"),

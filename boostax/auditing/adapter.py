@@ -20,26 +20,19 @@ from boostax.train.compiled import TrainStep as TrainStep
 WHO = "audit"
 
 
-def is_state(x: object) -> bool:
-    """Return whether this is a state of Optax or boostax; params may be a ``LookaheadParams``."""
-    ours = type(x).__module__.startswith(("optax.", "boostax."))
-    return ours and type(x).__name__.endswith("State")
-
-
 def window(args: tuple[PyTree, ...]) -> str:
     """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
-
-    def is_window(x: object) -> bool:
-        ours = isinstance(x, AccumulateState) and x.window is not None
-        return ours or isinstance(x, optax.MultiStepsState)
-
-    leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_window)
-    windows = ((path, type(x).__name__) for path, x in leaves if is_window(x))
+    states = (AccumulateState, optax.MultiStepsState)
+    # The state of ``accumulate(every=1)`` has no window, but may be around one.
+    leaves = jax.tree_util.tree_leaves_with_path(
+        args, is_leaf=lambda x: isinstance(x, states) and getattr(x, "window", x) is not None
+    )
+    windows = ((path, type(x).__name__) for path, x in leaves if isinstance(x, states))
     return next((f"{jax.tree_util.keystr(path)}, {name}" for path, name in windows), "")
 
 
 def arrays(params: PyTree) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return each array of params, and its shape without a dimension of replicas."""
+    """Return each array of the params, and its shape without the dimension of replicas."""
     nodes = jax.tree.leaves(params, is_leaf=is_per_replica)
     pairs = ((x, is_per_replica(node)) for node in nodes for x in jax.tree.leaves(node))
     return [(x, x.shape[stacked:]) for x, stacked in pairs if hasattr(x, "shape")]

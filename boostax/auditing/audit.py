@@ -4,6 +4,7 @@
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
@@ -18,14 +19,17 @@ from boostax.auditing.hlo import Program, Ways
 from boostax.auditing.network import Network, on_wire
 from boostax.auditing.targets import Argument
 
+# The class of a state of Optax or boostax. Params may be an ``optax.LookaheadParams``.
+_STATE = re.compile(r"<class '(optax|boostax)\..*State'>")
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """Name an argument and its size.
 
     Attributes:
-      path: its path in the arguments: ``[0].opt_state.mu['w']``.
-      bytes: its bytes on one device.
+      path: the path of the array in the arguments, such as ``[0].opt_state.mu['w']``.
+      bytes: the bytes of the array on one device.
     """
 
     path: str
@@ -34,35 +38,35 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """Collect the counts of a compiled program; ``print`` shows them as tables.
+    """Collect the counts of a compiled program; ``print`` shows the counts as tables.
 
     Counts are per call and device. If branches differ, a count is ``(least, most, held)``.
-    ``least`` takes the cheapest branch of every conditional (a skipped call). ``most`` takes the
-    most expensive branch (a call that applies). ``held`` takes the cheapest branch only of windows
-    (a call that leaves its window open). A loop with an unknown trip count adds nothing to
+    ``least`` assumes the cheapest branch of every conditional (a skipped call). ``most`` assumes
+    the most expensive branch (a call that applies). ``held`` assumes the cheapest branch only for
+    windows (a call that leaves its window open). A loop with an unknown trip count adds nothing to
     ``least``, and makes ``most`` and ``held`` infinite.
 
     Attributes:
-      target: the machine that the program was compiled for.
+      target: the machine for which the program was compiled.
       devices: the number of devices that run the program.
-      params: number of elements of the params over all devices; 0 if unknown.
-      params_bytes: bytes of the params on one device.
-      calls: calls per optimizer step; one of the calls takes the most expensive branches.
+      params: the number of elements of the params over all devices; 0 if unknown.
+      params_bytes: the bytes of the params on one device.
+      calls: calls per optimizer step; one of these calls runs the most expensive branches.
       donated_in_vain: donated arguments whose buffers no result reuses.
-      not_donated: arguments that are returned with the same type and are not donated.
+      not_donated: arguments that are not donated, although a result has the same type.
       collectives: the collectives in the order of the schedule.
       reduced: input elements of all-reduces and reduce-scatters.
-      gradients: the part of ``reduced`` that is gradients or of unknown use; see
+      gradients: the elements of ``reduced`` that are gradients or have an unknown use; see
         ``CompiledCollective.uses``.
       gathered: output elements of all-gathers.
       wire_bytes: bytes that a device sends, by the formula of a ring.
       wire_dtypes: ``wire_bytes`` by dtype.
       crossing_bytes: the part of ``wire_bytes`` sent to another slice, or to another host on a
         single slice.
-      messages: number of sequential messages of the collectives, between hosts if there are several
-        hosts.
-      network_bytes: bytes of these messages with TCP's overhead; ``None`` without a network.
-      network_seconds: the time of these messages without overlap; ``None`` without a network.
+      messages: the number of sequential messages of the collectives, between hosts if there are
+        several hosts.
+      network_bytes: the bytes of the messages with TCP's overhead; ``None`` without a network.
+      network_seconds: the time of the messages without overlap; ``None`` without a network.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: the cycles that a TPU's compiler estimates, without communication; ``None`` for other
         machines.
@@ -78,10 +82,10 @@ class Audit:
       findings: waste, each with a fix.
       window: the path of a window's state in the arguments if ``calls`` is 1, because counts are
         then per call and not per optimizer step; else empty.
-      advice: the technique that reached a loss first on such a network in boostax's records; empty
-        without a network.
+      advice: the technique that reached a loss first in boostax's records of a similar network;
+        empty without a network.
       text: the HLO text of the program.
-      unit: which argument the params are.
+      unit: the argument that contains the params.
     """
 
     target: str
@@ -92,7 +96,8 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # The metadata has the label of the table's row, and the field that is the unit of multiples.
+    # The metadata are the label of a row in the table, and the field that is the unit of its
+    # multiples.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
@@ -120,14 +125,14 @@ class Audit:
     advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Return the sum of a step: ``calls - 1`` calls of an open window and an applied call."""
+        """Return the sum over a step: ``calls - 1`` calls of an open window and an applied call."""
         return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
     def reductions(self) -> float:
         """Return gradient elements reduced per optimizer step, as a multiple of the params.
 
-        1 means that each gradient is reduced once. Reductions of unknown use are counted.
+        The value 1 means that each gradient is reduced once. Reductions of unknown use are counted.
         """
         return self.per_step(self.gradients) / self.params if self.params else math.nan
 
@@ -162,40 +167,41 @@ def audit(
     network: str | None = None,
     **kwargs: PyTree,
 ) -> Audit:
-    """Compile a program; count the bytes that it sends, the memory that it needs, and its waste.
+    """Compile a program, and count the bytes that it sends, its memory and its waste.
 
     The program is a function (jitted or not) with its arguments, a ``TrainStep`` with state and
-    batch, or the result of ``lower()`` or ``compile()``. It is not run, and arguments may be
-    ``jax.ShapeDtypeStruct``. The counts of different compilers differ, so with ``target`` it is
-    compiled for devices that need not be present.
+    batch, or the result of ``lower()`` or ``compile()``. The audit does not run the program, and
+    arguments may be ``jax.ShapeDtypeStruct``. Counts depend on the compiler, so with ``target`` the
+    audit compiles for the target's devices, which need not be present.
 
     Args:
       program: a program, as above.
-      *args: the program's arguments; none if it is lowered or compiled.
+      *args: the program's arguments; none if the program is lowered or compiled.
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
-        which may be target devices. A program over a present mesh can be moved to a target with as
-        many devices.
-      params: the tree whose size is the unit of counts, or the number of an argument: its
-        ``.params`` or the argument itself; by default of argument 0. ``jax.pmap`` stacks its
-        params, so pass one replica's params.
-      calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
+        which may be target devices. A program over a present mesh can be moved to a target with the
+        same number of devices.
+      params: the tree whose size is the unit of counts, or the number of an argument, by default
+        0. The unit is then the argument's ``.params``, or else the argument itself. ``jax.pmap``
+        stacks its params, so pass one replica's params.
+      calls: calls per optimizer step, which is the length of the window of ``boostax.accumulate``
+        or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
         the depth of the next call.
-      turns: the trip count of loops for which the program does not show it, such as a
+      turns: the trip count of loops whose trip count the program does not show, such as a
         ``while_loop`` with an argument as its bound. Without ``turns``, counts inside such loops
         are infinite.
       network: the rate of each device's link in each direction, and the latency of a message:
-        ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then has the seconds of a call's collectives
-        without overlap, and the technique that reached a loss first at this rate.
-      **kwargs: keyword arguments of a ``TrainStep`` call, which it passes to the loss.
+        ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then estimates the seconds of a call's
+        collectives without overlap, and names the technique that reached a loss first at this rate.
+      **kwargs: keyword arguments of a ``TrainStep`` call, which the step passes to the loss.
 
     Returns:
       An ``Audit``. Cost: a trace and a compilation; for a billion params on 256 devices about a
-      minute with scanned layers, several minutes without.
+      minute with scanned layers, several minutes without a scan.
 
     Raises:
       ValueError, TypeError: an unknown target or program, or a program that cannot be moved; an
-        argument as params that holds an optimizer's state or no floating array.
+        argument as params that contains an optimizer's state or no floating array.
       RuntimeError: the compiler of the target is not installed.
 
     Example:
@@ -205,10 +211,10 @@ def audit(
       >>> counts.params, len(counts.collectives), counts.aliased_bytes
       (16384, 0, 0)
       >>> print(counts.findings[0].fix)
-      Donate them: jax.jit(step, donate_argnums=...).
+      Donate the arguments: jax.jit(step, donate_argnums=...).
     """
-    checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
-    checks.natural(WHO, "turns", turns or 0, "It is the trip count of a loop.")
+    checks.positive_int(WHO, "calls", calls, "Pass the number of calls per optimizer step.")
+    checks.natural(WHO, "turns", turns or 0, "Pass the trip count of a loop.")
     links = None if network is None else Network.of(network)
     compiled = targets.compile_program(program, args, target, depth, kwargs)
     text = compiled.executable.as_text() or ""
@@ -223,7 +229,7 @@ def audit(
     loops = (x for x in parsed.sites if x.instruction.op == "while" and turns is None)
     result = Audit(
         target=target or compiled.devices,
-        devices=parsed.partitions,
+        devices=parsed.devices,
         params=sum(map(math.prod, shapes)),
         params_bytes=sum(_local_bytes(x, getattr(x, "sharding", None)) for x, _ in arrays),
         calls=calls,
@@ -233,8 +239,6 @@ def audit(
         aliased_bytes=memory.alias_size_in_bytes,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes or None,
         collectives=listed,
-        traffic=traffic.traffic(parsed),
-        cycles=traffic.cycles(parsed),
         flops=float((compiled.executable.cost_analysis() or {}).get("flops", math.nan)),
         unknown_loops=tuple(x.instruction.name for x in loops if parsed.trips(x) is None),
         compile_seconds=compiled.seconds,
@@ -243,6 +247,7 @@ def audit(
         window=adapter.window(args) if calls == 1 else "",
         unit=unit,
         advice=links.advice if links else "",
+        **traffic.counts(parsed),
         **_buffers(parsed, compiled.arguments),
         **_totals(parsed, listed, border, links, per_operand="cpu" in compiled.devices),
     )
@@ -264,9 +269,7 @@ def _totals(
     dtypes = sorted({name for c in listed for name in c.dtypes})
     wire = total(lambda c: on_ring(c, c.bytes))
     hidden = total(lambda c: on_ring(c, c.bytes * c.overlapped))
-    # Devices of one host do not wait for the network.
-    far = [c for c in listed if c.crosses] or listed
-    waits = [(c.branches, *on_wire(c, per_operand)) for c in far]
+    waits = list(on_wire(listed, per_operand))
     return {
         "reduced": total(lambda c: c.elements * (c.does in collectives.REDUCES)),
         "gradients": total(lambda c: c.uses.get("gradients", 0) + c.uses.get("unknown", 0)),
@@ -277,12 +280,13 @@ def _totals(
         "overlap": hidden.most / wire.most if wire.most else None,
         "messages": program.total((path, messages) for path, _, messages in waits),
         "network_bytes": links and program.total((path, size) for path, size, _ in waits),
-        "network_seconds": links and program.total((path, links.seconds(*x)) for path, *x in waits),
+        "network_seconds": links
+        and program.total((path, x * 8 / links.rate + n * links.latency) for path, x, n in waits),
     }
 
 
 def _batch_axes(arguments: Sequence[Argument], shapes: Shapes) -> Axes | None:
-    """Return the mesh axes that shard arguments of other shapes than the params'."""
+    """Return the mesh axes that shard the arguments whose shapes are not those of params."""
     used = [x for x in arguments if x.sharding is not None and x.info.shape not in ((), *shapes)]
     specs: list[Any] = [getattr(x.sharding, "spec", None) for x in used]
     return None if None in specs or not specs else frozenset(jax.tree.leaves([*map(tuple, specs)]))
@@ -293,14 +297,15 @@ def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
     if not isinstance(params, int | None) or (params is None and not args):
         return params, ""
     number = params or 0
-    hint = "Give them an argument of their own; params=, --params: its number."
+    hint = "Pass the params as a separate argument, and its number as params= or --params."
     allowed = f"below {len(args)}"
     checks.require(0 <= number < len(args), WHO, "params", got=number, allowed=allowed, hint=hint)
     tree = getattr(args[number], "params", args[number])
     dtypes = [x.dtype for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
     is_valid = not dtypes or any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-    is_valid &= not any(map(adapter.is_state, jax.tree.leaves(tree, is_leaf=adapter.is_state)))
-    got = f"argument {number}, which holds an optimizer's state or integers alone"
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: bool(_STATE.match(str(type(x)))))
+    is_valid &= not any(_STATE.match(str(type(x))) for x in nodes)
+    got = f"argument {number}, which contains an optimizer's state or only integers"
     checks.require(is_valid, WHO, "params", got=got, allowed="the params", hint=hint)
     return tree, f"{'.params of ' * (tree is not args[number])}argument {number}"
 
@@ -311,12 +316,12 @@ def _buffers(program: Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}
     if len(types) != len(used):
-        allowed = f"{len(used)}, one for each argument that it uses"
+        allowed = f"{len(used)}, the number of arguments that the program uses"
         raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
     reused = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in donated if x.path not in reused]
-    # Results in new buffers, by type: an argument of the same type could have been donated.
+    # Results in new buffers, by type. An argument of the same type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []

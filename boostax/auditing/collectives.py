@@ -46,8 +46,9 @@ class CompiledCollective:
       kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce and a slice in one
         fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
       does: the kind, except for the permutes by which a TPU's compiler gathers weights or scatters
-        gradients in a windowed matrix product; these have the kind of the collective they form.
-      dtypes: dtypes of the elements in the compiled program; elements packed in u32 have their
+        gradients in a windowed matrix product; the permutes have the kind of the collective that
+        they form.
+      dtypes: dtypes of the elements in the compiled program; for elements packed in u32, the
         unpacked dtype.
       elements: elements per execution and device: of the operands, or of the result of an
         all-gather.
@@ -56,15 +57,15 @@ class CompiledCollective:
       by_dtype: ``bytes`` by dtype.
       uses: elements per execution by use: ``"gradients"``, ``"activations"`` of a sharded model,
         products of the ``"optimizer"``, or ``"unknown"``.
-      executions: executions per call, the product of the trip counts of the loops around it;
-        infinite if a trip count is unknown.
+      executions: executions per call, the product of the trip counts of ``loops``; infinite if a
+        trip count is unknown.
       devices: devices in a group.
       axes: the mesh axes that the collective runs over; empty if unknown.
       crosses: ``"slice"`` or ``"host"`` if a group spans several slices or hosts, else ``""``.
       branches: the branches around the collective, outermost first; empty if every call runs it.
-      loops: the loops around it.
+      loops: the loops around the collective.
       widened: whether the compiler widened the dtype of the JAX program.
-      overlapped: whether computation is scheduled between its start and its end.
+      overlapped: whether computation is scheduled between the start and the end.
       source: ``file:line``, if the compiler kept the source location.
       name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
     """
@@ -104,7 +105,7 @@ def compiled_collectives(
 
     Args:
       program: the compiled program.
-      mesh: its mesh.
+      mesh: the mesh of the program.
       shapes: the shapes of the params.
       batch: the mesh axes over which the batch is sharded; ``None`` if unknown.
     """
@@ -115,8 +116,8 @@ def compiled_collectives(
         kind = i.op.removesuffix("-start")
         if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
-        # On a TPU every fusion that continues a transfer repeats its instruction, also in inner
-        # loops.
+        # On a TPU, every fusion that continues a transfer repeats the transfer's instruction, also
+        # in inner loops.
         carried = "async_collective_fusion_config" in i.attributes
         chain = (i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"'), site.branches)
         transfer = chain if carried else len(collectives)
@@ -130,7 +131,7 @@ def compiled_collectives(
 
 
 def _widened(program: Program, site: Site) -> bool:
-    """Return whether the compiler widened the operand: its conversion has no name of JAX."""
+    """Return whether the compiler widened the operand, by a conversion without a name of JAX."""
     body = program.computations[site.computation]
     i = body[site.instruction.operands[0]]
     if i.op == "fusion":
@@ -149,7 +150,7 @@ def _collective(
         inputs = inputs[:1] or i.result[:1]
     if kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
         kind = "reduce-scatter"
-    # The compiler may keep the name and source of a fusion but not of its parts.
+    # The compiler may keep the name and source of a fusion, but drop those of its parts.
     lines = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     scope = next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in lines)), "")
     formed = _FORMED.items() if kind == "collective-permute" else ()
@@ -164,7 +165,7 @@ def _collective(
     # The results of a start instruction begin with its operands.
     outputs = i.result[len(inputs) * i.op.endswith("-start") :]
     operands = tuple(factor * x.elements for x in (outputs if kind == "all-gather" else inputs))
-    groups = _groups(i, program.partitions)
+    groups = _groups(i, program.devices)
     axes, crosses = (slice_axes(mesh), "slice") if kind == "send" else _span(groups, mesh)
     by_dtype = collections.Counter[str]()
     for x in inputs:
@@ -194,16 +195,16 @@ def _collective(
 def _with_uses(
     program: Program, site: Site, c: CompiledCollective, sizes: Collection[int], across: bool
 ) -> CompiledCollective:
-    """Determine what a reduction reduces; take its source from its gradients if it has none.
+    """Determine the uses of a reduction's elements, and a missing source line from its gradients.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
-    of a pass counts as activations if at least two conditions are met: it belongs to the forward
-    pass, the batch is not sharded over the reduction's axes (``across``), or its size is not among
-    the ``sizes`` of gradients.
+    of a pass counts as activations if at least two conditions are met: the result belongs to the
+    forward pass, the batch is not sharded over the reduction's axes (``across``), and the result's
+    size is not among the ``sizes`` of gradients.
     """
     uses = collections.Counter[str]()
     most = (0, "")
-    # The name of a collective with several operands is that of the first operand, or of none.
+    # The name of a collective with several operands belongs to the first operand, or to no operand.
     named = {_stage(program, site.instruction, True)} if len(c.operands) == 1 else set()
     for name, elements in zip(site.instruction.operands, c.operands, strict=False):
         for origin, count in _origins(program, site, name, elements):
@@ -270,7 +271,7 @@ _ALONG = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \
 
 
 def _groups(instruction: Instruction, devices: int) -> Groups:
-    """Return the groups of communicating devices, by device numbers of the program."""
+    """Return the groups of communicating devices, as device numbers of the program."""
     if listed := instruction.attribute(_LISTED):
         return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", listed)]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=" + _IOTA, instruction.attributes):
@@ -313,13 +314,14 @@ def _span(groups: Groups, mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
         return (), ""
     indices = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
     varies = np.any([(index != index[0]).any(axis=0) for index in indices], axis=0)
-    # A group over mesh axes has every device along those axes, so two groups differ in the other
-    # axes.
+    # A group over mesh axes contains every device along those axes, so two groups differ in the
+    # other axes.
     others = {tuple(index[0][~varies]) for index in indices}
     is_full = len(others) == len(set(map(frozenset, groups)))
     axes = tuple(itertools.compress(mesh.axis_names, varies)) if is_full else ()
-    for border, number in (("slice", _slice), ("host", lambda device: device.process_index)):
-        if any(len({number(mesh.devices.flat[n]) for n in group}) > 1 for group in groups):
+    for border, name in {"slice": "slice_index", "host": "process_index"}.items():
+        numbers = [getattr(device, name, 0) or 0 for device in mesh.devices.flat]
+        if any(len({numbers[n] for n in group}) > 1 for group in groups):
             return axes, border
     return axes, ""
 
@@ -328,24 +330,21 @@ def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
     """Return the mesh axes along which devices belong to different slices."""
     if mesh is None:
         return ()
-    slices = np.vectorize(_slice)(mesh.devices)
+    numbers = [getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat]
+    slices = np.reshape(numbers, mesh.devices.shape)
     changes = ((slices != slices.take([0], axis)).any() for axis in range(slices.ndim))
     return tuple(itertools.compress(mesh.axis_names, changes))
-
-
-def _slice(device: object) -> int:
-    return getattr(device, "slice_index", 0) or 0
 
 
 def _gradient_sizes(shapes: Shapes, mesh: Mesh | None, unsharded: Collection[str] = ()) -> set[int]:
     """Return the possible sizes of a gradient on a device: a leaf, a layer or a shard.
 
-    Shards over the axes ``unsharded`` are left out.
+    Gradients are not sharded over the axes ``unsharded``.
     """
     sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in unsharded]
     shards = {math.prod(factors) for factors in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
-    # XLA may also join all leaves, or the matrices of a layer, in one array.
+    # XLA may also concatenate all leaves, or the matrices of a layer, in one array.
     layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == n) for n in {x[0] for x in stacks}]
     layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
     leaves = [math.prod(shape) for shape in shapes]

@@ -2,8 +2,8 @@
 """Print the audit of a compiled program: ``boostax audit module:function``.
 
 The function returns the program and its arguments, such as (step, state, batch). Arguments may be
-jax.ShapeDtypeStruct. If the function has a parameter, it is called with the devices to build for:
-the target's devices, or the present devices.
+jax.ShapeDtypeStruct. If the function has a parameter, boostax passes the devices of the target, or
+else the present devices.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from boostax.auditing.targets import target_devices
 # The counts that can be limited, and their units.
 _LIMITS = {
     "reductions": "per optimizer step, in multiples of the params",
-    "gathers": "likewise",
+    "gathers": "per optimizer step, in multiples of the params",
     "temporaries": "in multiples of a device's params",
-    "findings": "0: nothing may be wasted",
+    "findings": "0 allows no waste",
 }
 
 
@@ -58,27 +58,28 @@ def print_audit(argv: Sequence[str]) -> int:
 def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
     """Yield the limits that are exceeded."""
     if result.window and options.max_reductions is not None:
-        text = f"a call is not an optimizer step: {result.window} is a window's."
-        yield f"{text} Pass --calls, the calls per optimizer step."
+        text = f"a call is not an optimizer step, because a window is open ({result.window})."
+        yield f"{text} Pass --calls, the number of calls per optimizer step."
     limits = {x: limit for x in _LIMITS if (limit := getattr(options, f"max_{x}")) is not None}
     count = len(target_devices(options.target)) if options.target else options.cpu_devices
     if limits and result.devices < count:
-        devices = f"{result.devices} device{'s' * (result.devices > 1)}, of {count}"
-        yield f"{devices}: the arguments have no shardings over more"
+        devices = f"{result.devices} device{'s' * (result.devices > 1)} of {count}"
+        yield f"the program uses {devices}: shard its arguments over all devices"
     elif {"reductions", "gathers"} & {*limits} and result.devices == 1:
-        yield "one device reduces nothing: pass --cpu-devices or --target"
+        yield "a program on one device reduces nothing: pass --cpu-devices or --target"
     for name, limit in limits.items():
         value = len(result.findings) if name == "findings" else getattr(result, name)
         # An unknown count (NaN, infinite) exceeds every limit.
         if not value <= limit:
-            loops = f"the trip counts of {', '.join(result.unknown_loops)} are not: pass --turns"
-            why = f"not known, as {loops if value == math.inf else 'the params are not'}"
-            yield f"{name} {f'{value:.2f}, more than {limit:g}' if math.isfinite(value) else why}"
+            loops = f"the trip counts of {', '.join(result.unknown_loops)}: pass --turns"
+            why = f"unknown, and so are {loops if value == math.inf else 'the params'}"
+            text = f"{value:.2f}, more than {limit:g}" if math.isfinite(value) else why
+            yield f"{name} are {text}"
 
 
 @contextlib.contextmanager
 def without_compiler_logs() -> Generator[None]:
-    """Hide what compilers write to the stderr descriptor; print it if others than boostax fail.
+    """Hide the compilers' logs on the stderr descriptor; print them after errors of other packages.
 
     Python's writes to ``sys.stderr``, such as warnings, are shown.
     """
@@ -99,7 +100,7 @@ def without_compiler_logs() -> Generator[None]:
 
 
 def _audited(options: argparse.Namespace) -> Audit:
-    # A plugin without its devices fails to start, and then cannot compile.
+    # A plugin whose devices are absent fails to start, and then cannot compile.
     if options.cpu_devices or (options.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if options.cpu_devices:
@@ -109,7 +110,7 @@ def _audited(options: argparse.Namespace) -> Audit:
     params = inspect.signature(build).parameters.values()
     required = [x.name for x in params if x.default is x.empty and not str(x).startswith("*")]
     if hasattr(build, "lower") or len(required) > 1:
-        # This is a step, not a function that builds one. The error has example code.
+        # This function is a step, and does not build one, so the error has example code.
         module, _, step = options.program.replace(".py:", ":").replace("/", ".").rpartition(":")
         made = "\n".join(f"    {x} = jax.ShapeDtypeStruct((64, 64), 'float32')" for x in required)
         names = {"name": options.program, "module": module, "step": step}
@@ -117,7 +118,7 @@ def _audited(options: argparse.Namespace) -> Audit:
     program = build(devices or tuple(jax.devices())) if params else build()
     if not isinstance(program, tuple):
         text = "audit: the function must return the program with its arguments, got"
-        raise TypeError(f"{text} {type(program).__name__}. Return (step, state, batch).")
+        raise TypeError(f"{text} {type(program).__name__}. Return a tuple (step, state, batch).")
     names = ("target", "params", "calls", "turns", "network")
     return audit(*program, **{name: getattr(options, name) for name in names})
 
@@ -150,8 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; default: present devices")
     add("--params", type=int, help="number of the argument that holds the params, by default 0")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
-    add("--turns", type=int, help="trip count of loops for which the program does not show it")
-    add("--network", help="each device's link, 100Mbit or 1Gbit, 0.5 ms: adds seconds and advice")
+    add("--turns", type=int, help="trip count of loops whose trip count the program does not show")
+    add("--network", help="each device's link, such as 100Mbit: adds seconds and advice")
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="the number of CPU devices to emulate")

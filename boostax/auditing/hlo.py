@@ -20,22 +20,22 @@ import jax
 from boostax.auditing.adapter import checks
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-# In the text a table is a heading with numbered rows, and a computation is a header and lines up to
-# "}".
+# In the text, a table is a heading with numbered rows, and a computation is a header with all lines
+# up to "}".
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
 _ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
-# Complex constants are in their own parentheses.
+# HLO writes each complex constant in parentheses, inside those of the operands.
 _INSTRUCTION = re.compile(
     r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)"
 )
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation; sorting keeps branches in order.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
-# The folder of boostax's source lines, which no user can fix.
+# The folder of boostax. A user cannot fix waste in these source lines.
 _LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
-# The scope of a conditional's transformation. These transformations accumulate calls by count;
-# others skip calls by values.
+# The scope of a conditional's transformation. The transformations in ``_WINDOWS`` accumulate calls
+# by count, and other transformations skip calls by values.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
 _WINDOWS = ("accumulate", "local_updates")
 
@@ -124,9 +124,10 @@ class Ways(NamedTuple):
       least: the sum if each conditional takes its cheapest branch, as in a skipped call. Loops with
         an unknown trip count add nothing.
       most: the sum if each conditional takes its most expensive branch, as in a call that applies.
-        Infinite if a loop with an unknown trip count contributes.
+        The sum is infinite if a loop with an unknown trip count contributes.
       held: the sum if windows take their cheapest branch and other conditionals their most
-        expensive branch, as in a call that is added to an open window. Infinite like ``most``.
+        expensive branch, as in a call that is added to an open window. The sum is infinite like
+        ``most``.
     """
 
     least: float
@@ -153,32 +154,23 @@ class Program:
     Attributes:
       computations: the instructions of each computation by name, in the order of the schedule.
       entry: the computation that a call runs.
-      header: the first line.
+      devices: the number of devices that run the program.
+      aliased: the numbers of the arguments whose buffers results reuse.
       tables: the tables of source locations: rows by heading and number.
-      trip_count: the trip count of loops for which the program does not show it; ``None`` if
+      trip_count: the trip count of loops whose trip count the program does not show; ``None`` if
         unknown.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
-    header: str
+    devices: int
+    aliased: frozenset[int]
     tables: Mapping[str, Mapping[str, str]]
     trip_count: int | None = None
 
-    @property
-    def partitions(self) -> int:
-        """Return the number of devices that run the program."""
-        match = re.search(r"num_partitions=(\d+)", self.header)
-        return int(match.group(1)) if match else 1
-
-    @property
-    def aliased(self) -> frozenset[int]:
-        """Return the arguments whose buffers are reused by results."""
-        return frozenset(map(int, re.findall(r": \((\d+), \{[^}]*\}, \w+-alias\)", self.header)))
-
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Return every instruction that a call can run, in order, also those inside fusions."""
+        """Return every instruction that a call can run, in order and including those in fusions."""
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
@@ -229,8 +221,9 @@ class Program:
     def _conditionals(self) -> Mapping[str, tuple[int, bool]]:
         """Return each conditional's number of branches, and whether it is a window.
 
-        A window accumulates calls by count. The scope of its transformation identifies it. If the
-        program has no window of boostax, every conditional that is not boostax's may be a window.
+        A window accumulates calls by count, and is identified by the scope of its transformation.
+        If the program has no window of boostax, every conditional that is not boostax's may be a
+        window.
         """
         instructions = (i for body in self.computations.values() for i in body.values())
         conditionals = [i for i in instructions if i.op == "conditional"]
@@ -246,9 +239,9 @@ class Program:
     def trips(self, site: Site) -> int | None:
         """Return how often the body of a ``while`` runs; ``None`` if unknown.
 
-        The compilers for CPU and GPU write the trip count into the text. For a TPU it follows from
-        the counter's first value, its increment, and the constant that the condition compares it
-        with. A loop whose condition is a flag that the body clears runs at most once.
+        The compilers for CPU and GPU write the trip count into the text. For a TPU, the trip count
+        follows from the counter's first value, its increment, and its bound in the condition. A
+        loop whose condition is a flag that the body clears runs at most once.
         """
         loop = site.instruction
         if known := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
@@ -287,7 +280,7 @@ class Program:
         return _Value(None, math.nan)
 
     def _initial(self, site: Site | None, value: _Value) -> float:
-        """Return a carried value at the start of a loop; an outer loop may carry it too."""
+        """Return a carried value at the start of a loop; an outer loop may carry the value, too."""
         if value.element is None:
             return value.offset
         if site is None or site.instruction.op != "while":
@@ -299,20 +292,20 @@ class Program:
         return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
-        """Return ``file:line`` of the user's code behind an instruction; empty if it is lost."""
+        """Return ``file:line`` of the user's code behind an instruction; empty if unknown."""
         line = next(self.sources(instruction), "")
         return "" if line.startswith(_LIBRARY) else line
 
     def sources(self, instruction: Instruction) -> Iterator[str]:
         """Yield ``file:line`` of the code behind an instruction and of its callers."""
-        # Frame 1 has no caller. XLA numbers callers from 1 or from 0.
+        # Frame 1 has no caller, so its row shows whether XLA numbers callers from 1 or from 0.
         none = int(self._numbers("StackFrames", "1").get("parent_frame_id", 0))
         number = instruction.attribute(r"stack_frame_id=(\d+)")
         while frame := self._numbers("StackFrames", number):
             place = self._numbers("FileLocations", frame.get("file_location_id", ""))
             if file := self.tables["FileNames"].get(place.get("file_name_id", ""), "").strip('"'):
                 yield f"{file}:{place['line']}"
-            # A caller has a smaller number.
+            # A caller has a smaller number than the frame that it calls.
             number = str(min(int(number), int(frame.get("parent_frame_id", 0)) - none + 1) - 1)
 
     def _numbers(self, table: str, number: str) -> dict[str, str]:
@@ -330,21 +323,23 @@ def parse(text: str, trip_count: int | None = None) -> Program:
         computations[name] = {i.name: i for i in body}
         entry = name if is_entry else entry
     allowed = "compiled to HLO text with an ENTRY computation"
-    hint = "Pass a jax.jit function with its arguments, or what its lower() or compile() returned."
+    hint = "Pass a jax.jit function with its arguments, or the result of its lower() or compile()."
     checks.require(bool(entry), "audit", "program", got=header[:80], allowed=allowed, hint=hint)
     tables = {heading: dict(_ROW.findall(rows)) for heading, rows in _TABLE.findall(text)}
-    return Program(computations, entry, header, tables, trip_count)
+    devices = max(map(int, re.findall(r"num_partitions=(\d+)", header)), default=1)
+    aliased = frozenset(map(int, re.findall(r": \((\d+), \{[^}]*\}, \w+-alias\)", header)))
+    return Program(computations, entry, devices, aliased, tables, trip_count)
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
     """Return the error for text of an unknown form, which must not be ignored."""
     text = f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. "
-    text += "What it does would be missed. Install versions that were tested together: "
+    text += "The audit would be incomplete. Install versions that were tested together: "
     return RuntimeError(f"{text}pip install -c constraints.txt . in a checkout.")
 
 
 def repeated(amount: float, executions: float) -> float:
-    """Return the amount of all executions; an amount of zero stays zero for infinite executions."""
+    """Return the amount of all executions; zero times infinite executions is zero."""
     return amount and amount * executions
 
 
@@ -360,7 +355,7 @@ def _instruction(line: str) -> Instruction:
     if match is None:
         raise unreadable("a line of a compiled program", "%name = type op(...)", line)
     root, name, shape, op, inner, attributes = match.groups()
-    # The type may be a tuple.
+    # The type may be a tuple of several arrays.
     result = tuple(
         Array(dtype, math.prod(map(int, re.findall(r"\d+", dims))), "S(1)" in layout)
         for dtype, dims, layout in _ARRAY.findall(shape)

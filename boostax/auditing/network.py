@@ -4,16 +4,17 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 from boostax.auditing.adapter import WHO, checks
-from boostax.auditing.collectives import CompiledCollective
+from boostax.auditing.collectives import Collectives
 from boostax.auditing.hlo import repeated
 
 _FORM = re.compile(r"(?P<rate>[\d.]+) ?(?P<unit>[kKmMgG]?)bit(?:/s)?(?:, ?(?P<ms>[\d.]+) ?ms)?")
 _UNITS = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9}
 # Measured bytes of TCP headers and acknowledgements per message.
 _TCP_BYTES = 400
-# Collectives of a single round of messages.
+# Collectives that need a single round of messages.
 _ONE_ROUND = ("collective-permute", "collective-broadcast", "send")
 
 
@@ -22,8 +23,8 @@ class Network:
     """Describe the links between devices, or between hosts if the program runs on several hosts.
 
     Attributes:
-      rate: bits per second of the link of a device, in each direction.
-      latency: seconds of a message in addition to the time of its bytes.
+      rate: bits per second of a device's link, in each direction.
+      latency: the seconds of a message in addition to the time of its bytes.
     """
 
     rate: float
@@ -39,30 +40,27 @@ class Network:
         checks.require(rate > 0, WHO, "network", got=text, allowed=allowed, hint=hint)
         return cls(rate, float((match and match["ms"]) or 0.5) / 1e3)
 
-    def seconds(self, sent: float, messages: float) -> float:
-        """Return the seconds for ``on_wire`` bytes in a number of sequential messages."""
-        return sent * 8 / self.rate + messages * self.latency
-
     @property
     def advice(self) -> str:
         """Return the technique that reached a loss first in the records, at the nearest rate."""
         record = checks.table("boostax.auditing", "network")
         nearest = min(record["first"], key=lambda x: abs(math.log(x["rate"] / self.rate)))
         rate = f"{nearest['rate'] / 1e6:g} Mbit/s"
-        tie = "; all_reduce as soon, within the error" if nearest["tie"] else ""
+        tie = ", and so did all_reduce, within the error" if nearest["tie"] else ""
         result = f"{nearest['form']} reached the loss first{tie}"
         return f"Another program, on record at {rate} ({record['workload']}): {result}"
 
 
-def on_wire(c: CompiledCollective, per_operand: bool) -> tuple[float, float]:
-    """Return the bytes that a device sends per call with TCP's overhead, and in how many messages.
-
-    The messages are sequential.
+def on_wire(
+    listed: Collectives, per_operand: bool
+) -> Iterator[tuple[tuple[str, ...], float, float]]:
+    """Yield branches, bytes with TCP's overhead, and sequential messages of each collective.
 
     Args:
-      c: the collective.
-      per_operand: whether each operand is its own message, as between processes on CPUs.
+      listed: the collectives. If some cross hosts, the others do not wait for the network.
+      per_operand: whether each operand is a separate message, as between processes on CPUs.
     """
-    rounds = 1 if c.kind in _ONE_ROUND else (c.devices - 1) * (1 + (c.kind == "all-reduce"))
-    messages = repeated(rounds * (len(c.operands) if per_operand else 1), c.executions)
-    return c.wire_bytes + messages * _TCP_BYTES, messages
+    for c in [c for c in listed if c.crosses] or listed:
+        rounds = 1 if c.kind in _ONE_ROUND else (c.devices - 1) * (1 + (c.kind == "all-reduce"))
+        messages = repeated(rounds * (len(c.operands) if per_operand else 1), c.executions)
+        yield c.branches, c.wire_bytes + messages * _TCP_BYTES, messages

@@ -34,12 +34,12 @@ def text(audit: Audit) -> str:
     accumulates = any("boostax.accumulate" in c.name for c in audit.collectives)
     if audit.calls > 1 and accumulates and 2 * audit.gradients.held > audit.params:
         times = number(audit.reductions, 2)
-        blocks.append(f"{times} N: the sum of the window is sharded (sums='sharded')")
+        blocks.append(f"The window's sum is sharded (sums='sharded'), so a step reduces {times} N")
     return "\n\n".join(blocks)
 
 
 def number(value: float, places: int = 0) -> str:
-    """Return the text of a count; an infinite count is unknown."""
+    """Return the text of a count; an infinite count is written as ``unknown``."""
     return f"{value:,.{places}f}" if math.isfinite(value) else "unknown"
 
 
@@ -56,12 +56,12 @@ def _headline(audit: Audit) -> str:
         counts = f"{number(audit.reductions, 2)} N reduced{gathered} per {per}"
         lines.append(f"{counts}; temporaries {audit.temporaries:.2f} P")
     if audit.window:
-        lines.append(f"One call, with a window open over several ({audit.window}): pass calls=")
+        lines.append(f"A window spans several calls ({audit.window}), but calls is 1: pass calls=")
     if audit.cycles is not None and max(audit.params_bytes, audit.temporary_bytes) < _SMALL:
-        lines.append("A small program's temporaries are in a TPU's vector memory and not counted")
+        lines.append("A small program's temporaries in a TPU's vector memory are not counted")
     lines += [audit.advice] * bool(audit.advice)
     if audit.unknown_loops:
-        lines.append(f"Trip counts not known: {', '.join(audit.unknown_loops[:3])}. Pass turns=")
+        lines.append(f"Trip counts are unknown: {', '.join(audit.unknown_loops[:3])}. Pass turns=")
     return "\n".join(lines)
 
 
@@ -84,7 +84,7 @@ def _total_cells(audit: Audit) -> Cells:
 
 
 def _collective_cells(audit: Audit) -> Cells:
-    """Return the collectives, equal ones in one row, the most expensive first."""
+    """Return a row for each group of equal collectives, the most expensive group first."""
     groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
     for c in audit.collectives:
         groups.setdefault((*_row((c,))[:5], c.branches, *sorted(c.uses), c.source), []).append(c)
@@ -92,29 +92,26 @@ def _collective_cells(audit: Audit) -> Cells:
     heads = "collective,dtype,times,over,call,elements,bytes sent,hidden,use".split(",")
     cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]
     if others := [c for group in rows[_ROWS:] for c in group]:
-        cells.append((f"{len(others)} more", "", "", "", "", *_sums(others)[:2], "", "", ""))
+        cells.append((f"{len(others)} more", "", "", "", "", *_row(others)[5:7], "", "", ""))
     return cells
 
 
 def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
-    """Return the row of equal collectives, with their number and sums."""
+    """Return the row of equal collectives, with their number, their sums and their overlap."""
     c = group[0]
+    sent = number(sum(x.wire_bytes for x in group))
+    hidden = sum(x.bytes * x.overlapped for x in group) / max(1, sum(x.bytes for x in group))
     times = f"{len(group)} x " * (len(group) > 1) + number(c.executions)
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
-    # The last folder, the file and the line; without a line of the user, the part of a chain.
+    # The source is the last folder, the file and the line of the user's code, or else the part of
+    # a chain.
     scopes = re.findall(r"boostax\.\w+", c.name)[-1:]
     source = "/".join(pathlib.PurePath(c.source).parts[-2:]) or "".join(scopes)
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened
-    return (c.kind, dtype, times, over, call, *_sums(group), "+".join(sorted(c.uses)), source)
-
-
-def _sums(group: Sequence[CompiledCollective]) -> tuple[str, str, str]:
-    """Return elements, bytes on the wire, and the share of these bytes with overlap."""
-    sent = sum(c.wire_bytes for c in group)
-    hidden = sum(c.bytes * c.overlapped for c in group) / max(1, sum(c.bytes for c in group))
-    return f"{sum(c.elements for c in group):,}", number(sent), f"{hidden:.0%}"
+    sums = (f"{sum(x.elements for x in group):,}", sent, f"{hidden:.0%}")
+    return (c.kind, dtype, times, over, call, *sums, "+".join(sorted(c.uses)), source)
 
 
 def aligned(table: Cells) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile any program for machines that need not be present.
 
-JAX's compilers run without their devices: ``jax.experimental.topologies`` describes the devices,
-and a program lowered for shapes on a mesh of them compiles as on the machine itself. A TPU needs
-the package ``libtpu``. A GPU needs ``jax-cuda12-plugin``, but no driver and no CUDA. In a checkout
-``pip install '.[aot]'`` installs both. A program over a present mesh can move: ``jax.export``
-lowers it for the platform of the target, and its call is compiled over an equal mesh of the
-target's devices, with the same specs and donation.
+JAX's compilers run without their devices. ``jax.experimental.topologies`` describes the devices,
+and a program that is lowered for shapes on a mesh of these devices compiles as on the machine
+itself. A TPU needs the package ``libtpu``. A GPU needs ``jax-cuda12-plugin``, but no driver and no
+CUDA. In a checkout, ``pip install '.[aot]'`` installs both packages. A program over a present mesh
+can be moved to a target: ``jax.export`` lowers the program for the target's platform, and the
+exported call is compiled over an equal mesh of the target's devices, with the same specs and
+donation.
 """
 
 import contextlib
@@ -37,18 +38,18 @@ def target_devices(target: str) -> tuple[Any, ...]:
     """Return the devices of a machine that need not be present, as a target of compilation.
 
     Args:
-      target: ``"v5e:2x4"`` for a slice of eight TPU v5e, ``"v5e:16x16"`` for 256, also ``v4``,
-        ``v5p`` and ``v6e`` in their existing shapes; ``"v5e:4x4*2"`` for two slices;
-        ``"h100:1x1x8"`` for slices x hosts x GPUs per host, also ``h200`` and ``a100``.
+      target: for TPUs, ``"v5e:2x4"`` for a slice of eight v5e, ``"v5e:4x4*2"`` for two slices of
+        sixteen, likewise ``v4``, ``v5p`` and ``v6e`` in their existing shapes. For GPUs,
+        ``"h100:1x1x8"`` for slices x hosts x GPUs per host, likewise ``h200`` and ``a100``.
 
     Returns:
-      The devices, slice by slice. A ``jax.sharding.Mesh`` of these devices serves for shardings of
-      ``jax.ShapeDtypeStruct`` and for train steps to lower and compile, but programs cannot run on
-      it. The present devices remain available.
+      The devices, slice by slice. A ``jax.sharding.Mesh`` of these devices can be used in shardings
+      of ``jax.ShapeDtypeStruct``, and to lower and compile train steps, but programs cannot run on
+      these devices. The present devices remain available.
 
     Raises:
       ValueError: a target of another form, or an unknown machine.
-      RuntimeError: the compiler is not installed, or knows no slice of that shape.
+      RuntimeError: the compiler is not installed, or does not know a slice of that shape.
 
     Example:
       >>> import boostax
@@ -63,7 +64,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     gpu = match and _KNOWN["gpus"].get(match["name"])
     if match is None or not machine or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _KNOWN["machines"].values())
-        hint = f"None audits for the present devices. Machines that are known:{listed}"
+        hint = f"Without a target, the present devices are used. The known machines are:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _KNOWN["environment"].items():
@@ -78,7 +79,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     except Exception as error:
         hint = f"{str(error).splitlines()[0]}. In a checkout, pip install '.[aot]' installs "
         hint += "compilers for TPU and GPU."
-        allowed = "one that an installed compiler knows"
+        allowed = "a machine that an installed compiler knows"
         words = checks.message("target_devices", "target", allowed, target, hint)
         raise RuntimeError(words) from error
     return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
@@ -87,8 +88,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
 def _described(topology: Mapping[str, Any]) -> Sequence[Any]:
     """Return the devices of a topology.
 
-    The plugin for CUDA registers itself only if it finds a driver. If it did not, this function
-    registers it without that check, unless JAX is restricted to other platforms.
+    The plugin for CUDA registers itself only if it finds a driver. Without a driver, this function
+    registers the plugin, unless JAX is restricted to other platforms.
     """
     from jax.experimental import topologies
 
@@ -111,9 +112,10 @@ class Argument(NamedTuple):
     """Describe an argument of a compiled program.
 
     Attributes:
-      path: its position among the arguments.
-      info: its shape and dtype, and whether the argument is donated.
-      sharding: its sharding; ``None`` if the program does not use the argument, so XLA drops it.
+      path: the position among the arguments.
+      info: the shape and the dtype, and whether the argument is donated.
+      sharding: the sharding; ``None`` if XLA drops the argument, because the program does not use
+        it.
     """
 
     path: str
@@ -126,10 +128,10 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
       executable: the result of XLA.
-      arguments: its arguments in order.
+      arguments: the program's arguments in order.
       seconds: the time of compilation; NaN if the program was already compiled.
-      mesh: the mesh that the program runs over, if any.
-      devices: the number and kind of its devices.
+      mesh: the mesh over which the program runs, if any.
+      devices: the number and the kind of the program's devices.
     """
 
     executable: jax.stages.Compiled
@@ -145,20 +147,20 @@ def compile_program(
     """Compile any program for any devices; ``boostax.audit`` documents the arguments."""
     program = _unwrapped(program)
     if isinstance(program, _STAGES):
-        got = f"{len(args) + len(kwargs)} arguments, target={target!r}"
+        got = f"{len(args) + len(kwargs)} more, target={target!r}"
         is_valid = not (args or kwargs) and target is None
-        hint = "Pass the jax.jit function with its arguments to compile it for another target."
+        hint = "For another target, pass the jax.jit function with its arguments."
         what = "a lowered or compiled program"
-        checks.require(is_valid, WHO, what, got=got, allowed="given alone", hint=hint)
+        checks.require(is_valid, WHO, what, got=got, allowed="the only argument", hint=hint)
         return _finished(program)
     if isinstance(program, TrainStep):
         program, args = program.jitted(*args, depth=depth, **kwargs)
     else:
-        hint = "A TrainStep passes them to its loss; else bind: functools.partial(function, ...)."
+        hint = "Only a TrainStep accepts them. Pass functools.partial(function, name=value)."
         checks.absent(WHO, "keywords", kwargs or None, "left out", hint)
-        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep has depths.")
-    allowed = "a function, a TrainStep, or what lower() or compile() returned"
-    hint = "audit(jax.jit(step), state, batch)."
+        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep freezes to a depth.")
+    allowed = "a function, a TrainStep, or the result of lower() or compile()"
+    hint = "Write boostax.audit(jax.jit(step), state, batch)."
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
     # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
@@ -169,9 +171,9 @@ def compile_program(
         # The wrapper itself decides which arguments are arrays.
         return _finished(program.lower(*args) if traced is None else traced.lower(), devices)
     is_valid = isinstance(traced, jax.stages.Traced)
-    hint = "Pass the jax.jit function inside, or build the program on the target's devices."
+    hint = "Pass the jax.jit function in it, or build the program on the target's devices."
     got = getattr(program, "__name__", type(program).__name__)
-    allowed = "a jax.jit function where it is to move to a target"
+    allowed = "a jax.jit function if the target has other devices"
     checks.require_type(is_valid, WHO, "program", got=got, allowed=allowed, hint=hint)
     return _moved(program, args, traced.args_info[0], devices)
 
@@ -186,30 +188,31 @@ def _moved(program: Any, args: PyTree, infos: PyTree, devices: Sequence[Any]) ->
     """Compile the program for devices other than those of its arguments."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
-    mesh = _mesh_of(map(_sharding, jax.tree.leaves(args)))
-    allowed = "placed by shardings over the program's mesh where a target is given"
-    hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays; on one device "
-    hint += "sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
+    leaves, tree = jax.tree.flatten(args)
+    shardings = [_sharding(x) for x in leaves]
+    mesh = _mesh_of(shardings)
+    allowed = "placed by shardings over the program's mesh if a target is given"
+    hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays. On one device, "
+    hint += "pass sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
     size = len(devices)
     checks.require(mesh is not None or size == 1, WHO, "args", got=None, allowed=allowed, hint=hint)
     if mesh is not None:
-        allowed = f"one of as many devices as the program's mesh, {mesh.size}"
-        hint = "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
+        allowed = f"a machine of {mesh.size} devices, as many as in the program's mesh"
+        hint = "Build the mesh: jax.sharding.Mesh(numpy.array(target_devices(target)), names)."
         checks.require(mesh.size == size, WHO, "target", got=size, allowed=allowed, hint=hint)
         grid = np.array(devices).reshape(mesh.devices.shape)
         mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-
-    def place(x: Any) -> jax.ShapeDtypeStruct:
-        spec = getattr(_sharding(x), "spec", PartitionSpec())
-        sharding = NamedSharding(mesh, spec) if mesh else SingleDeviceSharding(devices[0])
-        return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
-
+    structs: list[jax.ShapeDtypeStruct] = []
+    for x, old in zip(leaves, shardings, strict=True):
+        spec = getattr(old, "spec", PartitionSpec())
+        new = NamedSharding(mesh, spec) if mesh else SingleDeviceSharding(devices[0])
+        structs.append(jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=new))
     donated = [i for i, x in enumerate(infos) if any(y.donated for y in jax.tree.leaves(x))]
     moved = jax.jit(lambda *args: exported.call(*args), donate_argnums=donated)
-    # A program with explicit axes needs a mesh in its context.
+    # A program with explicit axes needs a mesh in the context.
     is_implicit = jax.sharding.get_mesh().empty or mesh is None
     with contextlib.nullcontext() if is_implicit else jax.set_mesh(mesh):
-        return _finished(moved.lower(*jax.tree.map(place, args)), devices)
+        return _finished(moved.lower(*tree.unflatten(structs)), devices)
 
 
 def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
@@ -218,14 +221,14 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
         start = time.perf_counter()
-        # Without a GPU XLA cannot time kernels, so it chooses kernels by its cost model.
+        # Without a GPU, XLA cannot time kernels, so it chooses kernels by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
         options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if untimed else {}
         try:
             compiled = compiled.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            allowed = f"one that compiles for {', '.join({d.device_kind for d in devices})}"
-            hint = "Without a TPU custom_partitioning compiles for CPU and GPU alone."
+            allowed = f"a program that compiles for {', '.join({d.device_kind for d in devices})}"
+            hint = "Without a TPU, custom_partitioning compiles only for CPU and GPU."
             hint *= "CustomSPMDPartitioning" in str(error)
             words = checks.message(WHO, "program", allowed, str(error).splitlines()[0], hint)
             raise RuntimeError(words) from error
@@ -248,5 +251,5 @@ def _mesh_of(shardings: Iterable[object]) -> Mesh | None:
 
 
 def _sharding(x: object) -> jax.sharding.Sharding | None:
-    """Return the sharding of an array; ``None`` if the array may be placed anywhere."""
+    """Return the sharding of an array, or ``None`` if JAX may move the array."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the bytes that a compiled program reads from memory and writes to it.
+"""Count the bytes that a compiled program reads from memory and writes to memory.
 
 Each operation of the schedule reads its operands once and writes its results once; arrays in a
 TPU's vector memory cost nothing. A fusion that only slices an operand reads the slice, and a fusion
 that updates a slice in place writes the slice, so a scan over stacked layers reads the stack once.
-An Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
+An Adam step on P bytes of params moves 7 P bytes, as a count by hand gives.
 """
 
 from collections.abc import Iterable, Mapping
 
 from boostax.auditing.hlo import Array, Instruction, Program, Site, Ways, repeated
 
-# Instructions that only name existing arrays, or that run other instructions. Those are counted
-# themselves.
+# Instructions that only name existing arrays, or that run other instructions, which are counted
+# separately.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
     "opt-barrier add-dependency conditional while call async-start".split()
@@ -21,20 +21,19 @@ _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _UPDATE = "dynamic-update-slice"
 
 
-def traffic(program: Program) -> Ways:
-    """Return bytes per call on the paths of ``Ways`` through the branches."""
+def counts(program: Program) -> dict[str, Ways | None]:
+    """Return the audit's fields ``traffic`` and ``cycles``: bytes of memory, and TPU cycles.
+
+    A TPU's compiler writes its estimate of cycles, without communication, into the program; for
+    other compilers ``cycles`` is ``None``.
+    """
     # A fusion is one operation of the schedule.
     sites = [site for site in program.sites if not site.fused]
-    return program.total((x.branches, repeated(_bytes(program, x), x.executions)) for x in sites)
-
-
-def cycles(program: Program) -> Ways | None:
-    """Return a TPU compiler's estimate of cycles without communication; else ``None``."""
+    moved = program.total((x.branches, repeated(_bytes(program, x), x.executions)) for x in sites)
     texts = [(x, x.instruction.attribute(r'"estimated_cycles":"(-?\d+)"')) for x in program.sites]
-    if not any(text for _, text in texts):
-        return None
-    counts = [(x, max(0, int(text or 0))) for x, text in texts if not x.fused]
-    return program.total((x.branches, repeated(count, x.executions)) for x, count in counts)
+    estimates = [(x, max(0, int(text or 0))) for x, text in texts if not x.fused]
+    cycles = program.total((x.branches, repeated(n, x.executions)) for x, n in estimates)
+    return {"traffic": moved, "cycles": cycles if any(text for _, text in texts) else None}
 
 
 def _bytes(program: Program, site: Site) -> float:
@@ -79,7 +78,7 @@ def _fusion(body: Mapping[str, Instruction], i: Instruction, sizes: Mapping[str,
 
 
 def _slice_of(body: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
-    """Return whether an instruction slices an array or updates a slice, and the slice's bytes."""
+    """Return whether an instruction slices an array or updates its slice, and the slice's bytes."""
     is_sliced = user.operands[0] == name and name not in user.operands[1:]
     if is_sliced and user.op in _SLICES:
         return "slice", user.result[0].bytes

@@ -24,7 +24,7 @@ class Waste:
     Attributes:
       what: the waste and its size.
       where: ``file:line``, if the compiler kept the source location.
-      fix: what to write instead.
+      fix: the code to write instead.
     """
 
     what: str
@@ -39,8 +39,8 @@ class Waste:
 WORDS = checks.table("boostax.auditing", "waste")
 # Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
-# Scopes whose collectives are repeated on purpose, to save memory: ``Layers``, and a window with
-# sharded sums.
+# Scopes that repeat collectives on purpose, to save memory: those of ``Layers``, and of a window
+# with sharded sums.
 _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
@@ -107,7 +107,7 @@ def _sent(program: Program, collectives: Collectives) -> float:
 
 
 def _waste(name: str, c: CompiledCollective | None = None, **values: object) -> Waste:
-    """Fill in the texts of a finding, which may be about a collective."""
+    """Return a finding with its texts filled in; ``c`` is the collective that it is about."""
     values["over"] = f", over {' and '.join(map(repr, c.axes))}" if c and c.axes else ""
     what, fix = (WORDS[name][key].format(**values) for key in ("what", "fix"))
     return Waste(what, c.source if c else "", fix)

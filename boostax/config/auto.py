@@ -37,7 +37,7 @@ class Boost:
     Attributes:
       config: the arguments of each key as plain data, which ``boostax.auto`` reads.
       notes: the settings of a foreign dictionary that have no effect, and differences that may
-        change the trained weights. Without notes a MindSpore dictionary trains the same weights as
+        change the trained weights. Without notes, a MindSpore dictionary trains the same weights as
         in MindSpore.
       factories: the user's factories by name, each with the key of the part that it replaces or
         follows.
@@ -83,9 +83,9 @@ class Boost:
 
         Args:
           inner: any optimizer, without collectives.
-          params: the params or their shapes; needed for groups of layers given by a number, and to
-            read files.
-          axis_name: replica axis (or axes); without one there is one replica.
+          params: the params or their shapes, which are needed if groups are given by a number or
+            files are read.
+          axis_name: the replica axis (or axes); ``None`` means a single replica.
           less_bn: if LessBN is on, the report that ``model`` returned.
 
         Returns:
@@ -118,15 +118,15 @@ class Boost:
         return self._stacked(order, inner, axis_name=axis_name, tree=params, less_bn=less_bn)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-        """Make the mesh of the replicas, by servers where AdaSum combines servers.
+        """Make the mesh of the replicas, with an axis of servers if AdaSum combines servers.
 
         Args:
           devices: the devices of the replicas; ``None`` means ``jax.devices()``.
 
         Returns:
           A mesh with the axis ``"data"``. If a number ``within`` (MindSpore's ``device_number``) is
-          below the number of devices, a mesh with the axes ``"server"`` and ``"data"``. Pass it on
-          as ``mesh=mesh, axis_name=mesh.axis_names``. Cost: none.
+          below the number of devices, a mesh with the axes ``"server"`` and ``"data"``. Pass the
+          mesh to other calls as ``mesh=mesh, axis_name=mesh.axis_names``. Cost: none.
 
         Raises:
           ValueError: a number of devices that is not a multiple of ``within``.
@@ -138,16 +138,16 @@ class Boost:
         return jax.make_mesh(sizes, names, types, devices=devices)
 
     def model(self, module: Any, /, *args: PyTree, **kwargs: PyTree) -> tuple[Any, Report]:
-        """Remove BatchNorms from the model and normalise its head, if the configuration says so.
+        """Remove BatchNorms from the model and normalise its head, if LessBN is on.
 
         Args:
           module: a Flax module.
           *args: sample arguments of the module: see ``boostax.less_bn``.
-          **kwargs: like ``args``.
+          **kwargs: sample keyword arguments of the module.
 
         Returns:
-          The model, and a report of the changes; the given module and ``None`` if both are off.
-          Cost: one trace.
+          The model, and a report of the changes; the unchanged module and ``None`` if LessBN is
+          off. Cost: one trace.
 
         Raises:
           ValueError, TypeError, ImportError: as ``boostax.less_bn``. For a MindSpore dictionary, a
@@ -204,8 +204,8 @@ class Boost:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
           params: the current params; with a state they become the latest snapshot.
           residual: an optimizer for the part outside of the span, behind a mean over ``axis_name``;
-            ``None`` takes the configuration's optimizer, if any.
-          axis_name: replica axis (or axes).
+            ``None`` means the configuration's optimizer, if any.
+          axis_name: the replica axis (or axes).
 
         Returns:
           A transformation. Cost: as ``boostax.dim_reduce``.
@@ -219,7 +219,7 @@ class Boost:
         return self._stacked(["loss_scale"], tx, **place)
 
     def _stacked(self, order: Sequence[str], inner: Tx, **place: PyTree) -> Chain:
-        """Put each part, in the recommended order, in front of the chain so far or around it."""
+        """Put each part, in the recommended order, in front of the chain or around the chain."""
         replicas = axes.canonical("Boost.optimizer", place["axis_name"])
         parts = [inner]
         for key in order:
@@ -249,7 +249,7 @@ def auto(
     ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"`` choose a
     factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
     ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
-    kind, or the first argument; ``True`` takes the defaults, and ``False`` or ``None`` leaves the
+    kind, or the first argument; ``True`` selects the defaults, and ``False`` or ``None`` leaves the
     part out. Groups are given by ``groups`` instead of a tree of labels, and a schedule by the
     arguments of ``freeze_schedule``.
 
@@ -283,7 +283,7 @@ def auto(
         replaces the mean.
 
     Returns:
-      A ``Boost``. Cost: none. Nothing is global, and nothing in the file is executed.
+      A ``Boost``. Cost: none. There is no global state, and nothing in the file is executed.
 
     Raises:
       ValueError, TypeError: unknown keys, words, arguments or levels; missing arguments; parts that
@@ -310,8 +310,13 @@ def auto(
         data = {"level": data}
     require(isinstance(data, Mapping), "spec", data, near=checks.nearest(data, dictionary.LEVELS))
     data = dict(cast("keys.Data", data))
-    level = _once("level", level, data)
-    flag = _once("strict", strict, data)
+    # The dictionary and the arguments must not contradict each other.
+    settings: dict[str, Any] = {"level": level, "strict": strict}
+    for name, value in settings.items():
+        other = data.pop(name, None)
+        require(value is None or other in (None, value), "twice", value, name=name, there=other)
+        settings[name] = other if value is None else value
+    flag = settings["strict"]
     require(isinstance(flag, bool | None), "flag", flag, TypeError, who=_WHO, what="strict")
     users: dict[str, tuple[keys.Factory, str]] = {}
     for factory in factories:
@@ -324,7 +329,7 @@ def auto(
         kind = role(read(keys.layer(factory, arguments, [optax.identity()], axis_name="axis")[0]))
         require(kind in keys.PLACES, "role", kind, name=name)
         users[name] = (factory, keys.PLACES[kind])
-    return _read(data, level or "O0", flag, users)
+    return _read(data, settings["level"] or "O0", flag, users)
 
 
 def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: Own) -> Boost:
@@ -347,7 +352,7 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
         key, _ = keys.NAMED.get(name, (name, ""))
         whose = sources.get(key, "")
         before = config.get(key, {})
-        # Keys of boostax switch parts of MindSpore's dictionary off, or add settings that it lacks.
+        # Keys of boostax switch parts of MindSpore's dictionary off, or add missing settings.
         adds = name == key and isinstance(value, Mapping)
         valid = not whose or (whose[0] == "M" and (adds or name in off))
         require(valid, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
@@ -360,16 +365,9 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, before, users.get(name, [None])[0])
-    # Each depth would keep its own scaler and window, and its factory refuses that.
+    # Each depth would have a separate scaler and window, which ``scheduled_freeze`` refuses.
     gates = {"loss_scale", "accumulate"} & {*config, *(key for _, key in users.values())}
     if frozen and "freeze" in config and gates:
         config["freeze"] = config["freeze"] | {"moments": "shared"}
         notes += (dictionary.DATA["why"]["freeze"],)
     return Boost(config, notes, users, is_strict and (strict is True or level == "O0"))
-
-
-def _once(name: str, value: Any, data: keys.Data) -> Any:
-    """Take a setting from the dictionary or from the argument; refuse a contradiction."""
-    other = data.pop(name, None)
-    require(value is None or other in (None, value), "twice", value, name=name, there=other)
-    return other if value is None else value

@@ -23,7 +23,7 @@ SWITCHES: tuple[str, ...] = tuple(DATA["switches"])
 LEVELS: dict[Level, list[str]] = DATA["levels"]
 GROUPS: dict[str, dict[str, keys.Data]] = DATA["groups"]
 KEYS = ("boost", *GROUPS, "loss_scale_manager")
-# The MindSpore setting behind each argument.
+# The MindSpore setting that each argument comes from.
 _NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
 
 
@@ -39,9 +39,9 @@ def from_mindspore(
 ) -> tuple[keys.Data, tuple[str, ...]]:
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
-    The modes are MindSpore's: ``"auto"`` takes the techniques of the level, ``"manual"`` changes
-    them by the switches, ``"enable_all"`` takes all techniques and ``"disable_all"`` none. An
-    unknown level is ``"O0"``. Unknown keys, switches that the mode ignores, and settings of a
+    The modes are MindSpore's: ``"auto"`` uses the techniques of the level, ``"manual"`` changes
+    these by the switches, ``"enable_all"`` uses all techniques and ``"disable_all"`` no technique.
+    An unknown level means ``"O0"``. Unknown keys, switches that the mode ignores, and settings of a
     technique that is off have no effect. Some techniques replace others: ``dim_reduce`` replaces
     the optimizer and all other techniques, and ``grad_freeze`` replaces AdaSum and accumulation.
     Freezing uses buckets of three params and moments for each depth, centralization comes after
@@ -51,13 +51,13 @@ def from_mindspore(
     ``loss_scale_group`` belongs to ``GroupLossScaleManager``.
 
     Args:
-      data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``; ``{}`` for nothing.
+      data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``, which may be ``{}``.
       level: ``"O0"``, ``"O1"`` or ``"O2"``.
       strict: whether settings that MindSpore ignores are errors.
 
     Returns:
       The configuration as plain data, and notes on settings without effect and on differences that
-      may change the trained weights. Without a note the weights are MindSpore's. Cost: none.
+      may change the trained weights. Without a note, the weights are MindSpore's. Cost: none.
 
     Raises:
       ValueError, TypeError: an unknown mode, a value out of range, or a manager that does not fit
@@ -86,7 +86,7 @@ def from_mindspore(
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
     on = _switches(ledger, data.get("boost", {}), level, cell)
     settings = {x: _settings(ledger, x, data.get(x, {}), on.get(x, True)) for x in GROUPS}
-    # Only the optimizer divides, by its own loss_scale, if the scale is fixed.
+    # With a fixed scale, only the optimizer divides, by its argument ``loss_scale``.
     fixed = bool(manager) and not cell
     sens = manager["scale"] if fixed else 1.0
     settings |= {"loss_scale": manager, "sens": {"step_size": sens}}
@@ -94,7 +94,7 @@ def from_mindspore(
         settings["dim_reduce"]["residual_rate"] *= sens
     on |= {
         "O0": level == "O0" and any(on.values()),
-        # Each depth would keep its own scaler.
+        # Each depth would have a separate scaler.
         "loss_scale": bool(manager) and not (fixed and on["grad_freeze"]),
         "sens": sens != 1 and not on["dim_reduce"],
         "gc_flag": settings["less_bn"].pop("centralize", False),
@@ -138,7 +138,7 @@ class _Ledger(NamedTuple):
 
 
 def _switches(ledger: _Ledger, boost: keys.Data, level: Level, cell: str) -> dict[str, bool]:
-    """Return the effective switches, by mode, level and kind of the loss-scale cell."""
+    """Return the effective switches for a mode, a level and a kind of loss-scale cell."""
     asked = ledger.known("boost", boost, ("mode", *SWITCHES))
     mode = asked.pop("mode", "auto")
     checks.choice(_WHO, "boost.mode", mode, DATA["modes"], checks.nearest(mode, DATA["modes"]))
@@ -156,14 +156,14 @@ def _switches(ledger: _Ledger, boost: keys.Data, level: Level, cell: str) -> dic
     why = {"loss_scale_group": DATA["why"]["cell"]} if group and not cell else {}
     replaced = ((x, [y for y in others if on[y]]) for x, others in DATA["instead"].items())
     winner, losers = next(((x, others) for x, others in replaced if on[x] and others), ("", []))
-    why |= {x: DATA["why"].get(winner, {}).get(x, f"{winner} takes its place.") for x in losers}
+    why |= {x: DATA["why"].get(winner, {}).get(x, f"{winner} replaces {x}.") for x in losers}
     for name, text in why.items():
         ledger.ignore(f"boost.{name}", True, text, name in asked)
     return on | dict.fromkeys(why, False)
 
 
 def _settings(ledger: _Ledger, group: str, data: keys.Data, on: bool) -> keys.Data:
-    """Return the settings of a group as arguments of its part."""
+    """Return the settings of a group as arguments of the group's part."""
     data = ledger.known(group, data, GROUPS[group])
     settings: keys.Data = {}
     for name, about in GROUPS[group].items() if on else ():
@@ -176,7 +176,7 @@ def _settings(ledger: _Ledger, group: str, data: keys.Data, on: bool) -> keys.Da
             ledger.ignore(f"{group}.{name}", value, about["why"])
     if settings.get("pca_mat_path") and settings["weight_load_dir"]:
         path = settings.pop("weight_load_dir")
-        ledger.ignore("dim_reduce.weight_load_dir", path, "pca_mat_path takes its place.")
+        ledger.ignore("dim_reduce.weight_load_dir", path, "pca_mat_path replaces weight_load_dir.")
     return settings
 
 
@@ -218,7 +218,7 @@ def from_singa(options: keys.Data) -> keys.Data:
     if "threshold" in options:
         elements = checks.natural("singa", "threshold", options["threshold"], WORDS["elements"][-1])
         require(elements < 2**29, "elements", elements)
-        # The size is in bytes of f32; with buckets of one byte every leaf is its own bucket.
+        # The size is in bytes of f32. With buckets of one byte, every leaf has a separate bucket.
         options["threshold"] = max(4 * elements, 1)
     arguments = {used.get(x, x): y for x, y in options.items() if used.get(x, x)}
     with keys.speaking_of("singa", {argument: name for name, argument in used.items()}):

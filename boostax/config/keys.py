@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The factories that a configuration names, in the recommended order, and their arguments as data.
 
-A configuration can give a factory the arguments in its signature, except those that the chain
-supplies: the optimizer inside, the replica axes and the params. Arguments that are not data (a
-schedule, a tree of labels) are made from data by functions of this module.
+A configuration can pass any argument of a factory, except the arguments that the chain supplies:
+the inner optimizer, the replica axes and the params. Functions of this module make the arguments
+that are not data, such as a schedule or a tree of labels, from data.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ PARTS: dict[str, dict[str, Factory]] = {
     key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
     for key, kinds in (DATA["order"] | DATA["beside"]).items()
 }
-# The key of the part that a user's part of this role replaces or follows.
+# For each role, the key of the part that a user's part of this role replaces or follows.
 PLACES: dict[str, str] = {role: key for key, roles in DATA["places"].items() for role in roles}
 # The key and the kind of each factory; the factory's name is also a key.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# With one of these arguments dim_reduce starts at the first step.
+# With one of these arguments, dim_reduce starts at the first step.
 FILES = ("weight_load_dir", "pca_mat_path")
-# Represents the params while a configuration is checked.
+# A placeholder for the params, because a configuration is checked without params.
 _LATER = object()
 
 
@@ -63,12 +63,11 @@ def _axes(options: types.SimpleNamespace) -> Data:
 def _groups(options: types.SimpleNamespace) -> PyTree:
     """Divide the params into a number of groups, by layers or in the buckets of MindSpore.
 
-    Groups that are given by patterns or names are returned unchanged.
+    Groups that are given as patterns or names are returned unchanged.
     """
     groups = options.groups
     tree = options.tree
-    hint = "MindSpore cuts buckets of params."
-    checks.choice("", "cut", options.cut, ("layers", "mindspore"), hint)
+    checks.choice("", "cut", options.cut, ("layers", "mindspore"), "MindSpore cuts into buckets.")
     if groups and isinstance(groups, (tuple, Mapping)):
         return groups
     checks.positive_int("", "groups", groups, DATA["hints"]["groups"])
@@ -92,7 +91,7 @@ def _schedule(options: types.SimpleNamespace) -> Data:
         for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # The other two kinds freeze permanently and need an end; MindSpore's default is 65536.
+    # These two kinds freeze permanently and need an explicit end; MindSpore's default is 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         arguments["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **arguments)
@@ -105,10 +104,10 @@ def _finish(options: types.SimpleNamespace) -> Data:
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
     for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
-        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
+        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, f"Or leave {name} out.")
     outside = options.residual
     if outside is None and rate is not None:
-        checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or leave it out.")
+        checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or omit the rate.")
         outside = optax.sgd(rate, momentum or None)
     if outside is not None and options.axis_name is not None:
         outside = optax.chain(boostax.all_reduce(options.axis_name), outside)
@@ -118,25 +117,25 @@ def _finish(options: types.SimpleNamespace) -> Data:
 
 def _basis(options: types.SimpleNamespace) -> PyTree:
     """Read a basis from a source; without a source, return the recorder of snapshots, if any."""
-    count = checks.positive_int("", "n_components", options.n_components, "It counts directions.")
+    n = checks.positive_int("", "n_components", options.n_components, "Pass a direction count.")
     paths = [x for x in (options.weight_load_dir, options.pca_mat_path) if x is not None]
     require(len(paths) < 2, "two_files", options.weight_load_dir)
     if options.source is None:
         if paths or options.every is None:
             return None
-        return subspace.record_trajectory(count + 1, every=options.every, start=options.start)
+        return subspace.record_trajectory(n + 1, every=options.every, start=options.start)
     if isinstance(options.source, subspace.Basis):
         return options.source
     if options.source is not FILES:
-        return subspace.trajectory_basis(options.source, count, params=options.tree)
+        return subspace.trajectory_basis(options.source, n, params=options.tree)
     require(paths, "no_files", None)
     require(options.tree is not None, "files", options.tree)
     if options.pca_mat_path is not None:
-        return saved_basis(options.pca_mat_path, options.tree, count)
-    return subspace.pca_basis(files.snapshots(options.weight_load_dir, options.tree), count)
+        return saved_basis(options.pca_mat_path, options.tree, n)
+    return subspace.pca_basis(files.snapshots(options.weight_load_dir, options.tree), n)
 
 
-# For each factory, the function that makes its arguments that are not data.
+# For each factory, the function that makes those of its arguments that are not data.
 _MADE: dict[str, Factory] = {
     "accumulate": lambda _: {},
     "centralize_gradients": _axes,
@@ -157,7 +156,7 @@ def takes(factory: Factory) -> Data:
 
 
 def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -> list[Tx]:
-    """Put the transformation of a factory in front of a chain, or around it.
+    """Put the transformation of a factory in front of a chain, or around the chain.
 
     Args:
       factory: any factory.
@@ -182,18 +181,27 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
         options = dict.fromkeys(DATA["place"]) | takes(factory) | options
         with speaking_of(who, DATA["renamed"]):
             options |= _MADE[who](types.SimpleNamespace(**options))
-    if factory is boostax.dim_reduce and "source" not in place:  # Without a source it only records.
+    if factory is boostax.dim_reduce and "source" not in place:
+        # Without a source, ``dim_reduce`` only records snapshots.
         return [*filter(None, [options["basis"]]), *parts]
     names = inspect.signature(factory).parameters
     options = {name: x for name, x in options.items() if name in names}
     if "inner" in names:
         return [factory(chained(parts), **options)]
     tx = factory(**options)
-    return [_after_decay(tx, chained(parts))] if arguments.get("after_decay") else [tx, *parts]
+    if not arguments.get("after_decay"):
+        return [tx, *parts]
+    # MindSpore centralizes after coupled weight decay. The decay may be inside a mask that excludes
+    # norms, which has no row.
+    parts = opened(chained(parts))
+    kinds = ({row.role for row in rows(read(x))} for x in parts)
+    before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]
+    position = max((i + 1 for i, kind in enumerate(before) if "decay" in kind), default=0)
+    return [optax.chain(*parts[:position], tx, *parts[position:])]
 
 
 def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the sizes and names of a mesh whose last axis has the devices of a server."""
+    """Return sizes and names of the axes of a mesh whose last axis has the devices of a server."""
     if not isinstance(devices, int) or count <= devices:
         return (count,), ("data",)
     require(count % devices == 0, "devices", count, devices=devices)
@@ -201,13 +209,13 @@ def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple
 
 
 def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data) -> list[Tx]:
-    """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
+    """Put ``adasum_delta`` around a chain, or a mean in front if there is one replica axis.
 
-    When it is traced, the chain refuses replica axes other than those of ``mesh_of_servers``.
+    During a trace, the chain refuses replica axes other than those of ``mesh_of_servers``.
     """
     names = axes.canonical("adasum_delta", place["axis_name"])
     devices = arguments["within"]
-    checks.positive_int("adasum_delta", "within", devices, "It is the devices of a server.")
+    checks.positive_int("adasum_delta", "within", devices, "Pass the devices of a server.")
     if len(names) == 1:
         parts = [boostax.all_reduce(names), *parts]
     else:
@@ -230,25 +238,15 @@ def chained(parts: list[Tx]) -> Tx:
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 
-def _after_decay(centralize: Tx, inner: Tx) -> Tx:
-    """Put centralization after coupled weight decay, as MindSpore does."""
-    parts = opened(inner)
-    # The decay may be inside a mask that excludes norms, which has no row.
-    kinds = ({row.role for row in rows(read(tx))} for tx in parts)
-    before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]
-    position = max((i + 1 for i, kind in enumerate(before) if "decay" in kind), default=0)
-    return optax.chain(*parts[:position], centralize, *parts[position:])
-
-
 def part(name: str, value: Any, before: Any = None, user: Any = None, build: bool = False) -> Data:
     """Read a value of a configuration as the plain arguments of a factory.
 
     Args:
       name: a key, or the name of a factory.
-      value: a dictionary of arguments, ``True`` for no arguments, or the first argument alone.
-      before: arguments that apply unless ``value`` sets them, if the kind is the same.
-      user: the factory, if a user wrote it.
-      build: whether to call the factory, so that it refuses values out of range.
+      value: a dictionary of arguments, ``True`` for no arguments, or only the first argument.
+      before: arguments that apply if ``value`` does not set them and the kind is the same.
+      user: the factory, if a user wrote the factory.
+      build: whether to call the factory, which then refuses values out of range.
 
     Returns:
       The arguments; for a key with several kinds, ``"kind"`` first.
@@ -285,7 +283,7 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
 
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
-    """Refuse anything but a dictionary, and unknown keys with the nearest known one."""
+    """Refuse a value that is no dictionary, and unknown keys, with the nearest known key."""
     require(isinstance(data, Mapping), "keys", data, TypeError, who=who, what=what)
     words = {"who": who, "what": what, "allowed": ", ".join(map(repr, allowed))}
     for key in data:
@@ -295,7 +293,7 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
 
 @contextlib.contextmanager
 def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
-    """Put ``who`` and the configuration's key into the text of an error raised in this context."""
+    """Begin the text of an error in this context with ``who`` and the configuration's key."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -304,7 +302,7 @@ def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
 
 
 def sequences(value: PyTree, kind: Callable[[Iterable[PyTree]], PyTree]) -> PyTree:
-    """Convert all lists and tuples of plain data to one of the two."""
+    """Convert all lists and tuples in plain data to ``kind``, which is ``list`` or ``tuple``."""
     if isinstance(value, Mapping):
         return {key: sequences(x, kind) for key, x in value.items()}
     return kind(sequences(x, kind) for x in value) if isinstance(value, (list, tuple)) else value

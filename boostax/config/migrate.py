@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Migrate a saved optimizer state to a changed chain.
 
-An optimizer state is a tree of NamedTuples, each the state of a part, and every array belongs to
-the innermost NamedTuple around it. States are matched by class, arrays by their paths within the
-state. Arrays that belong together (the moments of a param) are kept together or dropped together.
+An optimizer state is a tree of NamedTuples. Each NamedTuple is the state of a part, and every array
+belongs to the innermost state around it. States are matched by class, and arrays by their paths
+within the state. Arrays that belong together, such as the moments of a param, are all kept or all
+dropped.
 """
 
 import dataclasses
 import itertools
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -42,11 +43,11 @@ _BECOMES = {name: pkgutil.resolve_name(row["is"]) for name, row in _DATA["become
 
 @dataclasses.dataclass(frozen=True)
 class MigrationReport:
-    """A report on each part of a migrated state. ``print`` gives it in words.
+    """A report on each part of a migrated state; ``print`` shows the report as text.
 
     Attributes:
       kept: the states that were kept: each state, its fields, and the old and the new path.
-      anew: the states that stay as ``new_tx.init`` made them.
+      anew: the states that ``new_tx.init`` made, without saved values.
       dropped: the parts of the old state that have no counterpart in the new state.
       notes: choices of the migration, and saved values that override new arguments.
     """
@@ -69,17 +70,17 @@ def migrate_state(
 ) -> tuple[PyTree, MigrationReport]:  # fmt: skip
     """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
-    The result has the structure of ``new_tx.init(params)``. A new state takes the arrays of an old
+    The result has the structure of ``new_tx.init(params)``. A new state gets the arrays of an old
     state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
     or ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
-    equal fits, the k-th old state goes to the k-th new state, counted from outside. An array is
-    kept if path, shape and dtype agree, so newly masked or newly trained leaves do not affect other
-    leaves. If only the precision differs, the array is cast, and a note says so. The moments of a
-    leaf are kept all or none, counts only with moments, and a trajectory or a basis only as a
-    whole.
+    equal fits, the k-th old state is matched to the k-th new state, counted from outside. An array
+    is kept if path, shape and dtype agree, so newly masked or newly trained leaves do not affect
+    other leaves. If only the precision differs, the array is cast, and the report has a note. The
+    moments of a leaf are all kept or all dropped, counts are kept only with moments, and the arrays
+    of a trajectory or a basis only together.
 
-    An open window is refused, and so are moments and residuals of gradients that come times another
-    loss scale in the new chain.
+    An open window is refused. Moments and residuals are refused if another loss scale multiplies
+    their gradients in the new chain.
 
     Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
     ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
@@ -90,17 +91,18 @@ def migrate_state(
     and the report notes the difference.
 
     Args:
-      old_state: the saved state, also of an NNX optimizer, with a dimension of replicas if it comes
-        from a ``TrainState``. If a serialiser converted the state to dicts and lists, its classes
-        are recognised by their fields' names, also by the names of 0.3.
-      new_tx: the transformation that continues the run; it may come from ``boostax.on_mesh``.
+      old_state: the saved state, or an NNX optimizer. A state from a ``TrainState`` has a dimension
+        of replicas. If a serialiser converted the state to dicts and lists, its classes are
+        recognised by their fields' names, which may be the names of 0.3.
+      new_tx: the transformation that continues the run, which may be a result of
+        ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
       replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
         none.
-      count: the number of steps so far, from which schedules that are new in ``new_tx`` continue:
-        call ``k`` after the migration has the learning rate ``schedule(count + k)``, with ``k``
-        from 0. With ``None`` they begin at step 0. Kept counts, and the counts of new moments,
-        which correct their bias, do not change.
+      count: the number of steps so far, from which schedules that are new in ``new_tx`` continue.
+        The learning rate of call ``k`` after the migration, with ``k`` from 0, is
+        ``schedule(count + k)``. With ``None``, new schedules begin at step 0. Kept counts, and the
+        counts of new moments, which correct their bias, do not change.
 
     Returns:
       The new state, with the dtypes and the placement of ``new_tx.init(params)`` and in new
@@ -109,7 +111,7 @@ def migrate_state(
       outside ``jit``.
 
     Raises:
-      ValueError: an open window; params of other shapes than in ``old_state`` (the error names the
+      ValueError: an open window; params whose shapes differ from ``old_state`` (the error names the
         leaf); different numbers of replicas; moments of gradients times another loss scale; a value
         beyond the range of a narrower dtype.
       TypeError: ``new_tx`` is not a transformation, or ``old_state`` is a whole ``TrainState``.
@@ -143,7 +145,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     classed = _classed(old_state, first)
     same = jax.tree.structure(classed) == jax.tree.structure(old_state)
     notes: Notes = [] if same else [_DATA["notes"]["classes"]]
-    _require_closed(classed)
+    _require_readable(classed)
     # Moments are migrated in f32, in any storage dtype.
     fresh, old_state = widened(first), widened(classed)
     news = _read(fresh, params)
@@ -159,8 +161,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     matches = {y.path: _cast(y, matches[y.path], notes) for y in news if y.path in matches}
     sources = matches | ({} if count is None else _starts(news, matches, count, notes))
     values = {y.path: _placed(y, sources.get(y.path), size) for y in news}
-    state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
-    state = narrowed(first, state)
+    state = narrowed(first, jax.tree.map_with_path(lambda path, _: values[path], fresh))
     if (variants := variants_of(new_tx)) is not None:
         # The next depth comes from the new schedule and the number of applied steps.
         new = variants.resumed(params, state)
@@ -174,8 +175,8 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
 def _classed(tree: PyTree, like: PyTree) -> PyTree:
     """Restore the classes of a state that a serialiser converted to dicts.
 
-    A dict whose keys are the fields of a class in ``like``, in boostax or in Optax becomes an
-    instance of the class. The fields may have their names of 0.3.
+    If the keys of a dict are the fields of a class in ``like``, in boostax or in Optax, the dict
+    becomes an instance of the class. The fields may have their names of 0.3.
     """
     known = [*map(type, trees.nodes(like)), *vars(states).values(), *vars(optax).values()]
     fields = {frozenset(x._fields): x for x in reversed(known) if getattr(x, "_fields", ())}
@@ -184,7 +185,8 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
         if type(x) in (list, tuple):
             return type(x)(map(visit, x))
         inside = {key: visit(y) for key, y in x.items()} if type(x) is dict else {}
-        if inside and inside.keys() == {*map(str, range(len(inside)))}:  # Flax writes tuples so.
+        if inside and inside.keys() == {*map(str, range(len(inside)))}:
+            # Flax converts tuples to dicts with the keys "0", "1", ...
             return tuple(inside[str(i)] for i in range(len(inside)))
         now = {_DATA["renamed"].get(key, key): y for key, y in inside.items()}
         cls = fields.get(frozenset(inside), fields.get(frozenset(now)))
@@ -203,18 +205,19 @@ class Leaf(NamedTuple):
     """An array of a state.
 
     Attributes:
-      path: its path in the tree.
-      rel: its path within its state.
+      path: the path of the array in the tree.
+      rel: the path of the array within its state.
       value: the array.
-      at: the path of its state.
-      state: the innermost state around it; ``None`` if it is in no NamedTuple.
+      at: the path of the state.
+      state: the innermost state around the array; ``None`` if there is no NamedTuple.
+      name: the name of the state's class.
       field: the field of the state that contains the array.
-      holds: the meaning of that state's fields.
+      holds: the meaning of the state's fields.
       bound: whether the array has a meaning only together with other arrays of its state.
       owner: the path of the param that the array belongs to, if any.
-      like: the shape of that param.
-      replicas: ``None`` if the array is the same on all replicas; else the size of its leading
-        dimension of replicas, 0 if it has none.
+      like: the shape of the param.
+      replicas: ``None`` if the array is the same on all replicas; else the size of the leading
+        dimension of replicas, or 0 without this dimension.
     """
 
     path: Path
@@ -222,6 +225,7 @@ class Leaf(NamedTuple):
     value: jax.Array
     at: Path
     state: Any
+    name: str
     field: str
     holds: Holds
     bound: bool
@@ -231,22 +235,21 @@ class Leaf(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape on one replica."""
+        """Return the shape on one replica."""
         return self.value.shape[1 if self.replicas else 0 :]
 
 
-# The arrays of a state by path, or old arrays by the paths of the new arrays that they become.
+# The arrays of a state by path, or old arrays by the paths of the new arrays that they replace.
 Leaves: TypeAlias = dict[Path, Leaf]
 
 
 def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
-    """Return the arrays of all states, the outermost first. Containers of params are not states."""
+    """Return the arrays of all states, outermost first; containers of params are not states."""
     containers = set(map(type, trees.find(params, lambda _: True)))
     owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     by_state: dict[Path, list[Leaf]] = {(): []}
 
     def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
-        _require_known(x)
         if jax.tree_util.all_leaves([x]):
             x = jnp.asarray(x)
             field = trees.path_name(rel if state is None else rel[:1])
@@ -260,9 +263,10 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             terms = (len(weight),) if isinstance(weight, dict) else ()
             like = None if owner is None else (*terms, *owners[owner])
             about = (field, known, field in (known.bound or ()), owner, like, replicas)
-            by_state[at].append(Leaf(path, rel, x, at, state, *about))
+            whose = "no state" if state is None else type(state).__name__
+            by_state[at].append(Leaf(path, rel, x, at, state, whose, *about))
             return
-        # A NamedTuple within a state, such as a ``Window``, is no state.
+        # A NamedTuple within a state, such as a ``Window``, is not a state itself.
         name = type(x).__name__
         is_boostax = type(x).__module__.startswith("boostax.")
         is_wrapper = name in ("MaskedNode", "WrappedScheduleState")
@@ -279,59 +283,56 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
     return [leaf for leaves in by_state.values() for leaf in leaves]
 
 
-def _require_known(x: object) -> None:
-    """Refuse the state of a transformation that boostax no longer has."""
-    name = f"{type(x).__module__}.{type(x).__name__}"
-    known = getattr(sys.modules.get(type(x).__module__), type(x).__name__, None) is type(x)
-    kahan = isinstance(x, StoreState) and jnp.bfloat16 in [y.dtype for y in jax.tree.leaves(x.low)]
-    valid = not name.startswith("boostax.") or (known and not kahan)
-    require(valid, "gone", name + " of params='kahan'" * kahan)
-
-
-def _named(leaf: Leaf) -> str:
-    """Return the name of the state of an array."""
-    return "no state" if leaf.state is None else type(leaf.state).__name__
-
-
 def _spot(path: Path) -> str:
     """Return the text of a path in a state."""
     return trees.path_name(path) or "the root"
 
 
-def _require_closed(tree: PyTree) -> None:
-    """Refuse an open window: its sums have a meaning only in the chain that opened it."""
-    for node in trees.nodes(tree):
-        field = holds(type(node)).opened
+def _require_readable(tree: PyTree) -> None:
+    """Refuse the states of parts that boostax no longer has, and open windows.
+
+    The sums of an open window have a meaning only in the chain that opened it.
+    """
+    for node, cls in ((x, type(x)) for x in trees.nodes(tree)):
+        known = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+        low = jax.tree.leaves(node.low) if isinstance(node, StoreState) else []
+        kahan = jnp.bfloat16 in [x.dtype for x in low]
+        name = f"{cls.__module__}.{cls.__name__}"
+        valid = not name.startswith("boostax.") or (known and not kahan)
+        require(valid, "gone", name + " of params='kahan'" * kahan)
+        field = holds(cls).opened
         steps = np.max(getattr(node, field, 0), initial=0)
-        got = f"one of {steps} micro-steps in {type(node).__name__}"
         hint = _DATA["flush"] if isinstance(node, AccumulateState) else _DATA["go on"]
+        got = f"one of {steps} micro-steps in {cls.__name__}"
         require(not steps, "open", got, hint=hint.format(field))
 
 
 def _translated(tree: PyTree, classes: set[type]) -> PyTree:
     """Replace states of other libraries by the equivalent states in ``classes``."""
-
-    def foreign(x: object) -> bool:
-        return type(x) not in classes and _BECOMES.get(type(x).__name__) in classes
+    becomes = {name: cls for name, cls in _BECOMES.items() if cls in classes}
 
     def translate(x: Any) -> Any:
-        cls = _BECOMES[type(x).__name__]
+        cls = becomes.get(type(x).__name__)
+        if cls is None:
+            return x
         names = _DATA["becomes"][type(x).__name__]["fields"]
         values = {ours: getattr(x, theirs) for ours, theirs in names.items()}
         for name in _DATA["numbers"].keys() & names:
             values[name] = jnp.asarray(values[name], _DATA["numbers"][name]).reshape(())
         return _translated(cls(**dict.fromkeys(cls._fields) | values), classes)
 
-    return jax.tree.map(lambda x: translate(x) if foreign(x) else x, tree, is_leaf=foreign)
+    return jax.tree.map(
+        translate, tree, is_leaf=lambda x: type(x) not in classes and type(x).__name__ in becomes
+    )
 
 
 def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, after: PyTree) -> None:
-    """Refuse a state that was made for params of other shapes, or of other names (``by_shape``)."""
+    """Refuse a state for params of other shapes, or in ``by_shape`` with other names."""
     by_place = {(type(x.state), x.rel): x for x in olds}
     shapes = {(x.owner, x.shape) for x in olds}
     for new in news:
         old = by_place.get((type(new.state), new.rel), new)
-        # Optimizers keep an array of one element instead of a state that they do not need.
+        # Optimizers store an array of one element in place of moments that they do not need.
         same = old.shape in (new.shape, (1,)) or (new.owner, new.shape) in shapes
         got = f"{trees.path_name(new.owner or ()) or 'a leaf'} of {new.shape}"
         require(same or new.shape != new.like, "shapes", got, shape=old.shape, path=_spot(old.path))
@@ -343,7 +344,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Record the size of the arrays' dimension of replicas; return the arrays and the size or 0."""
+    """Return the arrays with the size of their dimension of replicas, and the size or 0."""
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -358,31 +359,35 @@ def _of_class(leaves: list[Leaf], cls: type) -> dict[Path, Leaves]:
     return {at: {x.rel: x for x in leaves if x.at == at} for at in paths}
 
 
-def _can_replace(old: Leaf, new: Leaf) -> bool:
-    """Return whether an old array can replace a new array, if need be in another precision."""
-    x, y = old.value, new.value
-    floats = trees.is_inexact(x.dtype) and trees.is_inexact(y.dtype)
-    alike = x.dtype == y.dtype or (floats and jnp.iscomplexobj(x) == jnp.iscomplexobj(y))
-    shared = new.replicas is None and (old.replicas or 1) > 1
-    return alike and old.shape == new.shape and not shared
+def _fitting(old: Leaves, new: Leaves) -> Leaves:
+    """Return the arrays of an old state that can replace arrays of a new state.
+
+    The precision may differ.
+    """
+    fitting: Leaves = {}
+    for x, y in ((x, new[rel]) for rel, x in old.items() if rel in new):
+        before, after = x.value, y.value
+        floats = trees.is_inexact(before.dtype) and trees.is_inexact(after.dtype)
+        floats &= jnp.iscomplexobj(before) == jnp.iscomplexobj(after)
+        shared = y.replicas is None and (x.replicas or 1) > 1
+        if x.shape == y.shape and (before.dtype == after.dtype or floats) and not shared:
+            fitting[y.path] = x
+    return fitting
 
 
 def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -> Leaves:
     """Match the old states of a class to the new states: the best fit first, then in order.
 
-    An old state may become several new states. Several old states may become one if each has the
-    moments of different params, or if they are translated and each has different fields.
+    An old state may become several new states. Several old states may become one state if each has
+    the moments of different params, or if the states are translated and have different fields.
     """
     matches: Leaves = {}
     primary: dict[Path, Path] = {}
     pairs = list(itertools.product(olds, news))
-    fitting: dict[tuple[Path, Path], Leaves] = {}
-    for old, new in pairs:
-        both = ((x, news[new][rel]) for rel, x in olds[old].items() if rel in news[new])
-        fitting[old, new] = {y.path: x for x, y in both if _can_replace(x, y)}
+    fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Count arrays that fit, equal dtypes, arrays left over, and equal ``partition`` labels."""
+        """Count fitting arrays, equal dtypes, surplus arrays (negative), and equal labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}
@@ -399,12 +404,12 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
         free = {y: x for y, x in fitting[old, new].items() if not (y in matches or x.path in used)}
         if any(x.owner is not None for x in free.values()):
             if primary.setdefault(new, old) != old:
-                notes.append(_DATA["notes"]["also"].format(_named(first), _spot(new), _spot(old)))
+                notes.append(_DATA["notes"]["also"].format(first.name, _spot(new), _spot(old)))
         matches |= free if new in primary else {}
     chosen = [(primary[new], new) for new in news if new in primary]
     if len(pairs) > 1 and chosen != [*itertools.zip_longest(olds, news)]:
         words = ", ".join(f"{_spot(old)} -> {_spot(new)}" for old, new in chosen) or "none fits"
-        notes.append(_DATA["notes"]["several"].format(_named(first), len(olds), len(news), words))
+        notes.append(_DATA["notes"]["several"].format(first.name, len(olds), len(news), words))
     for at, new in news.items():
         for path in _incomplete(olds[primary[at]] if at in primary else new, new, matches):
             matches.pop(path, None)
@@ -427,25 +432,25 @@ def _incomplete(old: Leaves, new: Leaves, matches: Leaves) -> list[Path]:
 
 
 def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) -> None:
-    """Refuse moments and residuals of gradients that come times another loss scale.
+    """Refuse moments and residuals if another loss scale multiplied their gradients.
 
-    A scaler divides the gradients for the states inside it; other states get them times its scale.
+    A scaler divides the gradients only for the states inside the scaler.
     """
     before, after = ([x for x in y if x.field == x.holds.scale != ""] for y in (olds, news))
 
     def outside(at: Path, scalers: list[Leaf]) -> list[Any]:
-        # A scaler next to the optimizer does not divide the gradients of the optimizer's state.
+        # A scaler that is next to the optimizer does not divide the optimizer's gradients.
         around = (x for x in scalers if getattr(x.state, "inner_state", ()) is not None)
         leaves = [matches.get(x.path, x) for x in around if at[: len(x.at)] != x.at]
         return [np.unique(x.value).tolist() for x in leaves]
 
     for y in (y for y in news if y.path in matches and trees.is_inexact(y.value.dtype)):
-        # If the only param is a scalar, every scalar of a state looks like an array of this param.
+        # If the only param is a scalar, every scalar of a state looks like an array of the param.
         owned = y.owner is not None and not y.owner == y.shape == ()
         other = y.holds.params or y.holds.opened
         at = matches[y.path].at
         scales = outside(at, before), outside(y.at, after)
-        words = f"{_named(y)} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
+        words = f"{y.name} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
         require(other or not owned or scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
 
 
@@ -454,7 +459,7 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
     dtype = new.value.dtype
     if dtype == old.value.dtype:
         return old
-    where = f"{new.field} of {_named(new)} at {_spot(new.at)}"
+    where = f"{new.field} of {new.name} at {_spot(new.at)}"
     notes.append(_DATA["notes"]["cast"].format(where, old.value.dtype, dtype))
     value = old.value.astype(dtype)
     require(norms.stays_finite(old.value, value), "range", f"{dtype} at {_spot(new.path)}")
@@ -477,8 +482,8 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int) -> jax.Array:
     if leaf.replicas is None:
         return _copy(x[0] if leads else x, leaf.value)
     if leads is not None or (leaf.replicas and old is None):
-        # Without a mesh the new state's array is not placed yet, so the old array's placement is
-        # used.
+        # Without a mesh, the new state's array is not placed yet, so the placement of the old array
+        # applies.
         return _copy(x, leaf.value if leaf.replicas else x)
     x = spread_anew(PerReplica(x[None]), replicas, False).local if replicas else x
     return _copy(x, x if replicas and not leaf.replicas else leaf.value)
@@ -488,7 +493,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
     """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
     if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
-    # It goes through the host, because a copy of a committed array would be committed.
+    # The copy is through the host, because a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True) if x.is_fully_replicated else x.copy()
 
 
@@ -503,25 +508,22 @@ def _report(olds: list[Leaf], news: list[Leaf], matches: Leaves, notes: Notes) -
     lines: dict[str, list[str]] = {"kept": [], "anew": [], "dropped": []}
     for (what, old, new), some in groups.items():
         path = _spot(new) if old == new else f"{_spot(old)} -> {_spot(new)}"
-        fields = ", ".join(_fields(some, olds if what == "dropped" else news))
-        lines[what].append(f"{_named(some[0])} {fields}: {path}")
+        fields: list[str] = []
+        for field in dict.fromkeys(x.field for x in some):
+            names = [trees.path_name(x.rel) for x in some if x.field == field]
+            state = [x for x in (olds if what == "dropped" else news) if x.at == some[0].at]
+            complete = len(names) == sum(x.field == field for x in state)
+            fields += [field] if complete else [*names[:4], *["..."] * (len(names) > 4)]
+        lines[what].append(f"{some[0].name} {', '.join(fields)}: {path}")
     notes += [x for y in news if y.path in matches for x in _saved_wins(y, matches[y.path].value)]
     return MigrationReport(*map(tuple, [*lines.values(), dict.fromkeys(notes)]))
 
 
-def _fields(some: list[Leaf], leaves: list[Leaf]) -> Iterable[str]:
-    """Yield the names of fields, or of single arrays if some arrays of a field are missing."""
-    for field in dict.fromkeys(x.field for x in some):
-        names = [trees.path_name(x.rel) for x in some if x.field == field]
-        complete = len(names) == sum((x.at, x.field) == (some[0].at, field) for x in leaves)
-        yield from [field] if complete else [*names[:4], *["..."] * (len(names) > 4)]
-
-
 def _saved_wins(leaf: Leaf, saved: jax.Array) -> Iterator[str]:
-    """Yield a note on each saved number that differs from the new chain's argument."""
+    """Yield a note for each saved number that differs from the new chain's argument."""
     is_argument = leaf.field != "" and leaf.field in (leaf.holds.scale, leaf.holds.basis)
     if leaf.field == "hyperparams":
         is_argument = leaf.rel[1].key not in getattr(leaf.state, "hyperparams_states", {})
     if is_argument and saved.shape == leaf.value.shape and not np.array_equal(saved, leaf.value):
         words = "the saved one" if saved.ndim else f"{saved!s}, not {leaf.value!s}"
-        yield f"{trees.path_name(leaf.path)} is {words}: the saved value stays."
+        yield f"{trees.path_name(leaf.path)} is {words}: the saved value replaces the argument."

@@ -4,15 +4,16 @@
 A manager is a value in a dictionary for ``boostax.auto``. An optimizer is a chain of Optax that
 computes the same updates as the optimizer of this name in ``mindspore.nn``.
 
-Unless params are given to MindSpore in groups, its weight decay leaves out params whose names
-contain ``beta`` or ``gamma``, the vectors of norms. Here weight decay leaves out all params of a
-layer with a norm's name (``boostax.precision.policy.NORMS``), and params with one of the two words
-in their path.
+If MindSpore gets params without groups, its weight decay excludes params whose names contain
+``beta`` or ``gamma``, which are the vectors of norms. In boostax, weight decay excludes all params
+of a layer with a norm's name (``boostax.precision.policy.NORMS``), and params with one of the two
+words in their path.
 
 References:
   MindSpore 2.10, ``mindspore/nn/optim``, ``mindspore/train/loss_scale_manager.py``.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -41,9 +42,9 @@ def DynamicLossScaleManager(
 
     Args:
       init_loss_scale: the first scale.
-      scale_factor: the factor by which an overflow divides the scale, down to 1, and by which the
-        scale grows.
-      scale_window: clean steps before the scale grows.
+      scale_factor: the factor by which the scale grows, and by which an overflow divides the scale,
+        down to 1.
+      scale_window: the number of clean steps before the scale grows.
 
     Returns:
       The arguments of ``boostax.dynamic_loss_scale`` as data. Cost: none.
@@ -99,17 +100,17 @@ def momentum(
     .. math::
       v \leftarrow u v + g / c + \lambda w, \qquad w \leftarrow w - \eta v
 
-    With ``use_nesterov`` the step is :math:`\eta (g / c + \lambda w + u v)`; MindSpore's CPU
+    With ``use_nesterov``, the step is :math:`\eta (g / c + \lambda w + u v)`; MindSpore's CPU
     operator ignores ``use_nesterov``.
 
     Args:
-      learning_rate: a number, a function of the step, or a list with the rate of each step, whose
-        last rate is kept.
+      learning_rate: a number, a function of the step, or a list with the rate of each step; after
+        the end of the list, the last rate applies.
       momentum: :math:`u`, at least 0.
       weight_decay: :math:`\lambda`, coupled.
       loss_scale: :math:`c`, which divides the gradients of a loss that is multiplied by :math:`c`.
       use_nesterov: see above.
-      grouped: whether decay includes the params of norms, as in MindSpore for params in groups.
+      grouped: whether decay includes the params of norms, as MindSpore's does for params in groups.
 
     Returns:
       A transformation. Cost: one copy of the params.
@@ -156,12 +157,10 @@ def sgd(
       ValueError, TypeError: ``loss_scale`` is not positive; ``nesterov`` without momentum or with
         dampening.
     """
-    hint = "It needs momentum alone."
     is_valid = not nesterov or (momentum > 0 and dampening == 0)
-    checks.require(is_valid, "sgd", "nesterov", nesterov, "False here", hint)
-    parts = [optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))]
-    parts = parts if momentum and dampening else []
-    parts += [optax.trace(momentum, nesterov)] if momentum else []
+    checks.require(is_valid, "sgd", "nesterov", nesterov, "False here", "Pass momentum alone.")
+    dampened = optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))
+    parts = [*[dampened] * bool(dampening), optax.trace(momentum, nesterov)] if momentum else []
     return _coupled("sgd", weight_decay, loss_scale, grouped, [*parts, _rate("sgd", learning_rate)])
 
 
@@ -219,7 +218,7 @@ def adam_weight_decay(
     Raises:
       ValueError, TypeError: ``loss_scale`` is not positive.
     """
-    moments = _moments(beta1, beta2, eps, corrected=False)
+    moments = _moments(beta1, beta2, eps, debias=False)
     decay = _decay(weight_decay, grouped)
     return optax.chain(moments, decay, _rate("adam_weight_decay", learning_rate))
 
@@ -234,10 +233,10 @@ def lars(
     .. math::
       g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
 
-    MindSpore applies the optimizer's weight decay and loss scale in LARS, so pass them here:
+    MindSpore applies the optimizer's weight decay and loss scale in LARS, so pass both to ``lars``:
     ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` is
     ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore has the operator
-    only on Ascend; this is the documented formula.
+    only on Ascend, so the formula is from its documentation.
 
     Args:
       weight_decay: :math:`\lambda`; the params of norms have no decay.
@@ -273,9 +272,7 @@ def lars(
     return _coupled("lars", 0.0, loss_scale, False, [scaled])
 
 
-def _moments(
-    b1: float, b2: float, eps: float, corrected: bool = True, nesterov: bool = False
-) -> Tx:
+def _moments(b1: float, b2: float, eps: float, debias: bool = True, nesterov: bool = False) -> Tx:
     """Scale by the moments of MindSpore's Adam."""
 
     @describe("adam", "moments")
@@ -284,7 +281,7 @@ def _moments(
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
         ahead = optax.tree.update_moment(updates, mu, b1, 1) if nesterov else mu
-        factor = jnp.sqrt(1 - b2**count) / (1 - b1**count) if corrected else 1.0
+        factor = jnp.sqrt(1 - b2**count) / (1 - b1**count) if debias else 1.0
         updates = jax.tree.map(lambda m, v: factor * m / (jnp.sqrt(v) + eps), ahead, nu)
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
@@ -299,12 +296,10 @@ def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: li
 
 def _decay(rate: float, grouped: bool) -> Tx:
     """Add weight decay; the params of norms decay only if ``grouped``."""
-
-    def mask(params: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: grouped or not re.search(_SPARED, trees.path_name(path)), params
-        )
-
+    mask = functools.partial(
+        jax.tree.map_with_path,
+        lambda path, _: grouped or not re.search(_SPARED, trees.path_name(path)),
+    )
     return optax.add_decayed_weights(rate, mask) if rate else optax.identity()
 
 
@@ -313,8 +308,7 @@ def _rate(who: str, rate: Rate) -> Tx:
     listed = type(rate) in (list, tuple) and not any(map(np.ndim, jax.tree.leaves(rate)))
     is_rate = any((listed, callable(rate), jax.tree_util.all_leaves((rate,))))
     allowed = "a number, a schedule or a list of rates"
-    hint = "Params are left out here."
-    checks.require_type(is_rate, who, "learning_rate", "a tree of arrays", allowed, hint)
+    checks.require_type(is_rate, who, "learning_rate", "a tree of arrays", allowed, "Omit params.")
     table = jnp.asarray(rate, jnp.float32) if np.ndim(rate) else None
-    # An index beyond the end takes the last element.
+    # An index beyond the end of the table reads the last element.
     return optax.scale_by_learning_rate(rate if table is None else table.__getitem__)

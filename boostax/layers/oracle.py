@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient function of a step whose loss scans layers, with work in the backward loop.
 
-The loop sums a stack's gradients, unsharded or in the shards of the params, or runs the stack's
-optimizer. See ``boostax.layers.scan`` for the loop, and ``boostax.layers.stacks`` for the stacks.
+The backward loop sums a stack's gradients, unsharded or in shards like the params, or runs the
+stack's optimizer. ``boostax.layers.scan`` has the loop, and ``boostax.layers.stacks`` the stacks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class LayeredOracle(Oracle):
         """Return the gradient function for params of these types and this placement."""
         self.plan.layers.require_stacked(types)
         plan = dataclasses.replace(self.plan, types=types, place=place, wire=wire)
-        plan.sharded_dims  # noqa: B018, it refuses layers that are sharded along their number
+        plan.sharded_dims  # noqa: B018, the property refuses stacks that are sharded along layers
         return dataclasses.replace(self, plan=plan)
 
     def inputs(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, Gradients]:
         """Return params and the states of released layers, with specs; see ``Oracle.inputs``."""
-        hint = "Its layers would be gathered from other replicas."
-        got = "those of each replica" if is_per_replica(params) else None
-        checks.absent(_WHO, "params", got, "common with layers=", hint)
+        hint = "Layers are gathered from other replicas."
+        got = "different per replica" if is_per_replica(params) else None
+        checks.absent(_WHO, "params", got, "equal on all replicas with layers=", hint)
         # An optimizer's state keeps the nodes of its params, which may be Variables of NNX.
         states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
         local = Gradients(PartitionSpec(self.names))
@@ -77,12 +77,12 @@ class LayeredOracle(Oracle):
     def local(self, params: PyTree, *args: PyTree) -> tuple[Result, Gradients]:
         """Return loss, aux and gradients of one replica; for the arguments see ``Oracle.local``."""
         batch, scale, kwargs, active, rules, _ = args
-        hint = "A frozen layer's gradient would be computed in the loop."
+        hint = "The backward loop would compute a frozen layer's gradient."
         got = None if active is True else "a frozen stack"
         checks.absent(_WHO, "layers", got, "None with freezing", hint)
         params, states = params
         rules = carried.resolve(rules, params)
-        hint = "A carried leaf's cotangent is no gradient."
+        hint = "The cotangent of a carried leaf is its new value, not a gradient."
         checks.absent(_WHO, "layers", [*rules][:3] or None, "None with boostax.carry", hint)
         count = self._slices(batch) // self.replicas
         return _Replica(self, self.plan, params, states, batch, count).gradients(kwargs, scale)
@@ -99,17 +99,16 @@ class LayeredOracle(Oracle):
         if not scan.STACKS.get():
             return
         missing = [stack.name for stack in scan.STACKS.get() if not stack.scanned]
-        hint = "Scan its params themselves: casts, masks and the like belong into the body."
+        hint = "Scan the unmodified params of the stack, and cast or mask them inside the body."
         allowed = "scanned by boostax.train.scan_layers in loss_fn"
         checks.absent("scan_layers", "layers", missing or None, allowed, hint)
         shown = [self.plan.layers.stack_of(name) is not None for name in trees.names(trained)]
         got = "used outside" if any(interpret.flow(program, shown, None, any, False)) else None
-        hint = "No gradient would arrive there: move it into the body, or leave layers= out."
-        allowed = "used in scan_layers alone"
-        checks.absent("scan_layers", "params of layers", got, allowed, hint)
+        hint = "No gradient would arrive there. Move that code into the body, or leave layers= out."
+        checks.absent("scan_layers", "params of layers", got, "used only in scan_layers", hint)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that this function gathers itself."""
+        """Return the names of the params that the backward loop gathers, not the step."""
         return tuple(filter(self.plan.layers.stack_of, trees.names(params)))
 
 
@@ -120,7 +119,7 @@ class _Replica:
     Attributes:
       oracle: the gradient function.
       plan: the layers.
-      params: the params of this replica; those of the stacks as stored on the device.
+      params: the params of this replica; the stacks' params are as stored on the device.
       states: with ``release``, the states of the stacks' layers.
       batch: the batch of this replica.
       microbatches: the number of micro-batches of this replica.
@@ -135,16 +134,16 @@ class _Replica:
 
     @functools.cached_property
     def stacks(self) -> dict[str, Arrays]:
-        """Return the params that the loop reads: shards, or params that are gathered once."""
+        """Return the stacks' params that the loop reads: shards, or params gathered once."""
         stacks = self.plan.layers.split(self.params)[1]
         once = self.plan.layers.once
         return {k: self.plan.gathered(k, x, True) if once else x for k, x in stacks.items()}
 
     def gradients(self, kwargs: dict[str, PyTree], scale: jax.Array) -> tuple[Result, Gradients]:
-        """Return loss, aux and gradients; with ``once`` the stacks' gradients are local."""
+        """Return loss, aux and gradients; with ``once``, the stacks' gradients are local."""
         layers = self.plan.layers
         types = layers.split(self.plan.types)[1]
-        # The loss gets zeros in place of the layers.
+        # The loss gets zeros in place of the layers' params.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
         args = self.evaluate, layers.joined(self.params, zeros), self.batch, kwargs, scale
         accumulators: dict[str, PyTree] = {}
@@ -168,7 +167,7 @@ class _Replica:
         if layers.once:
             return (loss, aux), Gradients(grads)
         if not layers.release:
-            # The mean of the weighted sums over the replicas is divided by the mean of the weights.
+            # The sums are means over the replicas of weighted gradients, and so is the weight.
             means = layers.alone(self.params, self.means(stacks, weight))
             return (loss, aux), Gradients(grads, means)
         of_stack = functools.partial(jax.tree.map, scan.from_floats)
@@ -179,14 +178,14 @@ class _Replica:
         return (loss, aux), Gradients(grads, applied=applied)
 
     def means(self, sums: dict[str, Arrays], weight: PyTree) -> dict[str, Arrays]:
-        """Divide the sums of stacks by their weight, or without one by the micro-batches."""
+        """Divide the sums of stacks by their weight; by default, by the number of micro-batches."""
         total = self.microbatches if weight is None else weight
         return {k: auxiliary.divide(x, jnp.asarray(total, jnp.float32)) for k, x in sums.items()}
 
     def evaluate(
         self, *args: PyTree, threaded: tuple[dict[str, PyTree], jax.Array], **kwargs: PyTree
     ) -> tuple[Result, PyTree, PyTree]:
-        """Return loss, aux and other params' gradient of a micro-batch, and new accumulators."""
+        """Return loss, aux, the gradients outside of the stacks, and the new accumulators."""
         params, rows, counts, scale = args
         layers = self.plan.layers
         accumulators, finite = threaded
@@ -204,7 +203,7 @@ class _Replica:
             value, pull, (loss, aux) = jax.vjp(scaled_loss, head, accumulators, has_aux=True)
         seed = jnp.ones_like(value)
         if layers.release:
-            # A replica without items is ignored; if no replica has items, the step is skipped.
+            # A replica without items is ignored. If no replica has items, the step is skipped.
             counted = jnp.asarray(True) if weight is None else weight > 0
             finite = axes.agree(jnp.isfinite(value) | ~counted, self.plan.names)
             finite &= ~axes.agree(~counted, self.plan.names)
@@ -218,8 +217,8 @@ class _Replica:
     def weight(self, params: PyTree, rows: PyTree, kwargs: dict[str, PyTree]) -> Weight:
         """Return the weight of a micro-batch's gradients in the loop; ``None`` for equal weights.
 
-        The weight must be known before the backward pass, so the loss is evaluated once more; XLA
-        removes all but the weight.
+        The weight must be known before the backward pass, so the loss is evaluated once more, and
+        XLA removes all code but that of the weight.
         """
 
         def items(params: PyTree, rows: PyTree) -> PyTree:
@@ -236,7 +235,7 @@ class _Replica:
         return local * self.oracle.replicas / jnp.where(total > 0, total, 1)
 
     def traced(self, accumulators: PyTree = None, weight: Weight = None) -> list[scan.Stack]:
-        """Return the stacks for a trace of the loss; without accumulators, for a forward pass."""
+        """Return the stacks for a trace of the loss; without accumulators for a forward pass."""
         policy = self.plan.policy
         cast = None
         if policy is not None and policy.only_matmuls:
@@ -252,12 +251,11 @@ class _Replica:
     def update(
         self, name: str, weight: Weight, layer: PyTree, grads: Arrays, finite: jax.Array
     ) -> PyTree:
-        """Add the gradients of a layer to their sums, or run its optimizer unless it is skipped."""
+        """Add the gradients of a layer to their sums, or run its optimizer unless skipped."""
         if weight is not None:
-            # Without items the mean is 0/0.
-            grads = [
-                jnp.where(weight == 0, 0, g.astype(trees.wide_dtype(g)) * weight) for g in grads
-            ]
+            # The mean of no items is 0/0.
+            products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)
+            grads = [jnp.where(weight == 0, 0, g) for g in products]
         grads = grads if self.plan.layers.once else self.plan.reduced(name, grads)
         if not self.plan.layers.release:
             pairs = zip(layer, grads, strict=True)
@@ -273,8 +271,8 @@ class _Replica:
 
 
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
-    """Return a gradient function that runs layers; its params are set later by ``placed``."""
-    hint = "Each layer is updated once per call: take the rows of all micro-batches at once."
+    """Return a gradient function that runs layers; ``placed`` sets the types of the params."""
+    hint = "Each layer is updated once per call. Leave microbatches= out, and pass all rows."
     got = oracle.count if plan.layers.release and oracle.count != 1 else None
     checks.absent(_WHO, "microbatches", got, "1 with release=True", hint)
 
@@ -288,7 +286,7 @@ def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
         return oracle.loss_fn(params, *args, **kwargs)
 
     fields = {x.name: getattr(oracle, x.name) for x in dataclasses.fields(oracle)}
-    # The loss gets the leaves that the policy has cast, so these leaves are noted.
+    # The policy casts leaves before the loss sees them, so ``of_model`` records the cast leaves.
     fields["computed"] = of_model if policy is None else policy.compute(of_model)
     return LayeredOracle(**fields, plan=dataclasses.replace(plan, policy=policy))
 
@@ -300,11 +298,11 @@ class Layers(Stacked, Backward):
     Attributes:
       path: the path of the stacked params, such as ``"decoder/blocks"``, or several paths.
       weights: when to gather params that are sharded over the replicas (FSDP). ``"once"`` gathers
-        them once per call, in the dtype in which the loss computes, sums unsharded gradients on
-        each device and leaves the reduction to the optimizer. ``"by layer"`` gathers each layer
-        before its computation, in both passes, and reduce-scatters its gradient immediately, so
-        that a device has only one gathered layer besides its shards; the reduction is the plain
-        mean.
+        the params once per call, in the dtype in which the loss computes, and sums unsharded
+        gradients on each device; the optimizer reduces the sums. ``"by layer"`` gathers each layer
+        before its computation, in both passes, and reduce-scatters the layer's gradient
+        immediately, so that a device has only one gathered layer in addition to its shards; the
+        reduction is the plain mean.
       release: whether to run the stacks' optimizer in the backward loop, layer by layer, so that
         only one layer's gradient exists at a time. Weights are then gathered by layer.
 
@@ -326,8 +324,8 @@ class Layers(Stacked, Backward):
     def planned(
         self, tx: optax.GradientTransformation, shard_optimizer: bool
     ) -> tuple[optax.GradientTransformation, Around]:
-        """Return the optimizer of a step with layers, and what makes its gradient function."""
-        hint = "Shard the params of the layers (FSDP)."
+        """Return the optimizer of a step with layers, and the maker of its gradient function."""
+        hint = "Shard the params of the layers instead, as FSDP does."
         got = True if shard_optimizer and self.release else None
         checks.absent(_WHO, "shard_optimizer", got, "False with release=True", hint)
         if not self.once:

@@ -16,7 +16,7 @@ from boostax.train.compiled import asked
 from boostax.train.oracle import Gradients
 
 _WHO = "Layers"
-# The roles of parts that need several calls, or a decision about all gradients together.
+# The roles of parts that need several calls, or that decide about all gradients together.
 _REFUSED = frozenset(
     "window|peer window|adder|scaler|hold|check|freeze|carry|delta|own params|subspace|"
     "outer optimizer".split("|")
@@ -30,8 +30,8 @@ class LayersState(NamedTuple):
       stacks: the states of the layers of each stack.
       rest: the optimizer state of all other params.
       applied: whether the last step was applied.
-      layers_skipped: the number of layer updates that were skipped, because the layer's gradient or
-        the loss was not finite.
+      layers_skipped: the number of skipped updates of layers. An update is skipped if the layer's
+        gradient or the loss is not finite.
     """
 
     stacks: dict[str, PyTree]  # each array [layers, ...]
@@ -52,7 +52,7 @@ class Released(NamedTuple):
     Attributes:
       params: the new params of each stack.
       states: the new states of each stack's layers.
-      finite: whether the step is applied: the loss was finite, and counted at least one item.
+      finite: whether the step is applied, because the loss was finite and counted an item.
       skipped: the number of skipped layers.
     """
 
@@ -65,17 +65,17 @@ class Released(NamedTuple):
 def released(
     tx: optax.GradientTransformation, layers: Stacked
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` in a form that takes the stacks' updates from the backward loop.
+    """Return ``tx`` in a form that accepts the stacks' updates from the backward loop.
 
-    It refuses parts that need all gradients, several calls, or the loss.
+    The function refuses parts that need all gradients, several calls, or the loss.
     """
     inner = optax.with_extra_args_support(tx)
     arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
     got = f"one that asks for {arguments}" if arguments else None
-    hint = "Layers are updated before the loss is returned: leave release= out."
+    hint = "Layers are updated before the loss is returned. Leave release= out."
     checks.absent(_WHO, "tx", got, "an optimizer without them with release=True", hint)
     got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
-    hint = "A layer's gradient is gone when the next one exists."
+    hint = "Only one layer's gradient exists at a time. Leave release= out."
     checks.absent(_WHO, "tx", got or None, "an optimizer without gates with release=True", hint)
 
     def init_fn(params: PyTree) -> LayersState:
@@ -83,8 +83,8 @@ def released(
         # The update of a leaf must not depend on other leaves' gradients.
         with axes.binding(axes.bound().names, averaged=True, partial=True):
             sources = jax.tree.leaves(gate.sources(inner, params)[0])
-        got = None if all(x <= {i} for i, x in enumerate(sources)) else "a norm of several"
-        allowed = "one that reads the gradient of one param at a time"
+        got = None if all(x <= {i} for i, x in enumerate(sources)) else "a norm of several params"
+        allowed = "an optimizer that reads the gradient of one param at a time"
         hint = "Clip each tensor by its norm: boostax.model.adagc() for optax.clip_by_global_norm."
         checks.absent(_WHO, "tx with release=True", got, allowed, hint)
         rest = gate.init_inner(inner, layers.split(params)[0])
@@ -95,15 +95,15 @@ def released(
     def step_fn(
         grads: gate.Pending, state: LayersState, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> Stepped:
-        hint = "Make them by boostax.value_and_grad(loss, mesh=mesh, layers=tx)."
-        got = None if isinstance(grads.raw, Gradients) else "others"
+        hint = "Use the gradients of boostax.value_and_grad(loss, mesh=mesh, layers=tx)."
+        got = None if isinstance(grads.raw, Gradients) else "other gradients"
         checks.absent("layers", "gradients", got, "those of scan_layers", hint)
         new: Released = grads.raw.applied
         head = layers.split(params)[0]
         grads = grads._replace(raw=grads.raw.local)
         stepped = gate.call(inner, grads, state.rest, head, apply=True, extra=extra)
-        # A branch around the params would contain the backward pass, for which a GPU copies the
-        # params.
+        # A branch around the params would contain the backward pass, and a GPU would copy the
+        # params for it.
         old = head, state.rest
         value, rest = jax.tree.map(lambda x, y: jnp.where(new.finite, x, y), stepped, old)
         value = layers.joined(value, new.params)
@@ -120,6 +120,5 @@ def require_mean(tx: optax.GradientTransformation) -> None:
         options = [x for x in ("clip", "wire", "decay") if row.part.settings.get(x) is not None]
         got = (row.part.name, *options)
         is_mean = row.role not in REDUCTIONS or got == ("all_reduce",)
-        allowed = "one with the plain mean where layers are reduced in the loop"
-        hint = "The loop averages gradients: boostax.all_reduce()."
-        checks.require(is_mean, _WHO, "tx", got=got, allowed=allowed, hint=hint)
+        allowed = "one with the plain mean, because the backward loop averages gradients"
+        checks.require(is_mean, _WHO, "tx", got, allowed, "Use boostax.all_reduce().")

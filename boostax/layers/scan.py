@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scan over stacked layers that reduces gradients, or runs the optimizer, in its backward loop.
 
-The loss contains the loop over layers, and its backward loop computes one layer's gradient at a
-time. So work per layer happens there: gather the layer's weights, reduce its gradient, add the
-gradient to a sum, or run the optimizer.
+The loss contains the loop over layers, and the backward loop computes one layer's gradient at a
+time. So the backward loop can do the work of a layer: gather its weights, reduce its gradient, add
+the gradient to a sum, or run the optimizer.
 
 The scan is a ``jax.custom_vjp``. Its *accumulator* is a tree with a slice for each layer: sums of
 gradients, or params and optimizer state. The backward loop carries the accumulator and updates one
-slice at a time in place, and the cotangent of the accumulator *is its new value*. So the gradients
-of all layers never exist together.
+slice at a time in place, and the cotangent of the accumulator *is the new value*. So the gradients
+of all layers never exist at the same time.
 """
 
 import contextvars
@@ -30,10 +30,10 @@ Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 # The same body with a layer's weights and other scanned values as two arguments.
 Layer = Callable[[PyTree, Arrays, Arrays], tuple[PyTree, PyTree]]
 _WHO = "scan_layers"
-# A cotangent must be a float, so integers, bools and keys are passed as the bits of floats of equal
+# Cotangents must be floats, so integers, bools and keys are passed as the bits of floats of equal
 # size.
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
-# The stacks of the loss that is traced; empty outside of a step with ``layers=``.
+# The stacks of the loss during its trace; empty outside of a step with ``layers=``.
 STACKS: contextvars.ContextVar[Sequence["Stack"]] = contextvars.ContextVar("stacks", default=())
 
 
@@ -42,25 +42,25 @@ def scan_layers(
 ) -> tuple[PyTree, PyTree]:
     """Scan over stacked layers like ``jax.lax.scan``, for a step with ``layers=``.
 
-    Use it in place of ``lax.scan`` in the loss; elsewhere it behaves like ``lax.scan``. In a step
-    with ``make_train_step(layers=...)`` it gathers each layer's weights, and in the backward loop
+    Call ``scan_layers`` in place of ``lax.scan`` in the loss. In a step with
+    ``make_train_step(layers=...)``, the scan gathers each layer's weights, and its backward loop
     reduces the layer's gradient or runs the layer's optimizer; see ``boostax.train.Layers``. The
     forward pass then stores only the carry of ``body``, and the backward pass computes each layer
-    again.
+    again. Outside of such a step, the function behaves like ``lax.scan``.
 
     Args:
       body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Cast weights inside ``body``.
       init: the first carry.
       xs: the unmodified params of the stacked layers, each leaf ``[layers, ...]``; or a tree of
         these params and other scanned values, such as dropout keys.
-      remat: whether to scan ``jax.checkpoint(body)`` outside of such a step.
+      remat: whether to scan ``jax.checkpoint(body)`` outside of a step with ``layers=``.
 
     Returns:
       ``(carry, ys)`` as ``lax.scan`` does.
 
     Raises:
-      ValueError: in a step with ``layers=``, some params of a stack are missing, the stack is
-        scanned twice, or the scan is under ``jax.vmap``.
+      ValueError: in a step with ``layers=``, ``xs`` lacks params of a stack, a stack is scanned
+        twice, or the scan is under ``jax.vmap``.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -100,8 +100,8 @@ class Stack:
       read: ``read(weights)`` returns a layer's weights as ``body`` gets them.
       update: ``update(accumulator, gradient, finite)`` returns a layer's new accumulator;
         ``finite`` is whether the cotangent of the layers' results is finite.
-      accumulator: see the module; an ``UpdatedLayers`` contains the params. ``None`` for a forward
-        pass only.
+      accumulator: see the module; an ``UpdatedLayers`` contains the params. ``None`` if only a
+        forward pass is traced.
       wrap: a transformation of the body, such as a policy's, or ``None``.
       shown: the leaves that the loss gets in place of the stack's params, which it may only pass to
         the scan.
@@ -127,37 +127,35 @@ class Stack:
         hint = "Scan all params of the stack in one call."
         checks.absent(_WHO, "xs", got, "all params of the stack", hint)
         got = "scanned again" if self.scanned else None
-        hint = "A second scan would update its params twice: leave it out of layers=."
+        hint = "A second scan would update its params again. Leave this stack out of layers=."
         checks.absent(_WHO, f"the stack {self.name!r}", got, "scanned once in a loss", hint)
         self.scanned = True
         body = body if self.wrap is None else self.wrap(body)
-        init = jax.tree.map(lambda x: _unmapped(jnp.asarray(x)), init)
+        init = jax.tree.map(jnp.asarray, init)
+        others = [x for x, i in zip(leaves, order, strict=True) if i is None]
+        # The cotangents of an array that ``jax.vmap`` maps would be summed.
+        hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
+        error = _WHO, "init", "a mapped array", "outside jax.vmap", hint
+        for x in (*jax.tree.leaves(init), *others):
+            placement.seen(lax.stop_gradient(x), lambda _: checks.absent(*error))
 
         def layer(carry: PyTree, weights: Arrays, others: Arrays) -> tuple[PyTree, PyTree]:
             values = iter(others)
             x = [next(values) if i is None else weights[i] for i in order]
             return body(carry, treedef.unflatten(x))
 
-        others = [_unmapped(x) for x, i in zip(leaves, order, strict=True) if i is None]
         if self.accumulator is not None:
             return _scan_with_updates(self, layer, init, others)
         xs = self.weights, others
         return lax.scan(lambda carry, x: layer(carry, self.read(x[0]), x[1]), init, xs)
 
 
-def _unmapped(x: jax.Array) -> jax.Array:
-    """Refuse an array that ``jax.vmap`` maps, because the cotangents would be summed."""
-    hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
-    error = _WHO, "init", "a mapped array", "outside jax.vmap", hint
-    placement.seen(lax.stop_gradient(x), lambda _: checks.absent(*error))
-    return x
-
-
 def _scan_with_updates(
     stack: Stack, layer: Layer, init: PyTree, others: Arrays
 ) -> tuple[PyTree, PyTree]:
     """Scan with a backward loop that updates the accumulator."""
-    # Params in an accumulator are read from it, because its cotangent is the new value.
+    # If the accumulator contains the params, the loop reads them there, because the cotangent of
+    # the accumulator is the new value.
     has_params = isinstance(stack.accumulator, UpdatedLayers)
     # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
     # arguments of ``hoisted``.
@@ -192,7 +190,14 @@ def _scan_with_updates(
             more, of_carry, grads, of_others = pull((_cotangent(like, of_carry), _at(of_ys, i)))
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
             old = _at(accumulator, i)
-            new = _computed(i, old, stack.update(old, grads, finite))
+            args = i, old, stack.update(old, grads, finite)
+            # XLA:CPU would compute each slice of the layer where it is written, from copies of the
+            # old arrays, and removes barriers. So all slices pass a branch that is always taken.
+            new = lax.platform_dependent(
+                *args,
+                cpu=lambda i, *x: lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, *x),
+                default=lambda i, old, new: new,
+            )
             accumulator = jax.tree.map(
                 lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, i, 0), accumulator, new
             )
@@ -209,21 +214,8 @@ def _scan_with_updates(
     return scanned(consts, init, others, [] if has_params else stack.weights, stack.accumulator)
 
 
-def _computed(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
-    """Compute all new slices of layer ``i`` before one of them is written.
-
-    XLA:CPU would compute each slice where it is written, from copies of the old arrays. XLA:CPU
-    removes barriers, so the new slices pass through a branch that is always taken.
-    """
-
-    def branch(i: jax.Array, old: PyTree, new: PyTree) -> PyTree:
-        return lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, old, new)
-
-    return lax.platform_dependent(i, old, new, cpu=branch, default=lambda i, old, new: new)
-
-
 def _at(tree: PyTree, i: int | jax.Array) -> PyTree:
-    """Return layer ``i`` of stacked values, also of the cotangents of integers."""
+    """Return layer ``i`` of stacked values, which may be cotangents of integers."""
     return jax.tree.map(
         lambda x: x[0, ...] if x.dtype == float0 else lax.dynamic_index_in_dim(x, i, 0, False), tree
     )

@@ -30,14 +30,14 @@ ShardedDims = Sequence[tuple[int, tuple[str, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """The fields of ``boostax.train.Layers``, and which params belong to its stacks."""
+    """The fields of ``boostax.train.Layers``, and methods that find the params of its stacks."""
 
     path: str | tuple[str, ...] = "layers"
     weights: Weights = "by layer"
     release: bool = False
 
     def __post_init__(self) -> None:
-        hint = "'by layer' holds one layer's weights, 'once' sends them once."
+        hint = "'by layer' stores one gathered layer at a time, 'once' gathers all layers once."
         checks.choice("Layers", "weights", self.weights, Weights, hint)
 
     @property
@@ -51,31 +51,30 @@ class Stacked:
         return self.weights == "once" and not self.release
 
     def stack_of(self, name: str) -> str | None:
-        """Return the path of the stack to which the param of a name belongs, or ``None``."""
+        """Return the path of the stack that contains the param of this name, or ``None``."""
         return next((x for x in self.paths if f"{name}/".startswith(f"{x}/")), None)
 
     def split(self, params: PyTree) -> tuple[PyTree, dict[str, list[Any]]]:
         """Return the params without the stacks, and the leaves of each stack."""
         stacks: dict[str, list[Any]] = {name: [] for name in self.paths}
-
-        def head(path: Path, leaf: PyTree) -> PyTree:
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+        head: list[PyTree] = []
+        for path, leaf in leaves:
             name = self.stack_of(trees.path_name(path))
-            if name is None:
-                return leaf
-            stacks[name].append(leaf)
-            return optax.MaskedNode()
-
-        return jax.tree_util.tree_map_with_path(head, params), stacks
+            if name is not None:
+                stacks[name].append(leaf)
+            head.append(leaf if name is None else optax.MaskedNode())
+        return treedef.unflatten(head), stacks
 
     def joined(self, head: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
-        """Put back the leaves of stacks that ``split`` took out; other leaves are unchanged."""
+        """Insert the leaves of stacks into a tree from ``split``; other leaves are unchanged."""
         leaves = {name: iter(stack) for name, stack in stacks.items()}
-
-        def join(path: Path, leaf: PyTree) -> PyTree:
+        nodes, treedef = jax.tree_util.tree_flatten_with_path(head, is_leaf=trees.is_masked)
+        result: list[PyTree] = []
+        for path, leaf in nodes:
             name = self.stack_of(trees.path_name(path))
-            return next(leaves[name], leaf) if name in leaves else leaf
-
-        return jax.tree_util.tree_map_with_path(join, head, is_leaf=trees.is_masked)
+            result.append(next(leaves[name], leaf) if name in leaves else leaf)
+        return treedef.unflatten(result)
 
     def alone(self, params: PyTree, stacks: Mapping[str, Sequence[Any]]) -> PyTree:
         """Return a tree like the params with only the leaves of these stacks, at their paths."""
@@ -86,14 +85,14 @@ class Stacked:
         for name, leaves in self.split(params)[1].items():
             counts = {x.shape[:1] for x in leaves}
             got = None if len(counts) == 1 and () not in counts else name
-            allowed = "one of stacked params, all [layers, ...] of one number of layers"
-            hint = f"The params are {', '.join(trees.names(params)[:6])}, ..."
+            allowed = "one of stacked params, all [layers, ...] with an equal number of layers"
+            hint = f"The names of the params are {', '.join(trees.names(params)[:6])}, ..."
             checks.absent("Layers", "path", got, allowed, hint)
 
     def first_states(
         self, tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...]
     ) -> dict[str, PyTree]:
-        """Return for each stack its layers' first states, ``[layers, ...]``."""
+        """Return the first states of each stack's layers, ``[layers, ...]``."""
         with axes.binding(names, averaged=True, partial=True):
             return {
                 k: jax.vmap(lambda x, k=k: gate.init_inner(tx, self.alone(params, {k: x})))(leaves)
@@ -128,7 +127,7 @@ class Plan:
 
     @functools.cached_property
     def sharded_dims(self) -> dict[str, list[ShardedDims]]:
-        """Return for each stack how a layer's params are sharded over the replicas."""
+        """Return how the params of a layer are sharded over the replicas, for each stack."""
         stacks: dict[str, list[ShardedDims]] = {name: [] for name in self.layers.paths}
         for path, _ in jax.tree_util.tree_leaves_with_path(self.types):
             name = self.layers.stack_of(trees.path_name(path))
@@ -136,14 +135,14 @@ class Plan:
                 spec = self.place.spec(path) if self.place else None
                 dims = sharded_dims(spec or PartitionSpec(), self.names)
                 got = f"{spec} at {trees.path_name(path)}" if any(i < 0 for i, _ in dims) else None
-                allowed = f"whole along the layers over {', '.join(self.names)}"
+                allowed = f"unsharded along the layers over {', '.join(self.names)}"
                 checks.absent("Layers", "params", got, allowed, "Shard another dimension.")
                 stacks[name].append(dims)
         return stacks
 
     @functools.cached_property
     def sharded_state(self) -> dict[str, PyTree]:
-        """Return for each stack a tree of how a layer's state is sharded over the replicas."""
+        """Return how a layer's state is sharded over the replicas, as a tree for each stack."""
         first_states = functools.partial(self.layers.first_states, self.tx, names=self.names)
         # The types have no shardings, because an Explicit mesh would check them.
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.types)
@@ -152,7 +151,7 @@ class Plan:
 
     @functools.cached_property
     def gathers_state(self) -> dict[str, bool]:
-        """Return for each stack whether its optimizer needs a gathered layer of sharded params."""
+        """Return whether the optimizer of a stack needs gathered layers of sharded params."""
         stacks = self.layers.split(self.types)[1]
         layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
         return {
@@ -168,7 +167,8 @@ class Plan:
             program = jax.make_jaxpr(lambda g, s, w: applied(self.tx, g, s, w, {}))(*args)
         highest = functools.partial(max, default=0)
 
-        # A fact is 0 for a value that all elements share, 1 for an array of elements, else 2.
+        # A fact is 0 for a value that all elements share, 1 for an array whose elements depend only
+        # on the same elements of the operands, else 2.
         def facts_of(eqn: Any, facts: list[int]) -> list[int]:
             shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
             is_elementwise = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1
@@ -208,7 +208,7 @@ class Plan:
         return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
 
     def reduced(self, name: str, grads: Arrays) -> Arrays:
-        """Average a layer's gradients over the replicas, in f32, into the params' shards."""
+        """Average a layer's gradients over the replicas in f32; return shards like the params'."""
 
         def average(grad: jax.Array, dims: ShardedDims) -> jax.Array:
             others = tuple(x for x in self.names if not any(x in over for _, over in dims))
@@ -227,7 +227,7 @@ class Plan:
     ) -> tuple[Arrays, PyTree]:
         """Return new params and state of a layer, from its mean gradient.
 
-        An optimizer that is not elementwise gets the gathered layer on each replica.
+        If the optimizer is not elementwise, each replica computes the update of a gathered layer.
         """
         dims = self.sharded_dims[name]
         if self.gathers_state[name]:
@@ -253,8 +253,8 @@ def sharded_dims(spec: PartitionSpec, names: tuple[str, ...]) -> ShardedDims:
 def _unsharded(x: jax.Array, dims: ShardedDims, stacked: bool = False) -> jax.Array:
     """Gather the shards of an array, or of a stack of arrays.
 
-    The shards are gathered on a leading dimension, because for a gather along the sharded dimension
-    XLA would change the layout of the whole stack.
+    The shards are gathered along a new leading dimension, because for a gather along the sharded
+    dimension XLA would change the layout of all layers of the stack.
     """
     for dim, over in dims:
         at = dim + stacked

@@ -2,9 +2,9 @@
 """The contract of a boostax transformation as runnable laws, also for your own transformations.
 
 Each law names the promise of ``docs/contract.md`` that it tests, and each promise lists its laws.
-The laws are in ``_single.py`` (one device; what Optax and Python do to any transformation),
-``_mapped.py`` (replicas and sharded params) and ``_pairs.py`` (pairs of programs, drawn from a
-seed).
+``_single.py`` has the laws on one device, and the laws about operations of Optax and Python.
+``_mapped.py`` has the laws of replicas and of sharded params. ``_pairs.py`` compares pairs of
+programs, drawn from a seed.
 
 Example:
   >>> import boostax.testing, optax
@@ -34,7 +34,7 @@ from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS, **PLACED_LAWS, **PAIR_LAWS}
 """Every law by name: a function of a ``Case`` that raises ``AssertionError``.
 
-Those in ``PAIR_LAWS`` also take a seed, which draws the programs that they compare.
+The laws in ``PAIR_LAWS`` also accept a seed, which draws the programs that the law compares.
 """
 
 

@@ -31,7 +31,7 @@ class Block:
 
 
 def example_params(dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
-    """Make params of dict, list, NamedTuple, dataclass, None, a scalar and an empty leaf."""
+    """Make params with all kinds of nodes: containers, None, a scalar and an empty leaf."""
     return {
         "dense": {"kernel": _wave((3, 4), 1.0, dtype), "bias": _wave((4,), 2.0, dtype)},
         "list": [jnp.asarray(0.5, dtype), jnp.zeros((0, 2), dtype)],
@@ -46,7 +46,7 @@ def even_params() -> PyTree:
 
 
 def example_grads(params: PyTree, seed: int) -> PyTree:
-    """Make gradients of moderate size in the params' dtypes; each seed gives other gradients."""
+    """Make gradients of moderate size in the params' dtypes, different for each seed."""
     index = itertools.count()
     return jax.tree.map(lambda p: _wave(p.shape, 7.0 + seed + 0.3 * next(index), p.dtype), params)
 
@@ -68,30 +68,30 @@ def poison(grads: PyTree, value: float, at: tuple[int, ...] | None = None) -> Py
 
 
 def assert_same(left: PyTree, right: PyTree, what: str) -> None:
-    """Compare structure, dtypes and values bit for bit."""
+    """Require equal structures, dtypes and values, bit for bit."""
     assert jax.tree.structure(left) == jax.tree.structure(right), f"{what}: structure differs"
     for (name, a), b in zip(trees.named(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=f"{what} at {name}", strict=True)
 
 
 def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6) -> None:
-    """Compare within a tolerance for compilation in another context."""
+    """Compare within a tolerance, because XLA may compile the two programs differently."""
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=what)
 
 
 def with_scale(state: PyTree, scale: float) -> PyTree:
     """Set the scale of all scalers in a state."""
-
-    def rescaled(x: PyTree) -> PyTree:
-        name = holds(type(x)).scale
-        return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
-
-    return jax.tree.map(rescaled, state, is_leaf=lambda x: bool(holds(type(x)).scale))
+    nodes, treedef = jax.tree.flatten(state, is_leaf=lambda x: bool(holds(type(x)).scale))
+    for i, node in enumerate(nodes):
+        name = holds(type(node)).scale
+        if name:
+            nodes[i] = node._replace(**{name: jnp.full_like(getattr(node, name), scale)})
+    return treedef.unflatten(nodes)
 
 
 def stack(grads: Sequence[PyTree]) -> PyTree:
-    """Stack trees on a leading dimension."""
+    """Stack trees along a new leading dimension."""
     return jax.tree.map(lambda *x: jnp.stack(x), *grads)
 
 

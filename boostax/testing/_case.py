@@ -21,6 +21,7 @@ from boostax.testing import _arrays as arrays
 from boostax.train.apply import apply_gradients
 
 Carry = tuple[PyTree, PyTree]
+Chain = optax.GradientTransformationExtraArgs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +29,22 @@ class Case:
     """A transformation that must keep the contract.
 
     Attributes:
-      name: its name in tests.
+      name: the name of the case in tests.
       make: ``make(inner, axis_name)`` builds the transformation around the optimizer ``inner``, or
         chains it before ``inner``; ``axis_name`` is ``None`` on a single device.
-      reduces: whether it takes local gradients and reduces them.
-      own_params: whether each replica keeps its own params.
-      skips: whether it skips steps whose gradients contain a number of ``bad``.
-      distributed: whether it can be used inside a mapped function.
-      by_shard: whether it treats each shard of a leaf as a leaf.
-      calls: number of calls per change of the params.
-      skip_calls: number of calls from a bad gradient to the decision to skip.
-      skip_view: a function that returns the part of the state that a skip must keep bit for bit.
-      scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, if it has several
-        scales.
-      bad_arguments: functions that must raise, each with a part of its message.
-      compresses: whether at every call it passes to ``inner`` the part of local gradients that a
-        codec sends, and keeps the rest in a residual.
+      reduces: whether the transformation expects local gradients and reduces them.
+      own_params: whether the params differ per replica.
+      skips: whether steps are skipped if their gradients contain a number of ``bad``.
+      distributed: whether the transformation can be used inside a mapped function.
+      by_shard: whether each shard of a leaf is treated as a leaf.
+      calls: the number of calls per change of the params.
+      skip_calls: the number of calls from a bad gradient to the decision to skip.
+      skip_view: a function that returns the part of the state that a skip must not change.
+      scaled: ``scaled(grads, state)`` multiplies the gradients by the scales of the loss, if a
+        loss has several scales.
+      bad_arguments: functions that must raise an error, each with a part of the error's message.
+      compresses: whether ``inner`` receives at every call the part of local gradients that a
+        codec sends, and a residual stores the rest.
       bad: numbers that no step may apply; the square of the finite number overflows.
     """
 
@@ -62,21 +63,19 @@ class Case:
     compresses: bool = False
     bad: tuple[float, ...] = (math.nan, math.inf, -math.inf, 1e36)
 
-    def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
+    def single(self, inner: Any = None) -> Chain:
         """Make the transformation for one device."""
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
-    def mapped(
-        self, axis_name: AxisName, inner: Any = None
-    ) -> optax.GradientTransformationExtraArgs:
-        """Make the transformation for a mapped function; add a mean if it does not reduce."""
+    def mapped(self, axis_name: AxisName, inner: Any = None) -> Chain:
+        """Make the transformation for a mapped function, behind a mean unless it reduces."""
         inner = optimizer() if inner is None else inner
         inner = inner if self.reduces else optax.chain(all_reduce(axis_name), inner)
         return drawn(self.make(inner, axis_name))
 
 
 def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation accept a test's gradients as if they were scaled.
+    """Make a transformation accept gradients of a test as if a loss scale had multiplied them.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -101,7 +100,7 @@ Law = Callable[..., None]
 
 
 def laws_in(names: dict[str, Any]) -> dict[str, Law]:
-    """Return a module's laws in order: its functions that take a case, or a case and a seed."""
+    """Return the laws of a module in order: functions of a case, or of a case and a seed."""
     functions = {name: value for name, value in names.items() if inspect.isfunction(value)}
     local = {name: f for name, f in functions.items() if f.__module__ == names["__name__"]}
     takes = {name: list(inspect.signature(f).parameters) for name, f in local.items()}
@@ -109,7 +108,7 @@ def laws_in(names: dict[str, Any]) -> dict[str, Law]:
 
 
 def optimizer() -> optax.GradientTransformationExtraArgs:
-    """Make an optimizer with everything that a skip must not change: moments, schedule, decay."""
+    """Make an optimizer with moments, a schedule and decay, which a skip must not change."""
     rate = optax.linear_schedule(1e-1, 1e-3, 20)
     return optax.chain(optax.clip_by_global_norm(10.0), optax.adamw(rate, weight_decay=1e-2))
 
@@ -140,19 +139,19 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
 
 
 def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) -> Carry:
-    """Make the first params and state, in their form outside of a mapped function."""
+    """Make the first params and state in the form that they have outside of a mapped function."""
     params = arrays.even_params()
     carry = (PerReplica(params) if case.own_params and replicas else params, tx.init(params))
     return carry if replicas is None else stack_replicas(carry, replicas)
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
-    """Take a step with each of these gradients."""
+    """Run a step with each of these gradients."""
     return functools.reduce(lambda carry, grad: step(*carry, grad), grads, carry)
 
 
 def train(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Train on these gradients, beginning at ``params``."""
+    """Train on these gradients from ``params`` on, with ``apply_gradients``."""
     return follow(applied(tx), (params, tx.init(params)), grads)
 
 

@@ -32,15 +32,15 @@ def check_loss(
     """Check that every way to train a loss on a mesh gives the same result as one device.
 
     The ways are ``step``, ``FSDP``, ``ZeRO-1``, ``HSDP``, ``another axis``, ``micro-batches``,
-    ``own loop``, ``audit``, and ``nnx.Optimizer`` if Flax is installed. Each takes two
-    steps of gradient descent over four devices.
+    ``own loop``, ``audit``, and ``nnx.Optimizer`` if Flax is installed. Each way runs two steps of
+    gradient descent on four devices.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the mean over the rows of the batch, or a dict of terms.
       params: tree of floating arrays.
       batch: tree of arrays ``[rows, ...]``; the number of rows is a multiple of eight.
       rtol: relative tolerance of the losses, and of each param relative to its largest element.
-      only: the name of a single way to check; all ways if empty.
+      only: the name of a single way to check; an empty name means all ways.
 
     Raises:
       AssertionError: training differs; the message names the way.
@@ -66,7 +66,7 @@ def _mesh(**sizes: int) -> Mesh:
 
 
 def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
-    """Return the spec that shards a param's first dimension that is a multiple of the axis size."""
+    """Return the spec that shards a param's first dimension of a multiple of the axis size."""
     dims = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
     return PartitionSpec(*[None] * dims[0], axis) if dims else PartitionSpec()
 
@@ -74,10 +74,10 @@ def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
 def _in_steps(
     sizes: dict[str, int], shard: str, loss_fn: Loss, params: PyTree, batch: PyTree, **options: Any
 ) -> Trained:
-    """Take two train steps, and return the params and the losses.
+    """Run two train steps, and return the params and the losses.
 
-    The mesh has axes of these sizes, and params are sharded over the axis ``shard`` or over none.
-    Without sizes the steps run on one device.
+    The mesh has axes of these sizes. The params are sharded over the axis ``shard``, or replicated
+    if ``shard`` is empty. Without sizes, the steps run on one device.
     """
     if sizes:
         options = {"mesh": _mesh(**sizes), "axis_name": "data", **options}
@@ -132,7 +132,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
 
 def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:
-    """Audit a step, where the audit is installed; there is no result to compare."""
+    """Require that an audit lists collectives, if the audit is installed; return no result."""
     if "audit" in dir(boostax):
         step = make_train_step(loss_fn, _REDUCED, mesh=_mesh(data=4))
         audit = boostax.audit(step, step.init(params), batch)

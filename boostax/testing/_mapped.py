@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,13 @@ from boostax.testing._case import Carry, Case, drawn, follow, laws_in, raises, t
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
+Fn: TypeAlias = Callable[..., PyTree]
 AXIS, _OTHER = "data", "other"
 MODES = ("checked", "unchecked", "pmap", "vmap")
 
 
 def replica_grads(seed: int, replicas: int) -> PyTree:
-    """Draw different gradients for every replica, stacked on a leading dimension."""
+    """Make different gradients for each replica, stacked along a leading dimension."""
     return arrays.stack(arrays.draws(arrays.even_params(), replicas, 100 * seed))
 
 
@@ -38,7 +39,7 @@ def train_mapped(case: Case, mode: str, windows: list[PyTree], params: PyTree = 
 
 
 def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree, params: PyTree = None) -> Any:
-    """Call ``train(params, local gradients)`` on every replica and stack the results."""
+    """Call ``train(params, local_gradients)`` on every replica and stack the results."""
     params = arrays.even_params() if params is None else params
     if mode == "pmap":
         return jax.pmap(train, axis_name=AXIS, in_axes=(None, 0))(params, grads)
@@ -53,9 +54,7 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree, params: PyT
     return jax.jit(sharded)(params, grads)
 
 
-def over_devices(
-    fn: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree, check_vma: bool = True
-) -> Callable[..., PyTree]:
+def over_devices(fn: Fn, in_specs: PyTree, out_specs: PyTree, check_vma: bool = True) -> Fn:
     """Map ``fn`` over all devices, on one data axis."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
@@ -68,9 +67,9 @@ def assert_like(case: Case, params: PyTree, stacked: PyTree, what: str, tol: flo
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
-    """Promise 6: params are bit-equal on all replicas; checking on, off, pmap and vmap agree.
+    """Promise 6: params are bit-equal on all replicas, and all modes give the same params.
 
-    Params that each replica keeps for itself need not be equal.
+    Params that differ per replica by design need not be equal.
     """
     windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
     results = {mode: train_mapped(case, mode, windows) for mode in MODES}
@@ -82,16 +81,15 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
 
 
 def results_are_typed_equal(case: Case) -> None:
-    """Promise 6: under checking, params pass a replicated out spec, and state passes its specs."""
+    """Promise 6: JAX's check accepts a replicated out spec of the params, and the state's specs."""
     tx = case.mapped(AXIS)
     start = _case.start(case, tx, jax.device_count())
     specs = states.state_specs(tx, arrays.even_params(), axis_name=AXIS)
     assert jax.tree.structure(specs) == jax.tree.structure(start[1])
 
     def local(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
-        grads = jax.tree.map(lambda g: g[0], grads)
-        entered = states.enter_replica((params, state))
-        return states.leave_replica(_case.applied(tx)(*entered, grads))
+        grad = jax.tree.map(lambda g: g[0], grads)
+        return states.leave_replica(_case.applied(tx)(*states.enter_replica((params, state)), grad))
 
     spec = PartitionSpec(AXIS) if case.own_params else PartitionSpec()
     mapped = over_devices(local, (spec, specs, PartitionSpec(AXIS)), (spec, specs))
@@ -166,22 +164,18 @@ def what_is_not_sent_waits(case: Case) -> None:
     state = arrays.with_scale(init(jnp.arange(replicas)), 1.0)
     for seed in range(4):
         grads = replica_grads(seed, replicas)
-        old = _residuals(state)
-        sent, state = update(grads, state, params)
-        for name, new in _residuals(state).items():
-            # A leaf that is sent dense leaves no residual.
-            total = np.float64(grads[name]) + (0.0 if new is None else old[name])
-            waiting = 0.0 if new is None else new.mean(0)
+        sent, after = update(grads, state, params)
+        compressed = trees.find((state, after), lambda x: isinstance(x, CompressedState))
+        old, new = (x.residual.local for x in compressed)
+        state = after
+        for name, residual in new.items():
+            # A leaf that is sent dense has no residual.
+            total = np.float64(grads[name]) + np.float64(0 if residual is None else old[name])
+            waiting = 0.0 if residual is None else np.float64(residual).mean(0)
             # Each rounding in f32 is relative to the sum over the replicas.
             scale = replicas * abs(total).max()
             error = abs(np.float64(sent[name]) + waiting - total.mean(0)).max() / scale
             assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"
-
-
-def _residuals(state: PyTree) -> dict[str, PyTree]:
-    """Return the residual of each leaf in float64; ``None`` if it is sent dense."""
-    (compressed,) = trees.find(state, lambda node: isinstance(node, CompressedState))
-    return {k: v if v is None else np.float64(v) for k, v in compressed.residual.local.items()}
 
 
 def an_unbound_axis_is_named(case: Case) -> None:
@@ -200,7 +194,7 @@ class Placed(NamedTuple):
     """A placement of ``even_params``.
 
     Attributes:
-      name: its common name.
+      name: the common name of the placement.
       specs: the specs of the params.
       mesh: a mesh whose first axis is the replica axis; there may be a second axis.
       shard_optimizer: see ``on_mesh``.
@@ -211,25 +205,20 @@ class Placed(NamedTuple):
     mesh: Mesh
     shard_optimizer: bool
 
+    def dim(self, name: str) -> int:
+        """Return the dimension that is sharded within a replica, as a negative number."""
+        spec = list(without(self.specs[name], (AXIS,)))
+        return (spec.index(_OTHER) if _OTHER in spec else 0) - arrays.even_params()[name].ndim
+
     def place(self, params: PyTree) -> PyTree:
         """Place a tree like the params on the mesh."""
         shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
         return jax.device_put(params, shardings)
 
     def stack(self, stacked: PyTree) -> PerReplica:
-        """Place a stacked tree like the params, each replica's part on the replica's devices."""
+        """Place a stacked tree like the params, with each replica's part on its devices."""
         specs = {x: PartitionSpec(AXIS, *without(y, (AXIS,))) for x, y in self.specs.items()}
         return PerReplica(self._replace(specs=specs).place(stacked))
-
-    def dim(self, name: str) -> int:
-        """Return the dimension that is sharded within a replica, counted from the last one."""
-        spec = list(without(self.specs[name], (AXIS,)))
-        return (spec.index(_OTHER) if _OTHER in spec else 0) - arrays.even_params()[name].ndim
-
-    def shards(self, tree: PyTree, count: int) -> list[PyTree]:
-        """Split a tree like the params, maybe stacked, into the shards within a replica."""
-        parts = {name: jnp.split(x, count, self.dim(name)) for name, x in tree.items()}
-        return [{name: x[i] for name, x in parts.items()} for i in range(count)]
 
 
 def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
@@ -265,7 +254,7 @@ def train_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
 
 
 def any_placement_means_the_same(case: Case) -> None:
-    """Promise 11: replicated, ZeRO, FSDP, HSDP and tensor parallel give the same results."""
+    """Promise 11: all placements of the params give the same results, such as ZeRO and FSDP."""
     _means_the_same(case, AxisType.Auto)
 
 
@@ -275,15 +264,23 @@ def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
 
 
 def _means_the_same(case: Case, kind: AxisType) -> None:
-    """Compare with replicas under ``vmap``, with unsharded params or shard by shard."""
+    """Compare each placement with replicas under ``vmap``.
+
+    The replicas train on unsharded params, or shard by shard if the case treats a shard as a leaf.
+    """
     start = arrays.even_params()
     for placed in placements(jax.device_count() // 2, 2, kind):
         windows = [replica_grads(seed, placed.mesh.shape[AXIS]) for seed in range(2 * case.calls)]
         params, _ = train_placed(case, placed, windows)
         count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
-        shards = zip(*(placed.shards(tree, count) for tree in (start, *windows)), strict=True)
-        parts = [train_mapped(case, "vmap", grads, shard)[0] for shard, *grads in shards]
-        expected = {k: jnp.concatenate([x[k] for x in parts], placed.dim(k)) for k in start}
+        dims = {k: placed.dim(k) for k in start}
+        # The params and each window's gradients, cut into the shards within a replica.
+        cut = [{k: jnp.split(x[k], count, dims[k]) for k in x} for x in (start, *windows)]
+        parts: list[PyTree] = []
+        for i in range(count):
+            shard, *grads = ({k: x[i] for k, x in tree.items()} for tree in cut)
+            parts.append(train_mapped(case, "vmap", grads, shard)[0])
+        expected = {k: jnp.concatenate([x[k] for x in parts], dims[k]) for k in start}
         assert_like(case, params, expected, placed.name, 2e-6)
 
 

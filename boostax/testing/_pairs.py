@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def draw(cls, case: Case, seed: int, replicas: int | None = None) -> "Setting":
-        """Draw one device or several replicas; always replicas if the case reduces."""
+        """Choose one device or several replicas at random; a case that reduces gets replicas."""
         rng = np.random.default_rng(seed)
         count = int(rng.integers(2, 5)) if case.distributed else None
         count = count if case.reduces or rng.random() < 0.3 else None
@@ -56,13 +56,14 @@ class Setting(NamedTuple):
         return cls(case, rng, replicas, AXIS if replicas else None, tx)
 
     def grads(self, count: int) -> list[PyTree]:
-        """Draw gradients of ``count`` calls in eighths, whose sums and halves are exact."""
+        """Draw gradients for ``count`` calls: multiples of 1/8, whose sums and halves are exact."""
         lead = () if self.replicas is None else (self.replicas,)
-
-        def draw(p: jax.Array) -> jax.Array:
-            return jnp.float32(np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8)
-
-        return [jax.tree.map(draw, arrays.even_params()) for _ in range(count)]
+        draw = self.rng.standard_normal
+        params = arrays.even_params()
+        return [
+            jax.tree.map(lambda p: jnp.float32(np.round(8 * draw((*lead, *p.shape))) / 8), params)
+            for _ in range(count)
+        ]
 
     def program(self, tx: optax.GradientTransformation) -> tuple[Callable[..., Carry], Carry]:
         """Compile ``step(params, state, grads)``, and make the first params and state."""
@@ -71,7 +72,7 @@ class Setting(NamedTuple):
             if self.case.scaled is not None:
                 grads = self.case.scaled(grads, state)
             else:
-                # A scaled loss would multiply them by powers of two.
+                # A scaled loss would multiply the gradients by powers of two.
                 product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
                 grads = jax.tree.map(lambda g: g * product, grads)
             return _case.applied(tx)(params, state, assume_scaled(grads, state))
@@ -88,13 +89,13 @@ def _scalers(state: PyTree) -> list[PyTree]:
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
-    """Promise 5: a run with bad calls between good ones ends like a run without the bad calls."""
+    """Promise 5: bad calls between good calls do not change the end of a run."""
     setting = Setting.draw(case, seed)
     rng = setting.rng
     good = setting.grads(3 * case.calls)
     step, start = setting.program(setting.tx)
     expected = follow(step, start, good)
-    # A window around a scaler is dropped as a whole.
+    # If a window is around a scaler, one bad call drops all calls of the window.
     chosen = {int(rng.choice(range(0, len(good) + 1, case.skip_calls))) for _ in range(2)}
     calls: list[PyTree] = []
     for index in range(len(good) + 1):
@@ -127,7 +128,7 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
     """Promise 14: a window of micro-batches gives the result of one call with the mean gradient.
 
-    The mean is right because losses of micro-batches are means, like the loss of the big batch.
+    The window must average, because the loss of each micro-batch is a mean.
     """
     setting = Setting.draw(case, seed)
     every = int(setting.rng.choice([2, 4]))
@@ -153,9 +154,9 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
-    """Promise 8: a run that is saved and loaded at any call, also in a window, ends bit-equal.
+    """Promise 8: saving and loading at any call, also in a window, does not change a run's end.
 
-    The state is saved by pickle, and by Flax's serialization if Flax is installed.
+    The law saves the state by pickle, and by Flax's serialization if Flax is installed.
     """
     setting = Setting.draw(case, seed)
     grads = setting.grads(3 * case.calls)
@@ -204,8 +205,8 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = setting._replace(replicas=int(setting.rng.choice([4, 8])))
     resharded = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(resharded, 2), carry, "there and back")
-    # Training continues with more replicas. A state may contain an infinity, such as an unset
-    # limit.
+    # Training must continue with more replicas. Only NaN is an error in a state, because an unset
+    # limit is an infinity.
     params, state = follow(more.program(more.tx)[0], resharded, more.grads(case.calls))
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     assert norms.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"

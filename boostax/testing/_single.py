@@ -17,13 +17,13 @@ from boostax.train.state import metrics
 
 
 def is_a_transformation_with_array_state(case: Case) -> None:
-    """Promise 1: extra arguments are taken; the state is arrays with strong dtypes."""
+    """Promise 1: ``update`` accepts extra arguments, and the state's arrays have strong dtypes."""
     tx = case.make(optimizer(), None)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     state = tx.init(arrays.example_params())
     assert isinstance(state, tuple), "a state is a NamedTuple"
     for leaf in jax.tree.leaves(state):
-        assert isinstance(leaf, jax.Array), f"state holds a {type(leaf).__name__}"
+        assert isinstance(leaf, jax.Array), f"the state contains a {type(leaf).__name__}"
         assert not leaf.weak_type, "state leaves have strong dtypes"
 
 
@@ -44,7 +44,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
 
 
 def keeps_types_and_traces_once(case: Case) -> None:
-    """Promise 3: f16, bf16, f32 and complex states and updates keep their types in one trace."""
+    """Promise 3: states and updates keep f16, bf16, f32 and complex types in a single trace."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
         tx, params = _example(case, optax.adam(1e-2), dtype)
         start = (params, tx.init(params))
@@ -61,7 +61,7 @@ def keeps_types_and_traces_once(case: Case) -> None:
 
 
 def works_in_float64(case: Case) -> None:
-    """Promise 3: with x64, f64 gradients are handled in f64."""
+    """Promise 3: if x64 is enabled, computations with f64 gradients are in f64."""
     with jax.enable_x64(True):
         params: PyTree = {"w": jnp.zeros(2, jnp.float64)}
         grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
@@ -79,7 +79,7 @@ def passes_masked_nodes(case: Case) -> None:
 
 
 def init_can_be_donated_at_once(case: Case) -> None:
-    """Promise 4: no buffer is shared with the params or between fields."""
+    """Promise 4: the state shares no buffer with the params, and its fields share no buffer."""
     tx, params = _example(case)
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
@@ -91,7 +91,7 @@ def init_can_be_donated_at_once(case: Case) -> None:
 
 
 def works_in_every_optax_wrapper(case: Case) -> None:
-    """Promise 2: works in chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
+    """Promise 2: the transformation works in each wrapper of Optax, such as ``optax.masked``."""
     params = arrays.example_params()
     grads = arrays.draws(params, 2 * case.calls)
     alone, _ = steps(case.single(), params, grads)
@@ -118,7 +118,7 @@ def works_in_every_optax_wrapper(case: Case) -> None:
 
 
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
-    """Promise 2: ``apply_gradients`` in scan, eagerly and without jit equals ``update``."""
+    """Promise 2: ``apply_gradients`` in a scan and without jit gives the result of ``update``."""
     tx = case.single()
     params = arrays.even_params()
     grads = arrays.draws(params, 2 * case.calls)
@@ -177,7 +177,7 @@ def metrics_are_flat_scalars(case: Case) -> None:
 
 
 def bad_arguments_raise_and_explain(case: Case) -> None:
-    """Promise 9: an error names the argument, its value, what is allowed, and a hint."""
+    """Promise 9: an error names the argument, its value, and the allowed values, with a hint."""
     for build, part in case.bad_arguments:
         raises(build, part, "must", "got")
 
@@ -206,7 +206,7 @@ def survives_what_python_does_to_objects(case: Case) -> None:
 
 
 def updates_have_the_dtypes_of_the_params(case: Case) -> None:
-    """Promise 3: updates have the dtypes of the params, also in wrappers with a ``where``."""
+    """Promise 3: updates have the dtypes of the params, also in ``optax.apply_if_finite``."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         tx, params = _example(case, dtype=dtype)
         grads = arrays.example_grads(params, 0)
@@ -217,7 +217,7 @@ def updates_have_the_dtypes_of_the_params(case: Case) -> None:
 
 
 def init_takes_shapes(case: Case) -> None:
-    """Promise 1: ``init`` of ``jax.ShapeDtypeStruct`` makes a state like that of arrays."""
+    """Promise 1: ``init`` makes the same types of state from shapes as from arrays."""
     # ``init`` does not need the axis to be bound.
     tx = case.make(optimizer(), "data" if case.distributed else None)
     params = arrays.example_params(jnp.bfloat16)
@@ -227,7 +227,7 @@ def init_takes_shapes(case: Case) -> None:
 
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
-    """Promise 1: ``optax.tree.map_params`` maps the state's param-like arrays and no others."""
+    """Promise 1: ``optax.tree.map_params`` maps only those arrays of a state that match params."""
     tx = case.make(optax.sgd(0.1, momentum=0.9), "data" if case.distributed else None)
     params = arrays.even_params()
     state = tx.init(params)
@@ -240,23 +240,21 @@ def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
 def takes_trees_without_arrays(case: Case) -> None:
     """Promise 3: an empty tree, ``None`` and Python numbers are accepted as trees."""
     tx = case.single()
-
-    def updated(params: PyTree) -> PyTree:
-        def step(_: PyTree, state: PyTree, grads: PyTree) -> PyTree:
-            return tx.update(grads, state, params)
-
-        # Closed over, because as arguments of jit they would be arrays.
-        return jax.jit(lambda: follow(step, (params, tx.init(params)), [params] * case.calls))()
-
-    for params in ({}, {"a": None, "b": ()}):
-        assert jax.tree.structure(updated(params)[0]) == jax.tree.structure(params)
     plain = {"a": 1.0, "b": -2.0}
-    typed = jax.tree.map(jnp.float32, plain)
-    arrays.assert_same(updated(plain), updated(typed), "Python's numbers and arrays")
+    results: list[PyTree] = []
+    for params in list[PyTree](({}, {"a": None, "b": ()}, plain, jax.tree.map(jnp.float32, plain))):
+        # Default arguments keep Python's numbers, but jit would convert arguments to arrays.
+        update = jax.jit(lambda state, params=params: tx.update(params, state, params))
+        grads, state = params, tx.init(params)
+        for _ in range(case.calls):
+            grads, state = update(state)
+        assert jax.tree.structure(grads) == jax.tree.structure(params)
+        results.append((grads, state))
+    arrays.assert_same(results[2], results[3], "Python's numbers and arrays")
 
 
 def _example(case: Case, inner: Any = None, dtype: Any = jnp.float32) -> tuple[Any, PyTree]:
-    """Make the transformation for one device, and params with all kinds of nodes."""
+    """Return the transformation for one device, and params with all kinds of nodes."""
     return case.single(inner), arrays.example_params(dtype)
 
 
