@@ -136,7 +136,7 @@ def axis_of_server(who: str, within: axes.AxisName | int | None) -> Names:
     if isinstance(within, int):
         mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
         hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
-        allowed = "a mesh axis name or a tuple of mesh axis names"
+        allowed = "a mesh axis name or a tuple of axis names"
         raise ValueError(checks.message(who, "within", allowed, within, hint))
     return axes.canonical(who, within, "within")
 
@@ -157,7 +157,7 @@ class Options(NamedTuple):
         return AdasumState(jnp.full((), -1.0, jnp.float32), by_leaf)
 
     def checked(self, who: str, names: Names) -> "Options":
-        """Check the arguments; return them as axes, dtypes and numbers.
+        """Check the arguments, and return axes, dtypes and numbers.
 
         Args:
           who: the transformation, for errors.

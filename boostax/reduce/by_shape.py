@@ -24,7 +24,7 @@ _WHO = "by_shape"
 
 
 class Distributed(NamedTuple):
-    """The params that ``by_shape``'s inner optimizer receives on a replica, or a moment of them.
+    """The params that ``by_shape``'s inner optimizer receives on a replica, or their moments.
 
     Attributes:
       by_shape: for each shape, the matrices that the replica owns; in a state, a ``PerReplica`` of
@@ -59,7 +59,7 @@ class ByShapeState(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """The matrices of one shape, and the replicas that share them.
+    """The matrices of one shape, which the replicas share.
 
     Attributes:
       indices: indices of the matrices among the leaves.
@@ -114,28 +114,21 @@ class _Shape(NamedTuple):
         return on_rows(_WHO, self.names, self.path, gather, jnp.stack(rows), scatter=False)
 
 
-def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
-    """Group the matrices by shape and dtype; a single matrix of a shape is not distributed."""
+def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
+    """Return groups of matrices with equal shape and dtype, and a mask of the other leaves.
+
+    A single matrix of a shape is not distributed.
+    """
     replicas = axes.size(names) if names else 1
     groups: dict[object, dict[int, Path]] = {}
-    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    for i, (path, x) in enumerate(leaves):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
             groups.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
-    several = ([*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1)
-    return [_Shape([*i], paths[0], names, replicas, -(-len(i) // replicas)) for i, paths in several]
-
-
-def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
-    """Return the leaves that are not distributed."""
-    leaves, treedef = jax.tree.flatten(tree)
+    several = [[*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1]
+    shapes = [_Shape([*i], x[0], names, replicas, -(-len(i) // replicas)) for i, x in several]
     matrices = {i for shape in shapes for i in shape.indices}
-    return trees.masked(tree, treedef.unflatten([i not in matrices for i in range(len(leaves))]))
-
-
-def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Distributed:
-    """Return this replica's part of a tree that is equal on all replicas."""
-    leaves = jax.tree.leaves(tree)
-    return Distributed(tuple(tuple(x.chosen(leaves)) for x in shapes), _rest(tree, shapes))
+    return shapes, treedef.unflatten([i not in matrices for i in range(len(leaves))])
 
 
 def _packed(state: PyTree, names: Names) -> PyTree:
@@ -174,12 +167,12 @@ def _require_independent(
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
     allowed = "an optimizer that chooses params without their paths"
-    hint = "Choose them outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
+    hint = "Choose params outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
     for i, (name, parts) in enumerate(by_path.items()):
         got = f"an optimizer that treats {name!r} differently without its path"
         is_valid = parts == by_slot.get(slot_of.get(i, f"rest/{name}"))
         checks.require(is_valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
-    # Two matrices of a shape are enough for this test, even if a replica owns only one.
+    # Two matrices of a shape are enough for this test, even if a replica owns only one matrix.
     two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
     matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
     mixed = False
@@ -274,13 +267,15 @@ def by_shape(
     def init_fn(params: PyTree) -> ByShapeState:
         try:
             axes.require_bound(names, _WHO)
-            shapes = _shapes(params, names)
+            shapes, others = _shapes(params, names)
         except ValueError:
-            # Outside the mapped function a single replica has all matrices.
-            shapes = _shapes(params, ())
-        view = _chosen(trees.at_least_float32(params), shapes)
+            # Outside the mapped function, a single replica has all matrices.
+            shapes, others = _shapes(params, ())
+        wide = trees.at_least_float32(params)
+        chosen = (tuple(x.chosen(jax.tree.leaves(wide))) for x in shapes)
+        view = Distributed(tuple(chosen), trees.masked(wide, others))
         state = gate.init_optimizer(_WHO, tx, view)
-        _require_independent(tx, trees.at_least_float32(params), state, view, shapes)
+        _require_independent(tx, wide, state, view, shapes)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
         order = [jnp.array([paths[i] for i in shape.indices], jnp.uint32) for shape in shapes]
         return ByShapeState(tuple(order), _packed(state, names))
@@ -289,12 +284,16 @@ def by_shape(
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, _WHO)
         leaves, treedef = jax.tree.flatten(updates)
-        shapes = _shapes(updates, names)
+        shapes, others = _shapes(updates, names)
         wide = trees.at_least_float32(updates)
-        means = all_reduce(names).update(_rest(wide, shapes), optax.EmptyState())[0]
+        means = all_reduce(names).update(trees.masked(wide, others), optax.EmptyState())[0]
         owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
-        local = None if params is None else _chosen(trees.at_least_float32(params), shapes)
-        # These arguments describe all params, while a replica's optimizer receives a part of them.
+        local = None
+        if params is not None:
+            params = trees.at_least_float32(params)
+            chosen = (tuple(x.chosen(jax.tree.leaves(params))) for x in shapes)
+            local = Distributed(tuple(chosen), trees.masked(params, others))
+        # These arguments describe all params, but a replica's optimizer receives only some params.
         extra = {name: x for name, x in extra.items() if name not in ("value_fn", "obj_fn", "grad")}
         old = _unpacked(state.inner_state, shapes)
         deltas, inner_state = tx.update(Distributed(owned, means), old, local, **extra)

@@ -20,9 +20,9 @@ Names = tuple[str, ...]
 Send = Callable[[Arrays, PyTree, Names], "Message"]
 
 
-# A correction to the residual in this replica's slice of a leaf: the dimension along which the leaf
-# is cut into a slice per replica, and an array in the shape of the slice. The correction is
-# separate so that one pass computes, selects and writes the residual.
+# A late correction changes the residual in this replica's slice of a leaf. It has the dimension
+# along which the leaf is cut into a slice per replica, and an array in the shape of the slice. The
+# correction is separate so that one pass computes, selects and writes the residual.
 Late = tuple[int, jax.Array]
 
 
@@ -47,7 +47,7 @@ class Message(NamedTuple):
 
 
 class PerLeaf(NamedTuple):
-    """The state that a codec keeps for each leaf.
+    """The state of a codec for each leaf.
 
     Attributes:
       values: inside the codec, a list with an entry for each leaf; in the optimizer's state, a
@@ -133,7 +133,7 @@ def switched(
 
     def branch(send: Send) -> Message:
         message = send(leaves, state, names)
-        # Branches must agree on the axes over which their results vary.
+        # All branches must return values that vary over the same axes.
         residuals, late = axes.to_varying((message.residuals, list(message.late)), names)
         return message._replace(residuals=residuals, late=late)
 

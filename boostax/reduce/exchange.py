@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange leaves: each replica receives its slice of all leaves, combines slices, and gathers.
+"""Exchange leaves so that each replica combines one slice of every leaf, and gather the results.
 
 An all-to-all and an all-gather together send the bytes of a ring all-reduce. After the all-to-all,
 each replica has one slice of every replica's gradient. So it can compute any combination of the
@@ -36,7 +36,7 @@ SLICE_TOGETHER = 2**16
 # A leaf is cut in its own shape if padding enlarges the leaf by at most this factor. Other leaves
 # are packed.
 PADDING = 1.01
-# The maximum number of columns in a block of a pack.
+# The maximum number of columns in a block.
 BLOCK = 256
 # The number of lanes in a TPU's vector register. A leaf with shorter rows is cut into rows of
 # consecutive elements.
@@ -114,9 +114,9 @@ def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
 def kinds(leaves: Arrays, key: Callable[[jax.Array], object] | None = None) -> list[list[int]]:
     """Return the indices of the leaves of each kind, without the empty leaves.
 
-    Leaves of one kind have the same key. By default the key is the leaf's dtype and, if JAX tracks
-    them, its varying axes. Leaves with the same such key may be packed together, while a
-    concatenation of different leaves would vary over the axes of all its parts.
+    Leaves of one kind have the same key. By default, the key is the leaf's dtype and its varying
+    axes, if JAX tracks varying axes. Leaves of such a kind may be packed together, while a
+    concatenation of other leaves would vary over the axes of all its parts.
     """
     indices: dict[object, list[int]] = {}
     for i, x in enumerate(leaves):
@@ -195,7 +195,7 @@ def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
-    """Cut a dimension into equal parts and return them stacked: ``(slices, *slice)``."""
+    """Cut a dimension into equal slices, and return their stack ``(slices, *slice)``."""
     return jnp.moveaxis(x.reshape(*x.shape[:dim], slices, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
@@ -337,8 +337,8 @@ class Grid(NamedTuple):
 
     Attributes:
       shape: ``(slices, *shape of a slice)``.
-      lines: the number of lines in a slice, each of which is cut into rows: the lines along the
-        leaf's last dimension, or a single line of all elements in order.
+      lines: the number of lines in a slice. Lines, which are cut into rows, are along the leaf's
+        last dimension, or a single line has all elements in order.
       parts: the number of rows in each line.
       width: the number of elements in a row.
       multiple: a number; rows of padding are added up to a multiple of this number.

@@ -40,11 +40,11 @@ class CompressedState(NamedTuple):
         ``None`` for a leaf that is sent dense, or without error feedback.
       velocity: a ``PerReplica`` like ``residual`` with the corrected momentum; or ``None``.
       codec: state of the codec, the same on all replicas.
-      unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
-        share that was not sent at the last step; 0 for an exact reduction; -1 before the first
-        step.
-      capacity: f32 scalar, the share of the elements that had a slot at the last step; 1.0 for a
-        dense step; -1 before the first step; ``None`` if the share is fixed.
+      unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``, the
+        share that was not sent at the last step. It is 0 for an exact reduction, and -1 before the
+        first step.
+      capacity: f32 scalar, the share of the elements that had a slot at the last step. It is 1.0
+        for a dense step, and -1 before the first step. ``None`` if the share is fixed.
     """
 
     residual: replicas.PerReplica  # shapes of the params, float32 or wider, or None
@@ -87,8 +87,8 @@ def compress(
       error_feedback: whether to keep ``e``, the part that was not sent, for the next step.
       decay: the factor in ``a = g + decay * e``. With a factor below 1, old residuals decay.
         SparseLoCo uses 0.95 for gradients that are the distance of many steps.
-      dense: leaves that are averaged without compression: a function of the leaf's path
-        (``"layers/0/bias"``) and the leaf, or a tree of bools or a prefix of such a tree.
+      dense: leaves that are averaged without compression: a function of path
+        (``"layers/0/bias"``) and leaf, or a tree of bools or a prefix of such a tree.
       momentum: coefficient of momentum correction (Deep Gradient Compression), which sends ``v =
         momentum * v + g`` instead of ``g``, and sets ``v`` to zero for sent elements. ``None`` for
         no correction.

@@ -81,7 +81,7 @@ class _Rounds(NamedTuple):
     def init(self, params: PyTree) -> LocalUpdatesState:
         """Return the first state; refuse params that differ per replica."""
         is_valid = not any(kind & frozenset(self.names) for kind in axes.types(params))
-        got = f"some that vary over {', '.join(self.names)}"
+        got = f"params that vary over {', '.join(self.names)}"
         allowed = "equal on all replicas"
         hint = "Call init outside the mapped function, or before the replicas' params differ."
         checks.require(is_valid, self.who, "params", got=got, allowed=allowed, hint=hint)
@@ -167,8 +167,8 @@ class _Rounds(NamedTuple):
           mean: a function from the state of a group, and its params after a step, to averaged
             params and a new state.
           states: the state of each group.
-          step: ``local``, a replica's params before the step; ``value``, the params after the step
-            if ``apply``, else the updates; ``apply``.
+          step: ``local``, ``value`` and ``apply``: a replica's params before the step; the params
+            after the step, or the updates; and whether ``value`` is params.
         """
         local, value, apply = step
 
@@ -224,7 +224,7 @@ def local_updates(
 ) -> Extended:
     r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
-    From a common anchor :math:`a` each replica takes :math:`H` steps of ``inner`` on its own
+    From a common anchor :math:`a`, each replica makes :math:`H` steps of ``inner`` with its own
     gradients. The mean distance of the replicas from the anchor is the gradient of ``outer``:
 
     .. math::
@@ -350,7 +350,7 @@ def partial_average(
         into runs so that the largest run is as small as possible. Or the partition of each leaf,
         numbered from 0: a tree of integers like the params, or a prefix of such a tree.
       bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``. Leaves are added
-        to a partition, from the last leaf to the first, until they exceed this many bytes (of f32).
+        to a partition, from the last leaf to the first, until it exceeds this many bytes (of f32).
         A larger leaf is a partition by itself. ``2**23`` is SINGA's default.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
@@ -401,7 +401,7 @@ def partitioning(
     elif is_count:
         count = checks.positive_int(who, argument, partitions, hint)
     else:
-        allowed = "a positive integer, or a tree (prefix) of integers 0, 1, ... like the params"
+        allowed = "a positive integer or a tree of 0, 1, ... like the params or their prefix"
         leaves = jax.tree.leaves(partitions)
         labels = {checks.integer(who, argument, x, allowed, hint) for x in leaves}
         count = len(labels)
@@ -432,7 +432,7 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
         labels = [0]
         filled = sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # At least one leaf must remain for each later run.
+            # Each later run needs at least one leaf.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)

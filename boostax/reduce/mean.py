@@ -67,7 +67,7 @@ def _require_mean(tx: Any, who: str, call: inspect.BoundArguments) -> None:
     mean = tx.update.description.role == "mean"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
     allowed = "'local' around all but all_reduce()"
-    hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
+    hint = "Or reduce in each call: optax.chain(reduction, accumulate(optimizer, every))."
     checks.require(mean and not options, "accumulate", "sums", got=got, allowed=allowed, hint=hint)
 
 

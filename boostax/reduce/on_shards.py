@@ -135,7 +135,7 @@ def _by_device(
     Args:
       placement: the placement of the arrays.
       who: the reduction.
-      axis: the axes of the reduction; others than all replica axes of the mesh are refused.
+      axis: the axes of the reduction, which must be all replica axes of the mesh.
       call: per-device code with the replica axes as named axes.
       in_specs: specs of the arguments. Specs of gradients are without the replica axes, and specs
         of per-replica values begin with the replica axes.

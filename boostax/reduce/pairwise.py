@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
     Attributes:
       buckets: the columns.
-      exponents: i32 ``(rows, leaves)``: the power of two of every leaf of every row.
+      exponents: i32 ``(rows, leaves)``: the exponents of two for every row and leaf.
       near_one: whether the rows have been divided by their powers of two.
     """
 
@@ -117,7 +117,7 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def grown(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
-    """Return ``x * 2**exponents``, one exponent per leaf; finite values stay finite."""
+    """Return ``x * 2**exponents``, with one exponent per leaf; finite values remain finite."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
     return (trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers) * powers).reshape(x.shape)
 
@@ -148,9 +148,9 @@ def combine_replicas(
       together: whether all leaves share their dot products, as in AdaSum of the complete tree.
 
     Returns:
-      The values of a single row, by buckets; and an array ``(2, leaves)`` that measures how
-      parallel the rows were: the squared norm of the rows' sum, and the sum of the rows' squared
-      norms, in units of ``4**exponents.max(0)``.
+      The values of a single row, by buckets, and an array ``(2, leaves)`` that measures how
+      parallel the rows were. The array has the squared norm of the rows' sum, and the sum of the
+      rows' squared norms, in units of ``4**exponents.max(0)``.
     """
     units = rows.exponents.max(0)
     if len(rows.exponents) == 1:
@@ -164,8 +164,8 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         dots, difference, of_sum = _read(rows, nodes, units)
-        # The unit of a dot product is given by the exponents of its leaf, or, if all leaves share
-        # their dot products, by the largest exponents of all leaves.
+        # A dot product has units by the exponents of its leaf. If all leaves share their dot
+        # products, the units are by the largest exponents among the leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [dots, difference]
         if together:
@@ -186,7 +186,7 @@ def combine_replicas(
 
 
 def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
-    """Join the rows of several kinds of leaves; ``copies`` has each kind's number of copies."""
+    """Join the rows of several kinds; ``copies`` has each kind's number of copies."""
     buckets: list[Bucket] = []
     leaves = 0
     for part, count in zip(parts, copies, strict=True):
@@ -200,8 +200,8 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
 
     The rows are added one by one, so XLA:CPU reads the rows of the exchange without a copy.
     """
-    owners = bucket.owners[:1] if (bucket.owners == bucket.owners[0]).all() else bucket.owners
-    above, below = (x[:, owners] for x in factors)
+    is_single = (bucket.owners == bucket.owners[0]).all()
+    above, below = (x[:, bucket.owners[:1] if is_single else bucket.owners] for x in factors)
     weights = above / below
     n = len(bucket.owners)
     shape = () if n == 1 else (weights.shape[1], 1)
@@ -251,9 +251,9 @@ def _read(
     """Return the products of the pairs, from one reading of the rows.
 
     The products are a.a, a.b and b.b, ``(3, pairs, leaves)``. The second result is the summed
-    difference, ``(pairs, leaves)``, which is 0 only if a and b are equal bit for bit. The third
-    result is, for the last pair, the squared norm of the sum of all rows, ``(leaves,)``, in units
-    of ``4**units``.
+    difference, ``(pairs, leaves)``, which is 0 only if a and b are equal bit for bit. For the last
+    pair, the third result is the squared norm of all rows' sum, ``(leaves,)``, in units of
+    ``4**units``.
     """
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
@@ -273,7 +273,7 @@ def _read(
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array) -> jax.Array:
-    """Return ``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
+    """Return ``(leaves,)``: the sum of all rows' squared norms, in units of ``4**units``."""
     left, right = nodes.pairs
     of_left = dots[0] * power_of_two(2 * (left - units), dots.dtype)
     norms = (of_left + dots[2] * power_of_two(2 * (right - units), dots.dtype)).sum(0)

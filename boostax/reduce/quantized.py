@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantised reduction: every element is sent in 8 bits.
 
-The reduction needs *two shots*. An all-to-all sends codes to the replica that sums them, and an
-all-gather returns the sum, quantised again.
+The reduction needs *two shots*. An all-to-all sends codes to the replica that computes the
+sum, and an all-gather returns the sum, quantised again.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Int8(Codec):
         # The surrounding mesh may be of devices that this machine does not have.
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         platform = device.platform if device is not None else jax.default_backend()
-        # On a TPU shorter rows would need a copy in another tiling.
+        # On a TPU, shorter rows would need a copy in another tiling.
         block = self.block or (4096 if platform == "tpu" else 256)
         replicas = axes.size(names)
         sent = exchange.chunks(leaves, replicas, by_leaf=False)
@@ -160,14 +160,14 @@ def int8_reduce(
 
     .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{row}} |a| / 127
 
-    An all-to-all sends the codes to the replica that sums them in f32. An all-gather returns the
-    sum, quantised again. The two collectives send a quarter of a mean's bytes for any number of
+    An all-to-all sends the codes to the replica that computes the sum in f32. An all-gather returns
+    the sum, quantised again. The two collectives send a quarter of a mean's bytes for any number of
     replicas. An all-gather of all replicas' codes would save no bytes from eight replicas on.
 
     A leaf is cut along one of its dimensions, and rows are along its last dimension, so the leaf is
-    not flattened. Some leaves are cut into rows of 256 elements, or of up to 1024 on a TPU: small
-    leaves, leaves without a dimension that the replicas divide evenly (up to 1% of padding), and
-    leaves with rows of fewer than 128 elements.
+    not flattened. Some leaves are cut into rows of 256 elements, or up to 1024 on a TPU: small
+    leaves, leaves without a dimension that the replicas divide evenly (up to 1% padding), and
+    leaves with rows below 128 elements.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
@@ -206,7 +206,7 @@ def int8_reduce(
     if block is not None:
         checks.positive_int(who, "block", block, "None means 256, and 4096 on a TPU.")
     checks.choice(
-        who, "rounding", rounding, Rounding, "Error feedback corrects the errors of both."
+        who, "rounding", rounding, Rounding, "Error feedback corrects the errors of both roundings."
     )
     codec = Int8(block, rounding == "stochastic", seed)
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}

@@ -81,14 +81,6 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (fours << SHIFTS).sum(-1, dtype=jnp.uint8), magnitudes
 
 
-def of_two_bits(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
-    """Invert ``two_bits``: return f32 values, and up to three more at the end of each row."""
-    codes = ((codes[..., None] >> SHIFTS) & 3).reshape(*codes.shape[:-1], -1)
-    means = lax.bitcast_convert_type(magnitudes.astype(jnp.uint32) << 16, jnp.float32)
-    sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
-    return jnp.where(codes % 2 == 1, -sizes, sizes)
-
-
 class Runs(NamedTuple):
     """A leaf in which elements are chosen from each run of elements, or from the leaf as one run.
 
@@ -229,7 +221,13 @@ class Largest(Codec):
         """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
         sums: list[jax.Array] = []
         for x, wire, at in zip(buckets, wires, positions, strict=True):
-            values = of_two_bits(*wire)[..., : x.view.sent] if self.cut.bits else wire[0]
+            values = wire[0]
+            if self.cut.bits:
+                # This is the inverse of ``two_bits``. A row may end with codes of padding.
+                codes = ((wire[0][..., None] >> SHIFTS) & 3).reshape(*wire[0].shape[:-1], -1)
+                means = lax.bitcast_convert_type(wire[1].astype(jnp.uint32) << 16, jnp.float32)
+                sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
+                values = jnp.where(codes % 2 == 1, -sizes, sizes)[..., : x.view.sent]
             runs, rows, columns = x.view.cells
             # In this shape, the indices of ``selection.at`` are ascending.
             shape = runs, rows // selection.BITS, columns, selection.BITS
@@ -275,7 +273,7 @@ class Largest(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """Send the elements that reach a threshold: sparse if they have slots, else as a dense mean.
+    """Send the elements that reach a threshold, sparse if all have slots, else as a dense mean.
 
     Shapes are static, so the sparse form and the dense form are branches. The replicas agree on a
     branch before they send.
@@ -366,18 +364,18 @@ def top_k_reduce(
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
-      density: share of each leaf that is sent, ``ceil(density * size)`` elements; or a warm-up of
-        the share, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by the number of applied steps.
+      density: share of each leaf that is sent, ``ceil(density * size)`` elements. A dictionary is a
+        warm-up of the share by the number of applied steps: ``{0: 0.25, 200: 0.05, 400: 0.01}``.
       count: number of elements per leaf (or block) that are sent, instead of ``density``.
       block: number of elements in a run, if elements are chosen from each run of a leaf. Runs are
         along the last dimension if it is long. Then positions need 2 bytes, and the chosen elements
         have 87 to 99% of the energy of the best choice. Use 1024; other lengths are padded to a
         multiple of 32.
       bucket_bytes: number of bytes (of f32) up to which elements are chosen from several leaves
-        together. Leaves are fused from the last to the first until they exceed this number; the
-        elements of a larger leaf are chosen separately. The number of sent elements is the same,
-        but leaves with larger elements send more. The cost is one copy of the fused leaves.
-        ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+        together. Leaves are fused, from the last to the first, until their size exceeds this
+        number. The elements of a larger leaf are chosen separately. The number of sent elements is
+        the same, but leaves with larger elements send more. The cost is one copy of the fused
+        leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
       momentum: coefficient of momentum correction (DGC), which applies momentum before the choice,
         and resets the momentum of sent elements. The optimizer must then have no momentum.
       wire_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
@@ -415,7 +413,7 @@ def top_k_reduce(
       Aji and Heafield, Sparse Communication for Distributed Gradient Descent,
       https://arxiv.org/abs/1704.05021, 2017. Lin et al., Deep Gradient Compression,
       https://arxiv.org/abs/1712.01887, 2018. Apache SINGA's ``backward_and_sparse_update``, whose
-      comparison truncates magnitudes to integers, so below one it takes the first k elements.
+      comparison truncates magnitudes to integers, so below one it sends the first k elements.
     """
     who = "top_k_reduce"
     cut = Cut(bits=bits)
