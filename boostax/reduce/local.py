@@ -102,7 +102,7 @@ class _Rounds(NamedTuple):
     ) -> Stepped:
         """Step the inner optimizer, and synchronize the fragments that are due."""
         axes.require_local(grads.raw, self.names, self.who)
-        trees.require_params(params, self.who, "They are averaged.")
+        trees.require_params(params, self.who, f"{self.who} averages params.")
         local = axes.to_varying(params, self.names)
         old = state.inner_state.local
         # Updates have the dtypes of wide params, because an update may be a term of a sum in f32.
@@ -135,7 +135,7 @@ class _Rounds(NamedTuple):
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
     def _due(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
-        """Return whether all params are due at step ``since`` of a round, and each fragment."""
+        """Return whether step ``since`` of a round synchronizes all params, and each fragment."""
         count = len(state.outer_state)
         every = self.every or count
         phase = since % every

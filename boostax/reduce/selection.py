@@ -34,10 +34,10 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     least = _last(x, count)
     # Bools ``(rows, columns)`` are packed into words ``(rows / BITS, columns)`` in one read.
     bit = (np.uint32(1) << np.arange(BITS, dtype=np.uint32)).reshape(BITS, 1)
-    masks = (x.reshape(-1, BITS, x.shape[1]) for x in (size > least, size == least))
-    bits = [jnp.where(mask, bit, np.uint32(0)) for mask in masks]
-    zeros = [np.uint32(0)] * len(bits)
-    above, equal = lax.reduce(bits, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
+    masks = (mask.reshape(-1, BITS, x.shape[1]) for mask in (size > least, size == least))
+    terms = [jnp.where(mask, bit, np.uint32(0)) for mask in masks]
+    zeros = [np.uint32(0)] * len(terms)
+    above, equal = lax.reduce(terms, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
     # Elements of the same magnitude as the last chosen element are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)

@@ -139,7 +139,7 @@ def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 _largest = _of_runs(selection.largest)
-# The rows of a run, from the cells that ``selection.at`` indexes.
+# The rows and columns of each run, from an array in the shape of ``add_at``.
 cells = _of_runs(lambda x: x.transpose(0, 2, 1).reshape(-1, x.shape[1]))
 
 
