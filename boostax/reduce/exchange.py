@@ -341,7 +341,7 @@ class Grid(NamedTuple):
         last dimension, or a single line has all elements in order.
       parts: the number of rows in each line.
       width: the number of elements in a row.
-      multiple: a number; rows of padding are added up to a multiple of this number.
+      multiple: a number; padding makes the number of rows a multiple of this number.
     """
 
     shape: tuple[int, ...]
