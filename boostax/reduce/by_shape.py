@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run an optimizer for 1/n of the matrices on each of n replicas, and gather all updates."""
+"""Update 1/n of the matrices on each of n replicas, and gather all updates."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange leaves so that each replica combines one slice of every leaf, and gather the results.
+"""Combine a slice of all leaves on each replica, and gather the results.
 
 An all-to-all and an all-gather together send the bytes of a ring all-reduce. After the all-to-all,
 each replica has one slice of every replica's gradient. So it can compute any combination of the
