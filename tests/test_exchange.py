@@ -62,8 +62,8 @@ def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
     found = exchange.chunks(leaves, replicas)
     names = list(SHAPES)
-    alone = {names[p.leaf]: p.dim for p in found if isinstance(p, exchange.Alone)}
-    packs = [{names[i] for i in p.indices} for p in found if isinstance(p, exchange.Packed)]
+    alone = {names[p.indices[0]]: p.dim for p in found if p.block is None}
+    packs = [{names[i] for i in p.indices} for p in found if p.block is not None]
     always = {"rows": 0, "columns": {3: 0}.get(replicas, 1), "a kernel": {3: 0}.get(replicas, 2)}
     sometimes = {
         2: {"padded": 0, "odd": 0, "short rows": 0, "long rows": 0},

@@ -64,8 +64,8 @@ def test_places_and_shape_belong_together():
     places, mask = jax.jit(selection.largest, static_argnums=1)(x, 50)
     word, column, bit = selection.at(places, 6)
     chosen = x[word * selection.BITS + bit, column]
-    cells = jnp.zeros(selection.shape(x.shape)).at[word, column, bit].set(chosen)
-    np.testing.assert_array_equal(selection.rows(cells), jnp.where(mask, x, 0))
+    cells = jnp.zeros((1, 2, 6, selection.BITS)).at[0, word, column, bit].set(chosen)
+    np.testing.assert_array_equal(sparse.cells(cells)[0], jnp.where(mask, x, 0))
 
 
 @pytest.mark.parametrize("block", [7, 64, 1000, 4096])
@@ -79,8 +79,8 @@ def test_of_each_run_the_largest_are_chosen_and_put_back(block):
     runs, chosen = (np.sort(y.reshape(len(positions), -1)) for y in sizes)
     np.testing.assert_array_equal(chosen[:, -view.sent :], runs[:, -view.sent :])
     assert not chosen[:, : -view.sent].any()
-    chosen = sparse.elements_at(view.rows(x), positions)
-    back = sparse.cells(sparse.add_at(jnp.zeros(view.shape), positions, chosen))
+    into = jnp.zeros((view.cells[0], view.cells[1] // 32, view.cells[2], 32))
+    back = sparse.cells(sparse.add_at(into, positions, sparse.elements_at(view.rows(x), positions)))
     np.testing.assert_array_equal(view.leaf(back), np.where(mask, x, 0))
 
 

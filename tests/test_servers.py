@@ -214,7 +214,7 @@ def test_a_leaf_without_elements_divides_by_no_zero():
 
 
 def test_a_number_of_devices_is_answered_with_a_mesh_of_two_axes():
-    words = r": within must be a mesh axis name or a tuple of them, got 4\. Write axis_name="
+    words = r": within must be a mesh axis name or a tuple of axis names, got 4\. Write axis_name="
     mesh = r"\"server\", within=\"data\" on the mesh jax.make_mesh\(\(n // 4, 4\), \(\"server\", "
     for tx in (boostax.adasum, functools.partial(boostax.reduce.adasum_delta, optax.sgd(1.0))):
         with pytest.raises(ValueError, match=r"^adasum(_delta)?" + words + mesh):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel gradients.
 
-``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers, one
-on each replica or server of replicas.
+``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers, with
+one optimizer on each replica, or on each server of replicas.
 """
 
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,8 +31,8 @@ class AdasumState(NamedTuple):
 
     Attributes:
       orthogonality: f32 scalar, ``|sum_r g_r|**2 / sum_r |g_r|**2`` over all leaves: 1 for
-        orthogonal gradients, the number of replicas for parallel gradients, 0 if they cancel, -1
-        before the first step.
+        orthogonal gradients, the number of replicas for parallel gradients, 0 for gradients that
+        cancel, -1 before the first step.
       leaf_orthogonality: a tree like the params with the same number for each leaf, or ``None``.
     """
 
@@ -63,40 +64,41 @@ def adasum(
       A(a, b) = \Bigl(1 - \frac{a \cdot b}{2 \|a\|^2}\Bigr) a
               + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b,
 
-    leaf by leaf: orthogonal gradients are added, parallel gradients are averaged, and the result of
+    leaf by leaf. Orthogonal gradients are added, parallel gradients are averaged, and the result of
     equal gradients is the same gradient bit for bit. More than two gradients are combined as a
-    tree, neighbours first, ((0,1),(2,3)); a gradient without a partner moves up to the next level.
-    So the learning rate of a single replica suits any number of replicas; ``docs/cards/adasum.md``
-    says when to use AdaSum.
+    tree, neighbours first, ((0,1),(2,3)). A gradient without a partner moves up to the next level.
+    So the learning rate of a single replica suits any number of replicas. See
+    ``docs/cards/adasum.md`` for when to use AdaSum.
 
-    Put ``adasum`` in place of a mean, first in the inner chain: ``chain(adasum("data"), clip,
+    Use ``adasum`` instead of a mean, first in the inner chain: ``chain(adasum("data"), clip,
     adamw)``.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``; the
-        gradients of its replicas are combined. ``None`` means the axis of the surrounding
-        ``make_train_step`` or ``on_mesh``.
-      within: axes whose replicas are averaged first: the fast links of a node or a pod. Only
-        ``1 / size(within)`` of the bytes then cross ``axis_name``.
-      shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
-        summed over them. Leaves that are equal over these axes may be present, too.
-      scope: ``"leaf"`` for a pair of coefficients per leaf, or ``"tree"`` for one pair for all
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``, over
+        which gradients are combined. ``None`` means the axis of the surrounding ``make_train_step``
+        or ``on_mesh``.
+      within: axes over which gradients are averaged first, such as the fast links in a node or a
+        pod. Then only ``1 / size(within)`` of the bytes cross ``axis_name``.
+      shard_axes: axes over which leaves are sharded (FSDP, tensor parallel), and dot products are
+        summed. Leaves that are equal over these axes may be present, too.
+      scope: ``"leaf"`` for a pair of coefficients per leaf, or ``"tree"`` for a single pair for all
         leaves.
-      wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
-        every leaf is sent with its own power-of-two scale, so it does not overflow.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together;
+      wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic remains in f32.
+        In f16, every leaf is sent with its own power-of-two scale, so values do not overflow.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together.
         ``None`` packs leaves below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together.
         Each other leaf is sent in its own shape.
-      leaf_metrics: record the orthogonality of each leaf too.
+      leaf_metrics: whether to record the orthogonality of each leaf too.
 
     Returns:
       A transformation with an ``AdasumState``. Gradients are combined in f32 or wider and cast back
-      to their dtype. A leaf with a NaN anywhere becomes NaN. Integer leaves raise; a single replica
-      gets its own gradient back. Cost: an all-to-all and an all-gather of each leaf, and of each
-      pack of small leaves, together the bytes of a ring all-reduce; per step one gather of 4 bytes
-      a leaf and ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4
-      bytes a leaf with ``within`` or ``shard_axes``, and another in f16 for the result. Compiled
-      for TPU v5e, a train step of 67 M params takes 1.73 times the cycles of a step with a mean.
+      to their dtype. A leaf with a NaN anywhere becomes NaN. Integer leaves raise an error. With a
+      single replica, gradients are unchanged. Cost: an all-to-all and an all-gather of each leaf,
+      and of each pack of small leaves, together the bytes of a ring all-reduce; per step one gather
+      of 4 bytes a leaf, and ``ceil(log2 n)`` sums of four scalars per pair and leaf; with
+      ``within`` or ``shard_axes`` one more collective of 4 bytes a leaf, and in f16 another for the
+      result. Compiled for TPU v5e, a train step of 67 M params takes 1.73 times the cycles of a
+      step with a mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -130,11 +132,11 @@ def adasum(
 
 
 def axis_of_server(who: str, within: axes.AxisName | int | None) -> Names:
-    """Return the axes of ``within``; answer a number of devices with the mesh to write instead."""
+    """Return the axes of ``within``; refuse a number of devices with a hint at the right mesh."""
     if isinstance(within, int):
         mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
         hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
-        allowed = "a mesh axis name or a tuple of them"
+        allowed = "a mesh axis name or a tuple of axis names"
         raise ValueError(checks.message(who, "within", allowed, within, hint))
     return axes.canonical(who, within, "within")
 
@@ -149,36 +151,36 @@ class Options(NamedTuple):
     leaf_metrics: bool
 
     def init(self, params: PyTree) -> AdasumState:
-        """Return the state before the first step: -1 means unknown."""
+        """Return the state before the first step, in which -1 means unknown."""
         measured = params if self.leaf_metrics else None
         by_leaf = jax.tree.map(lambda _: jnp.full((), -1.0, jnp.float32), measured)
         return AdasumState(jnp.full((), -1.0, jnp.float32), by_leaf)
 
     def checked(self, who: str, names: Names) -> "Options":
-        """Check the arguments; return them as axes, dtypes and numbers.
+        """Check the arguments, and return axes, dtypes and numbers.
 
         Args:
           who: the transformation, for errors.
           names: the axes of the replicas.
         """
         shards = axes.canonical(who, self.shards)
-        checks.choice(who, "scope", self.scope, Scope, "The paper combines leaf by leaf.")
+        checks.choice(who, "scope", self.scope, Scope, "The paper combines gradients leaf by leaf.")
         wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
         axes.canonical(who, names + shards, "axis_name, within and shard_axes")
         is_valid = self.scope == "leaf" or not shards
         allowed = "'leaf' with shard_axes"
-        hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
+        hint = "Unsharded leaves would count once per shard; with check_vma, omit shard_axes."
         checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 
 
 class Levels(NamedTuple):
-    """The two levels of a reduction: AdaSum across servers, a mean inside each.
+    """The two levels of a reduction: AdaSum across servers, and a mean inside each server.
 
     Attributes:
-      across: axes of the servers, or of the replicas where there are no servers.
-      inside: axes of the replicas of one server.
+      across: axes of the servers, or of the replicas if there are no servers.
+      inside: axes of the replicas in one server.
       averaged: whether the replicas of a server already have the same updates.
     """
 
@@ -188,11 +190,11 @@ class Levels(NamedTuple):
 
 
 def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
-    """Return the AdaSum of a tree, and a state that measures how parallel the trees were."""
+    """Return the AdaSum of all replicas' trees, and a state with their orthogonality."""
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     replicas = levels.across + levels.inside
-    # The type of a leaf shows its sharded axes if JAX tracks varying axes.
+    # If JAX tracks varying axes, the type of a leaf shows over which axes the leaf is sharded.
     types = (axes.varying(leaves[kind[0]]) for kind in kinds)
     over = [tuple(sorted(x - {*replicas})) or options.shards for x in types]
     every = {name for other in over for name in other}
@@ -201,7 +203,7 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     sent = [_sent(x, levels, other, options) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
-        # With ``check_vma=False`` no axes are known, and the sum is over all axes.
+        # With ``check_vma=False``, no axes are known, and the sum is over all axes.
         known = axes.varying(x)
         names = dict.fromkeys((*axes.with_shards(x, replicas), *options.shards))
         return lax.psum(x, tuple(name for name in names if not known or name in known))
@@ -212,7 +214,7 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     sums = [pairwise.combine_replicas(x, total, together=together) for x in groups]
     parts = iter([x for row, _ in sums for x in row])
     fastest_first = tuple(filter(None, (levels.across, levels.inside)))
-    # Empty leaves are equal on all replicas, and are not communicated.
+    # Empty leaves are equal on all replicas, and are not sent.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind, real, (chunks, _) in zip(kinds, reals, sent, strict=True):
         slices = [next(parts) for _ in chunks]
@@ -235,7 +237,7 @@ def _sent(
     chunks = exchange.chunks(leaves, axes.size(levels.across) * devices, options.bucket_bytes)
     arrays = [chunk.array(leaves) for chunk in chunks]
     if levels.averaged:
-        # This device's slice of its server's arrays.
+        # All devices of a server have the same arrays, so each device sends only its slice.
         cuts = ((x, x.shape[c.dim] // devices, c.dim) for c in chunks for x in [c.array(leaves)])
         arrays = [lax.dynamic_slice_in_dim(x, axes.index(inside) * n, n, dim) for x, n, dim in cuts]
     elif inside and options.wire is None:
@@ -247,7 +249,7 @@ def _sent(
 
 
 def _orthogonality(groups: list[pairwise.Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
-    """Return the orthogonality overall and of every leaf, from norms of ``combine_replicas``."""
+    """Return the orthogonality of the tree and of every leaf, from ``combine_replicas``' norms."""
     if not groups:
         return jnp.ones((), jnp.float32), []
     units = [rows.exponents.max(0) for rows in groups]
@@ -256,20 +258,20 @@ def _orthogonality(groups: list[pairwise.Rows], norms: Arrays) -> tuple[jax.Arra
     overall = jnp.zeros(2, jnp.float32)
     for pair, unit in zip(pairs, units, strict=True):
         overall += (pair * pairwise.power_of_two(2 * (unit - top), pair.dtype)).sum(1)
-    return _ratio(*overall), [_ratio(*leaf) for pair in pairs for leaf in zip(*pair, strict=True)]
-
-
-def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:
-    """Return the quotient, or 1 if the denominator is zero."""
-    none = of_parts == 0
-    return jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts)
+    ratios: list[jax.Array] = []
+    by_leaf = (norms for x in pairs for norms in zip(*x, strict=True))
+    for of_sum, of_parts in itertools.chain([overall], by_leaf):
+        # The orthogonality of zeros is 1.
+        none = of_parts == 0
+        ratios.append(jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts))
+    return ratios[0], ratios[1:]
 
 
 class AdasumDeltaState(NamedTuple):
     """State of ``adasum_delta``.
 
     Attributes:
-      inner_state: a ``PerReplica`` of the inner optimizer's states, one per replica or per server.
+      inner_state: a ``PerReplica`` of the inner optimizer's state on each replica or server.
       adasum: the ``AdasumState`` of the updates.
     """
 
@@ -299,18 +301,19 @@ def adasum_delta(
       \delta_s = \text{inner}_s\Bigl(\tfrac1w \sum_{r \in s} g_r\Bigr), \qquad
       u = \operatorname{AdaSum}(\delta_1, \dots, \delta_n)
 
-    ``chain(adasum("data"), adam)`` has one Adam for the combined gradient. ``adasum_delta`` gives
-    each replica its own Adam with its own moments, like Horovod's
-    ``DistributedOptimizer(op=Adasum)``. With ``within`` each server has one inner state, for the
-    mean gradient of its w devices, like MindSpore's ``boost.adasum`` with ``device_number``. Put
-    ``adasum_delta`` outermost, around all parts that make an update: ``adasum_delta(chain(clip,
-    adamw(schedule)), axis_name="data")``. In short runs with momentum it gives a higher loss than
-    ``adasum``, because the replicas' momenta never agree; see ``docs/cards/adasum.md``.
+    ``chain(adasum("data"), adam)`` has a single Adam for the combined gradient. With
+    ``adasum_delta``, each replica has its own Adam with its own moments, like Horovod's
+    ``DistributedOptimizer(op=Adasum)``. With ``within``, each server has one inner state for the
+    mean gradient of its w devices, like MindSpore's ``boost.adasum`` with ``device_number``. Use
+    ``adasum_delta`` as the outermost part, around all parts that make an update:
+    ``adasum_delta(chain(clip, adamw(schedule)), axis_name="data")``. In short runs with momentum,
+    the loss is higher than with ``adasum``, because the replicas' momenta never agree; see
+    ``docs/cards/adasum.md``.
 
     Args:
-      inner: an optimizer without collectives over the axes, as a single replica would use it.
-      axis_name: mesh axis, or a tuple of axes, whose replicas or servers are combined. ``None``
-        means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
+      inner: an optimizer for a single replica, without collectives over the axes.
+      axis_name: mesh axis, or a tuple of axes, over which updates are combined. ``None`` means the
+        axis of the surrounding ``make_train_step`` or ``on_mesh``.
       within: the axes of a server's devices, over which gradients are averaged before ``inner``:
         ``adasum_delta(adam, axis_name="server", within="data")`` on ``jax.make_mesh((n // 8, 8),
         ("server", "data"))``.
@@ -318,16 +321,16 @@ def adasum_delta(
       scope: as in ``adasum``, like the following arguments.
       wire_dtype: dtype of the updates on the wire.
       bucket_bytes: size below which leaves are packed.
-      leaf_metrics: record the orthogonality of each leaf too.
+      leaf_metrics: whether to record the orthogonality of each leaf too.
 
     Returns:
-      A transformation with an ``AdasumDeltaState``. Outside the mapped function its inner state has
-      a leading axis of replicas (``stack_replicas``, ``state_specs``), with equal copies for the
-      devices of a server. Cost: as ``adasum``; every replica has a complete inner state, which
+      A transformation with an ``AdasumDeltaState``. Outside the mapped function, its inner state
+      has a leading axis of replicas (``stack_replicas``, ``state_specs``), with equal copies for
+      the devices of a server. Cost: as ``adasum``; every replica has a complete inner state, which
       cannot be sharded over the replicas. With ``within``, for w devices in each of n servers and N
       bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce)
-      and ``N/w (n-1)/n`` between servers. The gather of the result runs over the servers first,
-      ``N/w (n-1)/n``, then inside, ``N (w-1)/w``.
+      and ``N/w (n-1)/n`` between servers. The result is gathered over the servers first, which
+      takes ``N/w (n-1)/n``, then inside each server, which takes ``N (w-1)/w``.
 
     Raises:
       ValueError, TypeError: as ``adasum``.
@@ -360,10 +363,7 @@ def adasum_delta(
         local = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
         return AdasumDeltaState(PerReplica(local), options.init(params))
 
-    @describe("adasum", "adasum", names)
-    def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
-        return combined(deltas, levels, options)
-
+    described = describe("adasum", "adasum", names)
     mean = f"Run inner on the mean gradient over {', '.join(inside)}, "
     what = mean + "and combine the updates by AdaSum" if inside else ""
 
@@ -372,9 +372,9 @@ def adasum_delta(
         axes.require_local(updates, names, who)
         axes.require_bound(options.shards, who, "shard_axes")
         old = state.inner_state.local
-        # A gate inside would run steps at different times on different replicas.
+        # A gate inside would apply different steps on different replicas.
         gate.refuse_gates(who, gate.gates_in(old))
-        # With one copy of the inner state per server, updates are typed as equal inside the server.
+        # If a server has one copy of the inner state, the types of updates are equal inside it.
         varies = frozenset[str]().union(*axes.types(old))
         over = (*replicas, *(name for name in inside if name in varies))
         # The inner optimizer computes in f32 or wider, as inside a gate.
@@ -387,10 +387,11 @@ def adasum_delta(
         inner_state = axes.unify(trees.cast_like(inner_state, old), old)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
         if inside and axes.vmapped(names):
-            # Each replica gets a copy of leaves that the replicas of a server share.
+            # Each replica needs a copy of leaves that are shared by the replicas of a server.
             deltas = jax.tree.map(lambda x: jnp.where(axes.index(names) >= 0, x, x), deltas)
         elif inside:
             deltas = axes.to_varying(deltas, names)
+        combine = described(lambda deltas, *_: combined(deltas, levels, options))
         result, adasum_state = on_shards(who, names, combine)(deltas, state.adasum)
         return result, AdasumDeltaState(PerReplica(inner_state), adasum_state)
 

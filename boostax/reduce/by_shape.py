@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distribute matrices over replicas: each orthogonalises 1/n of them, and gathers all updates."""
+"""Update 1/n of the matrices on each of n replicas, and gather all updates."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +24,12 @@ _WHO = "by_shape"
 
 
 class Distributed(NamedTuple):
-    """The tree of params that ``by_shape``'s inner optimizer gets on a replica, or of its moments.
+    """The params that ``by_shape``'s inner optimizer receives on a replica, or their moments.
 
     Attributes:
-      by_shape: for each shape the matrices that the replica owns; in a state, a ``PerReplica`` of
+      by_shape: for each shape, the matrices that the replica owns; in a state, a ``PerReplica`` of
         their stack.
-      rest: the other leaves at their own paths, with ``optax.MaskedNode`` for the matrices.
+      rest: the other leaves at their paths, with ``optax.MaskedNode`` for the matrices.
     """
 
     by_shape: tuple[PyTree, ...]
@@ -44,27 +44,27 @@ class ByShapeState(NamedTuple):
 
     Attributes:
       order: for each shape, u32 ``[matrices]``, CRC-32 of the matrices' paths, for
-        ``migrate_state``: matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
-      inner_state: the state of the inner optimizer. Its moments, where shaped like the params, are
-        a tree with arrays ``[slots, ...]`` for the matrices that the replica owns.
+        ``migrate_state``. Matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
+      inner_state: the state of the inner optimizer. A moment that is shaped like the params is a
+        tree with arrays ``[slots, ...]`` for the matrices that the replica owns.
     """
 
     order: tuple[jax.Array, ...]  # each [matrices] uint32
     inner_state: PyTree  # float32 or wider, [slots, m, n] for the matrices of a shape
 
     def distributed_items(self) -> list[tuple[PerReplica, int]]:
-        """Return the distributed parts and the number of their items, for ``reshard_state``."""
+        """Return the distributed parts with their numbers of items, for ``reshard_state``."""
         views = trees.find(self.inner_state, _is_distributed)
         return [pair for x in views for pair in zip(x.by_shape, map(len, self.order), strict=True)]
 
 
 class _Shape(NamedTuple):
-    """The matrices of one shape, and the replicas that share them.
+    """The matrices of one shape, which the replicas share.
 
     Attributes:
-      indices: their indices among the leaves.
+      indices: indices of the matrices among the leaves.
       path: the path of the first matrix.
-      names: the replica axes; empty for a single replica, if no axis is bound.
+      names: the replica axes; empty if no axis is bound, which means a single replica.
       replicas: the number of replicas.
       slots: the number of matrices that each replica owns.
     """
@@ -90,13 +90,13 @@ class _Shape(NamedTuple):
         if 2 * len(self.indices) < self.slots * self.replicas:
             # Padding to full slots would more than double the bytes.
             return self.chosen({i: lax.pmean(leaves[i], self.names) for i in self.indices})
-        padding = self.slots * self.replicas - len(self.indices)
+        matrices = [leaves[i] for i in self.indices]
+        padding = self.slots * self.replicas - len(matrices)
 
-        def scattered(matrices: Arrays) -> jax.Array:
-            stack = jnp.stack([*matrices, *[jnp.zeros_like(matrices[0])] * padding])
+        def scattered(xs: Arrays) -> jax.Array:
+            stack = jnp.stack([*xs, *[jnp.zeros_like(xs[0])] * padding])
             return collectives.scatter(stack, self.names, 0) / self.replicas
 
-        matrices = [leaves[i] for i in self.indices]
         return list(on_rows(_WHO, self.names, self.path, scattered, matrices, scatter=True))
 
     def gathered(self, rows: Arrays, dtype: jax.typing.DTypeLike) -> Arrays:
@@ -108,85 +108,71 @@ class _Shape(NamedTuple):
             matrices = [jnp.where(replica == i, rows[0], 0) for i in range(count)]
             return [lax.psum(x, self.names) for x in matrices]
 
-        def gather(rows: jax.Array) -> list[jax.Array]:
-            return list(collectives.gather_along(rows, self.names, 0)[:count])
+        def gather(x: jax.Array) -> list[jax.Array]:
+            return list(collectives.gather_along(x, self.names, 0)[:count])
 
         return on_rows(_WHO, self.names, self.path, gather, jnp.stack(rows), scatter=False)
 
 
-def _shapes(tree: PyTree, names: Names) -> list[_Shape]:
-    """Group the matrices by shape and dtype; a single matrix of a shape is not distributed."""
+def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
+    """Return groups of matrices with equal shape and dtype, and a mask of the other leaves.
+
+    A single matrix of a shape is not distributed.
+    """
     replicas = axes.size(names) if names else 1
     groups: dict[object, dict[int, Path]] = {}
-    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    for i, (path, x) in enumerate(leaves):
         if jnp.ndim(x) == 2 and x.size and jnp.issubdtype(x.dtype, jnp.floating):
             groups.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
-    several = ([*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1)
-    return [_Shape([*i], paths[0], names, replicas, -(-len(i) // replicas)) for i, paths in several]
-
-
-def _rest(tree: PyTree, shapes: Sequence[_Shape]) -> PyTree:
-    """Return the leaves that are not distributed."""
-    leaves, treedef = jax.tree.flatten(tree)
+    several = [[*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1]
+    shapes = [_Shape([*i], x[0], names, replicas, -(-len(i) // replicas)) for i, x in several]
     matrices = {i for shape in shapes for i in shape.indices}
-    return trees.masked(tree, treedef.unflatten([i not in matrices for i in range(len(leaves))]))
-
-
-def _chosen(tree: PyTree, shapes: Sequence[_Shape]) -> Distributed:
-    """Return this replica's matrices of a tree that is equal on all replicas, and the rest."""
-    leaves = jax.tree.leaves(tree)
-    return Distributed(tuple(tuple(x.chosen(leaves)) for x in shapes), _rest(tree, shapes))
-
-
-def _changed(change: Callable[[PyTree], Sequence[PyTree]], state: PyTree) -> PyTree:
-    """Apply ``change`` to the arrays of the distributed matrices in a state."""
-
-    def changed(x: PyTree) -> PyTree:
-        return x._replace(by_shape=tuple(change(x.by_shape))) if _is_distributed(x) else x
-
-    return jax.tree.map(changed, state, is_leaf=_is_distributed)
+    return shapes, treedef.unflatten([i not in matrices for i in range(len(leaves))])
 
 
 def _packed(state: PyTree, names: Names) -> PyTree:
     """Stack the arrays of one shape's matrices in a ``PerReplica``."""
-
-    def stack(*slots: jax.Array) -> jax.Array:
-        return axes.to_varying(jnp.stack(slots), names)
-
-    return _changed(lambda parts: [PerReplica(jax.tree.map(stack, *x)) for x in parts], state)
+    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_distributed)
+    for k, node in enumerate(nodes):
+        if _is_distributed(node):
+            stacks = [jax.tree.map(lambda *slots: jnp.stack(slots), *x) for x in node.by_shape]
+            parts = (PerReplica(axes.to_varying(x, names)) for x in stacks)
+            nodes[k] = node._replace(by_shape=tuple(parts))
+    return treedef.unflatten(nodes)
 
 
 def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
     """Invert ``_packed``; refuse a state for another number of replicas."""
     slots = [shape.slots for shape in shapes]
-
-    def unpack(parts: tuple[PerReplica, ...]) -> list[PyTree]:
+    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_distributed)
+    for k, parts in ((k, x.by_shape) for k, x in enumerate(nodes) if _is_distributed(x)):
         got = [[len(x) for x in jax.tree.leaves(part)] for part in parts]
         if len(got) != len(slots) or any({*g} - {n} for g, n in zip(got, slots, strict=True)):
-            allowed = f"one with {slots} matrices of each shape on a replica"
-            hint = "Use stack_replicas(tx.init(params), n) or boostax.reshard_state(state, n)."
+            allowed = f"a state with {slots} matrices of each shape on a replica"
+            hint = "Make it with stack_replicas(tx.init(params), n) or reshard_state(state, n)."
             raise ValueError(checks.message(_WHO, "state", allowed, got, hint))
         pairs = zip(parts, slots, strict=True)
-        return [tuple(jax.tree.map(itemgetter(i), x.local) for i in range(n)) for x, n in pairs]
-
-    return _changed(unpack, state)
+        by_slot = [tuple(jax.tree.map(itemgetter(i), x.local) for i in range(n)) for x, n in pairs]
+        nodes[k] = nodes[k]._replace(by_shape=tuple(by_slot))
+    return treedef.unflatten(nodes)
 
 
 def _require_independent(
     tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
 ) -> None:
-    """Refuse an optimizer that reads the paths of params, or other matrices for one's update."""
-    # A ``Distributed`` changes the paths.
+    """Refuse an optimizer if a matrix's update depends on its path or on other matrices."""
+    # In a ``Distributed`` the paths are different.
     by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
     allowed = "an optimizer that chooses params without their paths"
-    hint = "Put the choice outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
+    hint = "Choose params outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
     for i, (name, parts) in enumerate(by_path.items()):
-        got = f"one that treats {name!r} otherwise where it has its path"
+        got = f"an optimizer that treats {name!r} differently without its path"
         is_valid = parts == by_slot.get(slot_of.get(i, f"rest/{name}"))
         checks.require(is_valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
-    # Two matrices of a shape are enough for this test, even if a replica owns only one.
+    # Two matrices of a shape are enough for this test, even if a replica owns only one matrix.
     two = view._replace(by_shape=tuple((slots[0], slots[0]) for slots in view.by_shape))
     matrices = {*range(len(jax.tree.leaves(two.by_shape)))}
     mixed = False
@@ -195,7 +181,7 @@ def _require_independent(
         facts = [(i, sources) for i, slot in enumerate(slots) for sources in jax.tree.leaves(slot)]
         rest = jax.tree.leaves(x.rest if _is_distributed(x) else x)
         mixed |= any(sources - {i} for i, sources in facts) or any(matrices & x for x in rest)
-    got = "one that reads several gradients"
+    got = "an optimizer that reads several gradients"
     allowed = "an optimizer that computes the update of a matrix from its own gradient"
     hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
     checks.require(not mixed, _WHO, "inner", got=got, allowed=allowed, hint=hint)
@@ -205,7 +191,7 @@ def _parts_of_params(state: PyTree, params: PyTree) -> dict[str, set[str]]:
     """Return for the path of each param the parts of the state that have an array for it."""
     parts: dict[str, set[str]] = {name: set() for name in trees.names(params)}
     for name in trees.names(state):
-        # The longest end that is the path of a param.
+        # The name of a moment ends with the path of its param. The longest such path counts.
         ends = (name[i:] for i in range(len(name)) if i == 0 or name[i - 1] == "/")
         end = next(filter(parts.__contains__, ends), None)
         if end is not None:
@@ -220,25 +206,26 @@ def by_shape(
     r"""Run ``inner`` (Muon) for each matrix on only one replica, and gather the updates.
 
     ``chain(all_reduce("data"), muon)`` orthogonalises every matrix on every replica. ``by_shape``
-    stacks the local gradients of the matrices of one shape and reduce-scatters them, which gives
-    each owner the mean. Each replica runs ``inner`` on the matrices that it owns, and one
-    all-gather collects all updates of a shape:
+    stacks the local gradients of all matrices with the same shape. A reduce-scatter returns the
+    mean of each gradient to the replica that owns the matrix. Each replica runs ``inner`` on the
+    matrices that it owns, and one all-gather collects all updates of a shape:
 
     .. math::
       u_i = \text{inner}\Bigl(\tfrac1n \sum_{s=1}^{n} g_{s,i}\Bigr)
       \text{ on replica } \lfloor i / \lceil c/n \rceil \rfloor, \quad i = 0 \dots c-1 .
 
-    The result equals that of the chain. Put ``by_shape`` in place of reduction and optimizer,
-    inside gates: ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
+    The result equals that of the chain. Use ``by_shape`` instead of the reduction and the
+    optimizer, inside gates:
+    ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
 
-    Floating-point leaves of two dimensions are distributed if at least two have the same shape, and
-    the same dtype in f32 or wider. All other leaves, including stacks of layers ``[layers, m, n]``,
-    are averaged as by ``all_reduce``, and every replica updates them.
+    Floating-point leaves of two dimensions are distributed if at least two leaves have the same
+    shape, and the same dtype in f32 or wider. All other leaves, including stacks of layers
+    ``[layers, m, n]``, are averaged as by ``all_reduce``, and updated by every replica.
 
     Args:
       inner: an optimizer without collectives or gates that computes the update of a matrix from its
-        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. It gets matrices without
-        their paths, so put a mask or partition by path around ``by_shape``.
+        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. The optimizer receives
+        matrices without their paths, so a mask or partition by path must be around ``by_shape``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
@@ -246,12 +233,12 @@ def by_shape(
       A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state``
       distribute its moments without rounding. Cost for c matrices of a shape on n replicas: the
       arithmetic and the moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider and an
-      all-gather in the dtype of the updates, together the bytes of a ring all-reduce times ``n
-      ceil(c/n) / c``, because the last replicas' slots are padded with zeros; two temporary copies
-      of the matrices, one after the other. If that factor is above 2, gradients and updates are
-      all-reduced instead, which is a factor of 2. Params that are sharded over the replicas (FSDP)
-      are also gathered if ``inner`` reads them; for another axis (tensor parallel), XLA shards or
-      repeats the arithmetic.
+      all-gather in the dtype of the updates; two temporary copies of the matrices, one after the
+      other. The two collectives together send the bytes of a ring all-reduce times ``n ceil(c/n) /
+      c``, because the last replicas' slots are padded with zeros. If this factor is above 2,
+      gradients and updates are all-reduced instead, which is a factor of 2. Params that are sharded
+      over the replicas (FSDP) are also gathered if ``inner`` reads params. Over another axis
+      (tensor parallel), XLA shards or repeats the arithmetic.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several
@@ -280,13 +267,15 @@ def by_shape(
     def init_fn(params: PyTree) -> ByShapeState:
         try:
             axes.require_bound(names, _WHO)
-            shapes = _shapes(params, names)
+            shapes, others = _shapes(params, names)
         except ValueError:
-            # Outside the mapped function a single replica has all matrices.
-            shapes = _shapes(params, ())
-        view = _chosen(trees.at_least_float32(params), shapes)
+            # Outside the mapped function, a single replica has all matrices.
+            shapes, others = _shapes(params, ())
+        wide = trees.at_least_float32(params)
+        chosen = (tuple(x.chosen(jax.tree.leaves(wide))) for x in shapes)
+        view = Distributed(tuple(chosen), trees.masked(wide, others))
         state = gate.init_optimizer(_WHO, tx, view)
-        _require_independent(tx, trees.at_least_float32(params), state, view, shapes)
+        _require_independent(tx, wide, state, view, shapes)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
         order = [jnp.array([paths[i] for i in shape.indices], jnp.uint32) for shape in shapes]
         return ByShapeState(tuple(order), _packed(state, names))
@@ -295,12 +284,16 @@ def by_shape(
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         axes.require_local(updates, names, _WHO)
         leaves, treedef = jax.tree.flatten(updates)
-        shapes = _shapes(updates, names)
+        shapes, others = _shapes(updates, names)
         wide = trees.at_least_float32(updates)
-        means = all_reduce(names).update(_rest(wide, shapes), optax.EmptyState())[0]
+        means = all_reduce(names).update(trees.masked(wide, others), optax.EmptyState())[0]
         owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
-        local = None if params is None else _chosen(trees.at_least_float32(params), shapes)
-        # These are about all params, while a replica's optimizer gets a part of the params.
+        local = None
+        if params is not None:
+            params = trees.at_least_float32(params)
+            chosen = (tuple(x.chosen(jax.tree.leaves(params))) for x in shapes)
+            local = Distributed(tuple(chosen), trees.masked(params, others))
+        # These arguments describe all params, but a replica's optimizer receives only some params.
         extra = {name: x for name, x in extra.items() if name not in ("value_fn", "obj_fn", "grad")}
         old = _unpacked(state.inner_state, shapes)
         deltas, inner_state = tx.update(Distributed(owned, means), old, local, **extra)

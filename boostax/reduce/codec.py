@@ -16,11 +16,13 @@ from boostax._core.types import PyTree
 
 Arrays = Sequence[jax.Array]
 Names = tuple[str, ...]
+# The type of ``Codec.reduce``.
+Send = Callable[[Arrays, PyTree, Names], "Message"]
 
 
-# A correction to the residual of this replica's slice of a leaf: the dimension along which the leaf
-# is cut into a slice per replica, and an array like the slice. The correction is separate so that
-# the residual is computed, selected and written in one pass.
+# A late correction changes the residual in this replica's slice of a leaf. It has the dimension
+# along which the leaf is cut into a slice per replica, and an array in the shape of the slice. The
+# correction is separate so that one pass computes, selects and writes the residual.
 Late = tuple[int, jax.Array]
 
 
@@ -28,12 +30,12 @@ class Message(NamedTuple):
     """The result of ``Codec.reduce``.
 
     Attributes:
-      means: for each leaf the mean over the replicas of the sent parts, equal on all replicas.
-      residuals: for each leaf the part that this replica did not send. The mean over the replicas
-        of ``leaf - residual`` is ``means``, up to rounding.
+      means: for each leaf, the mean of the sent parts over the replicas, equal on all replicas.
+      residuals: for each leaf, the part that this replica did not send. Up to rounding, ``means``
+        is the mean of ``leaf - residual`` over the replicas.
       state: the codec's new state, the same on all replicas.
       late: corrections of ``residuals`` by a codec of boostax; empty for a codec of your own.
-      capacity: f32 scalar, equal on all replicas: the share of the elements that had a slot on the
+      capacity: f32 scalar, equal on all replicas, the share of elements that had a slot on the
         wire; ``None`` if the share is fixed.
     """
 
@@ -45,11 +47,11 @@ class Message(NamedTuple):
 
 
 class PerLeaf(NamedTuple):
-    """The state that a codec keeps for each leaf.
+    """The state of a codec for each leaf.
 
     Attributes:
-      values: a list with one entry per leaf inside the codec, and a tree like the params in the
-        optimizer's state, where the path gives the leaf.
+      values: inside the codec, a list with an entry for each leaf; in the optimizer's state, a
+        tree like the params, in which each value has the path of its leaf.
     """
 
     values: PyTree
@@ -67,25 +69,26 @@ def map_per_leaf(fn: Callable[..., PyTree], state: PyTree, *others: PyTree) -> P
 class Codec:
     """A lossy mean over the replicas: the part of a compressed reduction that sends leaves.
 
-    A codec gets real, nonempty leaves in f32 or wider; complex leaves come as pairs. Of sharded
-    leaves it gets the shards of a device, each shard as a leaf. A subclass is usually a frozen
-    dataclass of its settings. ``boostax.reduce.compress`` makes a transformation from a codec.
+    A codec receives real, nonempty leaves in f32 or wider, and complex leaves as pairs of real
+    numbers. If leaves are sharded, the codec receives the shards of one device, each shard as a
+    leaf. A subclass is usually a frozen dataclass of its settings. ``boostax.reduce.compress``
+    makes a transformation from a codec.
 
     Attributes:
-      lossy: whether the codec, without error feedback, loses most of a gradient, the same part at
-        every step.
-      chooses: whether its messages have a ``Message.capacity``.
+      lossy: whether most of a gradient is lost, the same part at every step, if the codec is used
+        without error feedback.
+      chooses: whether the codec's messages have a ``Message.capacity``.
     """
 
     lossy: bool = False
     chooses: bool = False
 
     def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Return whether the codec can send such a leaf; other leaves are averaged plainly."""
+        """Return whether the codec can send a leaf; other leaves are averaged uncompressed."""
         return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Return the codec's state, equal on all replicas; state per leaf is in a ``PerLeaf``."""
+        """Return the codec's state, equal on all replicas, with state per leaf in a ``PerLeaf``."""
         return None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
@@ -95,7 +98,7 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Codec):
-    """A warm-up of the density: a sequence of sparse codecs, which have no state of their own.
+    """A warm-up of the density: a sequence of sparse codecs without state.
 
     Every stage has its own shapes, so the stages are branches of one ``lax.switch``, and each step
     sends only the elements of its stage.
@@ -111,25 +114,26 @@ class Staged(Codec):
     lossy: bool = True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Return the step, and the state of a stage."""
+        """Return the number of steps so far, 0, and the state of a stage."""
         return jnp.zeros((), jnp.int32), None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
         """Send the leaves with the codec of the current stage."""
         now, inner = state
         stage = jnp.searchsorted(jnp.array(self.starts), now, side="right") - 1
-        sends = [functools.partial(c.reduce, leaves, inner, names) for c in self.codecs]
-        sent = switched(stage, sends, names)
+        sent = switched(stage, [codec.reduce for codec in self.codecs], leaves, inner, names)
         return sent._replace(state=(jnp.minimum(now, jnp.iinfo(jnp.int32).max - 1) + 1, sent.state))
 
 
-def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Names) -> Message:
-    """Call the function at ``index``, which is equal on all replicas."""
+def switched(
+    index: jax.Array, sends: Sequence[Send], leaves: Arrays, state: PyTree, names: Names
+) -> Message:
+    """Send leaves by the function at ``index``, a number that is equal on all replicas."""
     axes.require_invariant(index, "switched")
 
-    def branch(send: Callable[[], Message]) -> Message:
-        message = send()
-        # Branches must agree on the axes over which their results vary.
+    def branch(send: Send) -> Message:
+        message = send(leaves, state, names)
+        # All branches must return values that vary over the same axes.
         residuals, late = axes.to_varying((message.residuals, list(message.late)), names)
         return message._replace(residuals=residuals, late=late)
 

@@ -10,7 +10,7 @@ from boostax._core import axes
 def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """Exchange rows by an all-to-all: replica ``k`` receives row ``k`` of each replica, in order.
 
-    Both ``x`` and the result have one row per replica.
+    ``x`` and the result have one row per replica.
     """
     if not axes.vmapped(names):
         if len(x) == 2:
@@ -19,7 +19,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
             row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
             return lax.dynamic_update_slice_in_dim(x, row, other, 0)
         return lax.all_to_all(x, names, 0, 0, tiled=True)
-    # vmap has no rule for several axes at once, so the permutation goes one axis after the other.
+    # vmap has no rule for several axes at once, so rows are exchanged along one axis after another.
     blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
     for dim, name in enumerate(names):
         blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
@@ -27,7 +27,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Join the slices of all replicas along a dimension; the result is typed as equal."""
+    """Join the slices of all replicas along a dimension; the type of the result is unvarying."""
     if not axes.vmapped(names):
         return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
     return axes.gather(x, names, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
@@ -35,7 +35,7 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Sum over the replicas, and return this replica's slice of the sum."""
-    # vmap has no rule for several axes at once.
+    # vmap has no rule for several axes at once, so each axis has its own sum.
     for over in names if axes.vmapped(names) else (names,):
         x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
     return x
@@ -44,17 +44,17 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 
-    Each replica sends its partial sum of a row to the next replica, ``n - 1`` times: half the bytes
-    of an all-reduce. A backend's own reduce-scatter may be an all-reduce.
+    Each replica sends a row's partial sum to the next replica, ``n - 1`` times, which is half the
+    bytes of an all-reduce. The reduce-scatter of a backend may send the bytes of an all-reduce.
     """
     count = lax.axis_size(name)
     replica = lax.axis_index(name)
+    to_next = [(k, (k + 1) % count) for k in range(count)]
 
     def row(distance: jax.typing.ArrayLike) -> jax.Array:
         return lax.dynamic_index_in_dim(x, (replica - distance) % count, keepdims=False)
 
-    def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        return lax.ppermute(total, name, [(k, (k + 1) % count) for k in range(count)]) + row(i + 1)
-
     with jax.named_scope("ring_reduce_scatter"):
-        return lax.fori_loop(1, count, step, row(1))
+        return lax.fori_loop(
+            1, count, lambda i, total: lax.ppermute(total, name, to_next) + row(i + 1), row(1)
+        )

@@ -7,7 +7,7 @@ With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a c
 .. math::
   a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
-Every replica gets the same u, and the residuals are exactly the parts that were not sent.
+Every replica receives the same u, and the residuals are exactly the parts that were not sent.
 """
 
 import functools
@@ -35,15 +35,16 @@ class CompressedState(NamedTuple):
 
     Attributes:
       residual: a ``PerReplica`` of the part of the gradients that each replica has not sent yet: a
-        tree like the params, in f32 or wider, in the units of the gradients that ``update``
-        receives (already unscaled inside a loss scaler), complex numbers as pairs; ``None`` for a
-        leaf that is sent dense, or without error feedback.
+        tree like the params, in f32 or wider, with complex numbers as pairs. Its units are those of
+        the gradients that ``update`` receives, which are already unscaled inside a loss scaler.
+        ``None`` for a leaf that is sent dense, or without error feedback.
       velocity: a ``PerReplica`` like ``residual`` with the corrected momentum; or ``None``.
       codec: state of the codec, the same on all replicas.
-      unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
-        share that was not sent at the last step, 0 for an exact reduction; -1 before the first.
-      capacity: f32 scalar, the share of the elements that had a slot at the last step, 1.0 for a
-        dense step, -1 before the first; ``None`` if the share is fixed.
+      unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``, the
+        share that was not sent at the last step. It is 0 for an exact reduction, and -1 before the
+        first step.
+      capacity: f32 scalar, the share of the elements that had a slot at the last step. It is 1.0
+        for a dense step, and -1 before the first step. ``None`` if the share is fixed.
     """
 
     residual: replicas.PerReplica  # shapes of the params, float32 or wider, or None
@@ -76,34 +77,34 @@ def compress(
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
     ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call ``compress`` with a
-    codec of boostax. Your own codec gets the same features: error feedback, dense leaves, shards,
-    agreement on finite gradients, resharding.
+    codec of boostax. A codec of your own has the same features: error feedback, dense leaves,
+    shards, agreement on finite gradients, resharding.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
       error_feedback: whether to keep ``e``, the part that was not sent, for the next step.
-      decay: ``a = g + decay * e``. Below 1, old parts decay. SparseLoCo uses 0.95 for gradients
-        that are the distance of many steps.
-      dense: leaves that are averaged without compression: a function of the leaf's path
-        (``"layers/0/bias"``) and the leaf, or a tree of bools or a prefix of one.
-      momentum: coefficient of momentum correction (Deep Gradient Compression): ``v = momentum * v +
-        g`` is sent instead of ``g``; ``v`` is set to zero for sent elements. ``None`` for no
-        correction.
-      name: name of the factory in errors, traces and ``explain``; by default the codec's class
-        name.
+      decay: the factor in ``a = g + decay * e``. With a factor below 1, old residuals decay.
+        SparseLoCo uses 0.95 for gradients that are the distance of many steps.
+      dense: leaves that are averaged without compression: a function of path
+        (``"layers/0/bias"``) and leaf, or a tree of bools or a prefix of such a tree.
+      momentum: coefficient of momentum correction (Deep Gradient Compression), which sends ``v =
+        momentum * v + g`` instead of ``g``, and sets ``v`` to zero for sent elements. ``None`` for
+        no correction.
+      name: name of the factory in errors, traces and ``explain``; by default the name of the
+        codec's class.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: the codec's messages; a residual per
       replica, and with ``momentum`` a velocity; two all-reduces of 8 bytes.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, gradients that are summed
-        already, or an axis that is not bound.
+      ValueError, TypeError: an argument out of range; at trace time, gradients that are already
+        summed, or an axis that is not bound.
 
     Example:
-      A codec that sends half of each element, exactly:
+      This codec sends exactly half of each element:
 
       >>> import boostax, jax, jax.numpy as jnp
       >>> class Half(boostax.reduce.Codec):
@@ -122,18 +123,18 @@ def compress(
     """
     who = name or type(codec).__name__
     names = axes.canonical(who, axis_name)
-    fading = "1 keeps all; SparseLoCo has 0.95."
+    fading = "1 keeps the residual; SparseLoCo uses 0.95."
     if momentum is not None:
-        hint = "Move it here from the optimizer; 0.9 is usual."
+        hint = "Move the momentum here from the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
     if not error_feedback:
-        hint = "It corrects for delays by the residual; else give it to the optimizer."
+        hint = "The correction is for delays by a residual. Pass momentum to the optimizer instead."
         checks.absent(who, "momentum", momentum, "None without feedback", hint)
         checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, fading)
     else:
         checks.number(who, "decay", decay, "in (0, 1]", lambda x: 0 < x <= 1, fading)
     for x in [] if callable(dense) else jax.tree.leaves(dense):
-        hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
+        hint = "Pass lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
         checks.require_type(isinstance(x, bool), who, "dense", got=x, allowed=allowed, hint=hint)
     feedback = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)
@@ -171,14 +172,13 @@ class _Feedback(NamedTuple):
         coded = self.coded(params)
         shapes = [jax.eval_shape(exchange.real, leaves[i]) for i in coded]
         spread = functools.partial(_spread, treedef, coded)
-
-        def zeros(is_stored: bool) -> replicas.PerReplica:
-            arrays = [jnp.zeros(x.shape, x.dtype) if is_stored else None for x in shapes]
-            return replicas.PerReplica(axes.to_varying(spread(arrays), self.names))
-
+        stored: list[replicas.PerReplica] = []
+        for is_stored in (self.error_feedback, self.momentum is not None):
+            zeros = [jnp.zeros(x.shape, x.dtype) if is_stored else None for x in shapes]
+            stored.append(replicas.PerReplica(axes.to_varying(spread(zeros), self.names)))
         return CompressedState(
-            residual=zeros(self.error_feedback),
-            velocity=zeros(self.momentum is not None),
+            residual=stored[0],
+            velocity=stored[1],
             codec=map_per_leaf(spread, self.codec.init(shapes)),
             unsent=jnp.full((), -1.0, jnp.float32),
             capacity=jnp.full((), -1.0, jnp.float32) if self.codec.chooses else None,
@@ -209,8 +209,8 @@ class _Feedback(NamedTuple):
         faded = old if lasting or not self.error_feedback else [self.decay * e for e in old]
         target = [e + v for e, v in zip(faded, flow, strict=True)] if self.error_feedback else flow
         total = _square_sums(target + [exchange.real(leaves[i]) for i in dense], names)
-        # The replicas agree on ``finite`` before sending, so that one pass computes the residual,
-        # selects the new or the old residual, writes it and sums its squares.
+        # The replicas agree on ``finite`` before they send. So one pass computes the residual,
+        # selects the new or the old residual, writes the result and sums its squares.
         finite = jnp.isfinite(total[0])
         if_finite = functools.partial(jnp.where, finite)
         codec_state = map_per_leaf(leaves_of, state.codec)
@@ -223,13 +223,13 @@ class _Feedback(NamedTuple):
         shares = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
         unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
         if self.momentum is not None:
-            # An element whose residual equals ``target`` was not sent, so its velocity stays.
-            # The comparison comes before ``late`` is added.
+            # An element whose residual equals ``target`` was not sent, so its velocity remains.
+            # The residual is compared before ``late`` is added.
             flows = zip(residual, target, flow, velocity, strict=True)
             velocity = [if_finite(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
         means = {i: reduced(leaves[i], names, "after") for i in dense}
         for i, mean in zip(coded, message.means, strict=True):
-            # A codec could encode a gradient that is not finite as finite numbers.
+            # A codec could encode an infinite or NaN gradient as finite numbers.
             means[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         return treedef.unflatten([means[i] for i in range(len(leaves))]), CompressedState(
             residual=replicas.PerReplica(spread(corrected if self.error_feedback else old)),
@@ -243,13 +243,13 @@ class _Feedback(NamedTuple):
 def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
     """Run the codec once for each group of leaves with the same varying axes.
 
-    If leaves of different types were packed together, each would vary over the axes of all the
-    leaves. State outside a ``PerLeaf`` is computed from the same old state for each group, and the
-    last group's state is used.
+    If leaves with different varying axes were packed together, each leaf would vary over the axes
+    of all the leaves. For each group, the new state outside a ``PerLeaf`` is computed from the same
+    old state, and the state of the last group is used.
     """
     rows: dict[int, PyTree] = {}
     new_state = state
-    # The result is the largest capacity of all groups, and 0 without leaves.
+    # The result is the largest capacity of all groups, or 0 without leaves.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
@@ -269,7 +269,7 @@ def _merged(kind: list[int], old: list[PyTree], new: list[PyTree]) -> list[PyTre
 
 
 def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
-    """Return ``norms.square_sums`` over all replicas, plus the ``growth`` of single leaves."""
+    """Return ``norms.square_sums`` over all replicas, with ``growth`` added."""
     # A growth may be negative, so rounding may make the total slightly negative.
     squares = [*norms.square_sums(leaves), *growth]
     return jnp.maximum(axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names), 0)
@@ -278,7 +278,7 @@ def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Add ``late`` to this replica's slices, in place; also return the growth of their squares."""
+    """Add ``late`` to this replica's slices, in place; also return the growth of each square."""
     result = [*residual]
     growth: list[jax.Array] = []
     for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that train separately between averages: local SGD, DiLoCo and partial averages.
 
-Params differ per replica. Between calls they are in a ``PerReplica`` with a leading axis of
-replicas. Inside the mapped function each replica has its own params, typed as varying.
+Params differ per replica. Between calls, params are in a ``PerReplica`` with a leading axis of
+replicas. Inside the mapped function, each replica has its own params, with a varying type.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce, reduction
 
 Extended = optax.GradientTransformationExtraArgs
-# Whether each fragment is synchronized in a step.
+# A flag for each fragment: whether a step synchronizes the fragment.
 Due = list[jax.Array]
 
 
@@ -29,15 +29,15 @@ class LocalUpdatesState(NamedTuple):
     """State of ``local_updates``.
 
     Attributes:
-      since_sync: i32, steps since all params were last synchronized together.
-      syncs: i32, the number of steps that synchronized params.
-      anchor: tree like the params, in their dtypes: the params after their last synchronization.
+      since_sync: i32, number of steps since all params were last synchronized together.
+      syncs: i32, number of steps that synchronized params.
+      anchor: the params after their last synchronization, a tree in the dtypes of the params.
         ``None`` without an outer optimizer.
       reduction_state: a tuple with a state of the reduction for each fragment, in which leaves of
         other fragments are ``None``.
       outer_state: a tuple of the same form with the outer optimizer's states, equal on all
         replicas.
-      inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
+      inner_state: a ``PerReplica`` of each replica's state of the inner optimizer.
     """
 
     since_sync: jax.Array  # [] int32
@@ -62,8 +62,8 @@ class _Rounds(NamedTuple):
       who: the factory, for errors.
       names: the axes of the replicas.
       inner: the optimizer of each replica.
-      every: steps of a round; ``None`` for one step per fragment.
-      members: returns the indices of the leaves in each fragment of the params.
+      every: number of steps in a round; ``None`` for one step per fragment.
+      members: a function that returns the indices of the leaves in each fragment of the params.
       reduce: the reduction.
       outer: the outer optimizer, or ``None`` for the mean of the params.
       warmup: see ``local_updates``.
@@ -81,9 +81,9 @@ class _Rounds(NamedTuple):
     def init(self, params: PyTree) -> LocalUpdatesState:
         """Return the first state; refuse params that differ per replica."""
         is_valid = not any(kind & frozenset(self.names) for kind in axes.types(params))
-        got = f"some that vary over {', '.join(self.names)}"
+        got = f"params that vary over {', '.join(self.names)}"
         allowed = "equal on all replicas"
-        hint = "Call init outside the mapped function, or before params become each replica's own."
+        hint = "Call init outside the mapped function, or before the replicas' params differ."
         checks.require(is_valid, self.who, "params", got=got, allowed=allowed, hint=hint)
         wide = trees.at_least_float32(params)
         parts = [_part(wide, group) for group in self.members(params)]
@@ -102,29 +102,31 @@ class _Rounds(NamedTuple):
     ) -> Stepped:
         """Step the inner optimizer, and synchronize the fragments that are due."""
         axes.require_local(grads.raw, self.names, self.who)
-        trees.require_params(params, self.who, "They are averaged.")
+        trees.require_params(params, self.who, f"{self.who} averages params.")
         local = axes.to_varying(params, self.names)
         old = state.inner_state.local
-        # Wide params get wide updates, which may be the first term of a sum in f32.
+        # Updates have the dtypes of wide params, because an update may be a term of a sum in f32.
         wide = trees.at_least_float32(local)
         updates, inner = gate.call(self.inner, grads, old, wide, apply=False, extra=extra)
         inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
         value = axes.unify(updates, local)
         value = trees.applied(local, value) if apply else value
-        # The inner state does not pass through the branches that synchronize.
+        # The branches that synchronize do not need the inner state.
         state = state._replace(inner_state=None)
         since = state.since_sync + 1
         warm, due = self._due(state, since)
         if self.warmup:
-            args = [range(len(jax.tree.leaves(local)))], [warm], self._averaged, [state.anchor]
-            value, (anchor,) = self._in_branches(*args, local, value, apply)
+            mean = functools.partial(self._average, None)
+            leaves = range(len(jax.tree.leaves(local)))
+            args = [leaves], [warm], mean, [(state.anchor, None, None)]
+            value, ((anchor, *_),) = self._in_branches(*args, local, value, apply)
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._synchronized(state, due, local, value, apply)
         since = jnp.where(warm | jnp.stack(due).all(), 0, since)
         return trees.as_updates(value, local), state._replace(since_sync=since, inner_state=inner)
 
     def flush(self, state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
-        """Synchronize all fragments, but the last ones not twice by the outer optimizer."""
+        """Synchronize all fragments, except those that the outer optimizer just synchronized."""
         axes.require_bound(self.names, self.who)
         local = axes.to_varying(params, self.names)
         since = state.since_sync
@@ -133,12 +135,12 @@ class _Rounds(NamedTuple):
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
     def _due(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
-        """Return whether all params, and each fragment, are due ``since`` steps after the last."""
+        """Return whether step ``since`` of a round synchronizes all params, and each fragment."""
         count = len(state.outer_state)
         every = self.every or count
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
-        # The comparison of one number shows an audit that a step takes only one of the branches.
+        # A comparison of one number shows to an audit that a step runs only one of the branches.
         return phase == -1, [phase == -(-k * every // count) % every for k in range(1, count + 1)]
 
     def _synchronized(self, state: LocalUpdatesState, due: Due, *step: PyTree) -> Stepped:
@@ -146,7 +148,8 @@ class _Rounds(NamedTuple):
         groups = self.members(step[0])
         anchors = [_part(state.anchor, group) for group in groups]
         parts = [*zip(anchors, state.reduction_state, state.outer_state, strict=True)]
-        value, parts = self._in_branches(groups, due, self._average_fragment, parts, *step)
+        average = functools.partial(self._average, self.outer)
+        value, parts = self._in_branches(groups, due, average, parts, *step)
         anchors, reduction_state, outer_state = zip(*parts, strict=True)
         state = state._replace(reduction_state=reduction_state, outer_state=outer_state)
         anchor = _joined(state.anchor, groups, anchors) if self.outer else None
@@ -161,36 +164,43 @@ class _Rounds(NamedTuple):
         Args:
           groups: the indices of the leaves in each group.
           due: a bool scalar for each group, equal on all replicas.
-          mean: takes the state of a group and its params; returns averaged params and a state.
+          mean: a function from the state of a group, and its params after a step, to averaged
+            params and a new state.
           states: the state of each group.
-          step: the ``local``, ``value`` and ``apply`` of ``through``.
+          step: ``local``, ``value`` and ``apply``: a replica's params before the step; the params
+            after the step, or the updates; and whether ``value`` is params.
         """
         local, value, apply = step
+
+        def averaged(state: PyTree, before: PyTree, after: PyTree) -> Stepped:
+            new, state = mean(state, after if apply else trees.applied(before, after))
+            if not apply:
+                new = jax.tree.map(jnp.subtract, *trees.at_least_float32((new, before)))
+            return axes.unify(trees.cast_like(new, after), after), state
+
         results: list[Stepped] = []
         for group, is_due, state in zip(groups, due, states, strict=True):
             old = _part(value, group)
-            average = functools.partial(mean, state)
-            heavy = functools.partial(through, average, _part(local, group), old, apply)
-            # In one switch over all leaves XLA:CPU and XLA:GPU would copy the leaves that only pass
-            # through.
+            heavy = functools.partial(averaged, state, _part(local, group), old)
+            # In one switch over all leaves, XLA:CPU and XLA:GPU would copy the leaves that only
+            # pass through.
             results.append(gate.run_or_hold(is_due, heavy, old, state, apply=True, who=self.who))
         return _joined(value, groups, [x for x, _ in results]), [state for _, state in results]
 
-    def _averaged(self, anchor: PyTree, local: PyTree) -> Stepped:
-        """Return the mean of the params, and the new anchor."""
-        mean = all_reduce(self.names).update(local, optax.EmptyState())[0]
-        return mean, mean if self.outer else None
+    def _average(self, outer: Extended | None, state: PyTree, local: PyTree) -> Stepped:
+        """Return the new params of a fragment, and its new anchor and states.
 
-    def _average_fragment(self, state: tuple[PyTree, ...], local: PyTree) -> Stepped:
-        """Return the new params of a fragment, which are its new anchor, and its states."""
+        The new params are the mean of the replicas' params if ``outer`` is ``None``.
+        """
         anchor, reduction_state, outer_state = state
-        if self.outer is None:
-            return self._averaged(anchor, local)[0], state
+        if outer is None:
+            mean = all_reduce(self.names).update(local, optax.EmptyState())[0]
+            return mean, (mean if self.outer else None, reduction_state, outer_state)
         start = trees.at_least_float32(axes.unify(anchor, local))
         drift = jax.tree.map(jnp.subtract, start, trees.at_least_float32(local))
         drift, reduction_state = self.reduce.update(drift, reduction_state)
         args = gate.Pending(drift), outer_state, anchor
-        anchor, outer_state = gate.call(self.outer, *args, apply=True, extra={})
+        anchor, outer_state = gate.call(outer, *args, apply=True, extra={})
         return anchor, (anchor, reduction_state, outer_state)
 
     def transformation(self) -> Extended:
@@ -199,21 +209,6 @@ class _Rounds(NamedTuple):
         inner = {"inner_state": self.inner}
         step = describe(self.who, "own params", self.names, inner=inner)(self.step)
         return gate.gated(self.init, step, self.flush)
-
-
-def through(average: Callable[..., Stepped], local: PyTree, value: PyTree, apply: bool) -> Stepped:
-    """Average the params or updates in ``value``; return the new value and the average's state.
-
-    Args:
-      average: takes params after a step; returns averaged params and a state.
-      local: a replica's params before the step.
-      value: the params after the step (``apply``), or the updates to them.
-      apply: see ``value``.
-    """
-    new, state = average(value if apply else trees.applied(local, value))
-    if not apply:
-        new = jax.tree.map(jnp.subtract, trees.at_least_float32(new), trees.at_least_float32(local))
-    return axes.unify(trees.cast_like(new, value), value), state
 
 
 @reduction
@@ -229,7 +224,7 @@ def local_updates(
 ) -> Extended:
     r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
-    From a common anchor :math:`a` each replica takes :math:`H` steps of ``inner`` on its own
+    From a common anchor :math:`a`, each replica makes :math:`H` steps of ``inner`` with its own
     gradients. The mean distance of the replicas from the anchor is the gradient of ``outer``:
 
     .. math::
@@ -240,32 +235,33 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Put ``local_updates``
-    outermost, with only gates around it: ``dynamic_loss_scale(local_updates(...), axis_name=...)``.
-    Only applied steps count. ``boostax.flush`` synchronizes the replicas at once.
+    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
+    around ``local_updates``: ``dynamic_loss_scale(local_updates(...), axis_name=...)``. Only
+    applied steps count. ``boostax.flush`` synchronizes the replicas at once.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
-      every: steps from one synchronization to the next; 1 synchronizes at each step.
-      outer: an optimizer for the anchor, without collectives; it computes in f32 or wider. ``None``
-        takes the mean of the params themselves, without ``reduction``, and keeps no anchor.
-      fragments: synchronize fragments of the params in turn, each fragment once in ``every`` steps,
-        evenly spaced (Streaming DiLoCo). A number cuts the leaves into runs of about equal size; or
-        give the fragment of each leaf, like ``partitions`` of ``partial_average``.
-      reduction: computes :math:`\Delta`: ``all_reduce(axis_name, wire_dtype="bfloat16")``,
-        ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
-      warmup: number of steps at the beginning after each of which all params are averaged, in f32
-        or wider; ``every``, ``outer`` and ``reduction`` apply after the warm-up.
+      every: number of steps from one synchronization to the next; 1 synchronizes at each step.
+      outer: an optimizer for the anchor, without collectives, which computes in f32 or wider.
+        ``None`` averages the params themselves, without ``reduction`` or an anchor.
+      fragments: the parts of the params that are synchronized in turn, each fragment once in
+        ``every`` steps, evenly spaced (Streaming DiLoCo). A number divides the leaves into runs of
+        about equal size. A tree has the fragment of each leaf, like ``partitions`` of
+        ``partial_average``.
+      reduction: the reduction that computes :math:`\Delta`, such as ``all_reduce(axis_name,
+        wire_dtype="bfloat16")`` or ``adasum(axis_name)``. ``None`` uses ``all_reduce(axis_name)``.
+      warmup: number of steps at the beginning, after each of which all params are averaged in f32
+        or wider. Later steps use ``every``, ``outer`` and ``reduction``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
+        ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
-      A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
+      A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the params
       become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
-      updates`` has a rounding error relative to the larger of old and new value, which changes the
-      anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
-      wider per ``every`` steps and no other collective; a copy of the params and the outer state,
-      neither with ``outer=None``.
+      updates`` has a rounding error relative to the larger of old and new value. The error changes
+      the anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
+      wider per ``every`` steps, and no other collective; a copy of the params and the outer state,
+      but neither with ``outer=None``.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -290,13 +286,13 @@ def local_updates(
       https://arxiv.org/abs/2508.15706, 2025.
     """
     who = "local_updates"
-    steps = "It counts steps: local_updates(inner, every=16, axis_name='data')."
+    steps = "every counts steps: local_updates(inner, every=16, axis_name='data')."
     every = checks.positive_int(who, "every", every, steps)
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     if outer is None:
-        hint = "A reduction needs an anchor: outer=optax.sgd(1.0) keeps one."
+        hint = "A reduction needs the anchor of an outer optimizer: outer=optax.sgd(1.0)."
         checks.absent(who, "reduction", reduction, "left out with outer=None", hint)
-    warmup = checks.natural(who, "warmup", warmup, "It counts steps; 0 is none.")
+    warmup = checks.natural(who, "warmup", warmup, "warmup counts steps; 0 means no warm-up.")
     tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
     outer_tx = None if outer is None else checks.transformation(who, "outer", outer)
@@ -340,32 +336,31 @@ def partial_average(
       p_r \leftarrow p_r + \text{inner}_r(g_r), \qquad
       p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
 
-    Every parameter is averaged once in :math:`K` steps; the state of ``inner`` is never averaged.
-    It is ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
+    Every param is averaged once in :math:`K` steps; the state of ``inner`` is never averaged. The
+    result equals that of ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Put
-    ``partial_average`` outermost, with only gates around it:
-    ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A skipped step averages no params
-    and does not advance the rotation. ``boostax.flush`` averages all params, and the rotation
-    begins again.
+    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
+    around ``partial_average``: ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A
+    skipped step averages no params and does not advance the rotation. ``boostax.flush`` averages
+    all params, and the rotation begins again.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
-      partitions: the number of partitions, at most the number of leaves; the leaves are cut into
-        runs, the largest as small as possible. Or the partition of each leaf, numbered from 0: a
-        tree of integers like the params, or a prefix of one.
-      bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``: leaves are added
-        from the last to the first until they exceed this many bytes (of f32); a larger leaf is a
-        partition by itself. ``2**23`` is SINGA's default.
+      partitions: the number of partitions, at most the number of leaves. The leaves are divided
+        into runs so that the largest run is as small as possible. Or the partition of each leaf,
+        numbered from 0: a tree of integers like the params, or a prefix of such a tree.
+      bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``. Leaves are added
+        to a partition, from the last leaf to the first, until it exceeds this many bytes (of f32).
+        A larger leaf is a partition by itself. ``2**23`` is SINGA's default.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-        ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
+        ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
-      A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the
-      averaged params become bit-equal on all replicas. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error relative to the larger of old and new value; the
-      next average removes this error. Cost: one all-reduce of a partition per step, in f32 or
-      wider; no state besides ``inner``'s.
+      A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the averaged
+      params become bit-equal on all replicas. The pure ``update`` returns differences, so ``params
+      + updates`` has a rounding error relative to the larger of old and new value. The next average
+      removes this error. Cost: one all-reduce of a partition per step, in f32 or wider; no state
+      besides that of ``inner``.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per replica,
@@ -386,7 +381,7 @@ def partial_average(
       order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
     """
     who = "partial_average"
-    hint = "4 averages a quarter of the params per step; bucket_bytes= cuts them by size."
+    hint = "4 averages a quarter of the params per step; bucket_bytes= cuts params by size."
     members = partitioning(who, "partitions", partitions, hint, bucket_bytes)
     tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
@@ -401,12 +396,12 @@ def partitioning(
     is_count = jax.tree_util.all_leaves([partitions])
     count = 0
     if bucket is not None:
-        why = "One of them cuts: partial_average(inner, bucket_bytes=2**23, axis_name='data')."
+        why = "Pass only one: partial_average(inner, bucket_bytes=2**23, axis_name='data')."
         checks.absent(who, argument, partitions, "left out with bucket_bytes", why)
     elif is_count:
         count = checks.positive_int(who, argument, partitions, hint)
     else:
-        allowed = "a positive integer or a tree of 0, 1, ... like the params or a prefix of one"
+        allowed = "a positive integer or a tree of 0, 1, ... like the params or their prefix"
         leaves = jax.tree.leaves(partitions)
         labels = {checks.integer(who, argument, x, allowed, hint) for x in leaves}
         count = len(labels)
@@ -437,7 +432,7 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
         labels = [0]
         filled = sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # At least one leaf must remain for each later run.
+            # Each later run needs at least one leaf.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)

@@ -26,14 +26,14 @@ Op = Literal["mean", "sum"]
 
 
 class SumState(NamedTuple):
-    """State of ``all_reduce(op="sum")``: it has no arrays and marks that gradients are summed."""
+    """State of ``all_reduce(op="sum")``, without arrays, which shows that gradients are summed."""
 
-    # The windows around this reduction are per-replica parts of a sum.
+    # A window around this reduction has each replica's part of a sum.
     sums_gradients = protocols.yes
 
 
 def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
-    """Make ``axis_name`` optional for a reduction, and report its axes to outer gates."""
+    """Make the ``axis_name`` of a reduction optional, and report its axes to outer gates."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
@@ -60,14 +60,14 @@ def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
 
 
 def _require_mean(tx: Any, who: str, call: inspect.BoundArguments) -> None:
-    """Refuse reductions other than a plain mean inside a window that averages gradients itself."""
+    """Refuse a reduction, unless it is a plain mean, in a window that averages gradients itself."""
     defaults = {name: x.default for name, x in call.signature.parameters.items()}
     options = {x for x, y in call.arguments.items() if y != defaults[x]} - {"axis_name", "divide"}
     options |= {*tx.update.description.axes} - {*axes.bound().names, axes.UNNAMED}
     mean = tx.update.description.role == "mean"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
     allowed = "'local' around all but all_reduce()"
-    hint = "optax.chain(reduction, accumulate(optimizer, every)) reduces each call's gradients too."
+    hint = "Or reduce in each call: optax.chain(reduction, accumulate(optimizer, every))."
     checks.require(mean and not options, "accumulate", "sums", got=got, allowed=allowed, hint=hint)
 
 
@@ -80,7 +80,7 @@ def _reducing(tx: Any, who: str, call: inspect.BoundArguments) -> Extended:
     over = tx.update.description.axes
     is_valid = bound in ((), (axes.UNNAMED,)) or set(over) <= set(bound)
     allowed = f"among the axes of the step around it, {bound}"
-    hint = "Leave it out: the step binds its own axis."
+    hint = "Omit axis_name, because the step binds an axis."
     checks.require(is_valid, who, "axis_name", got=over, allowed=allowed, hint=hint)
     if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(over)
@@ -104,9 +104,9 @@ def all_reduce(
     Put ``all_reduce`` first in the inner chain: ``accumulate(chain(all_reduce("data"), clip,
     adamw), 8)`` reduces once per window.
 
-    With a half ``wire_dtype`` the gradients are sent in that dtype and summed in f32. bf16 has the
-    range of f32. In f16 every leaf is divided by its own power of two, so neither large gradients
-    nor their sum overflow, and small gradients keep their digits.
+    With a half ``wire_dtype``, the gradients are sent in that dtype and summed in f32. bf16 has the
+    range of f32. In f16, every leaf is divided by its own power of two, so neither large gradients
+    nor their sum overflow, and small gradients lose no digits.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
@@ -114,24 +114,25 @@ def all_reduce(
       op: ``"mean"`` or ``"sum"``.
       wire_dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
       clip: bound on the magnitude of every element of a local gradient, applied first. Elements
-        that are not finite stay so, because a loss scaler must detect them. ``None`` does not clip.
-      divide: whether a mean divides ``"after"`` the sum or ``"before"`` it. Dividing before avoids
-        overflow: the sum of four gradients of 1e38 exceeds f32.
+        that are not finite are unchanged, because a loss scaler must detect such elements. ``None``
+        does not clip.
+      divide: whether a mean divides ``"after"`` the sum or ``"before"`` the sum. The division
+        before avoids overflow: the sum of four gradients of 1e38 exceeds f32.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together, which
         saves collectives and costs one copy. With ``None``, XLA merges the reductions of several
-        leaves; with ``None`` and ``wire_dtype``, leaves below 64 KiB (or 4 KiB in a replica's
-        slice) and vectors are packed, up to 8 MiB together. Between processes on CPUs, where each
-        leaf would be a message, ``None`` packs the unsharded leaves of a mean, up to 1 MiB
-        together, and reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
+        leaves. With ``None`` and ``wire_dtype``, leaves below 64 KiB (or 4 KiB in a replica's
+        slice) and vectors are packed, up to 8 MiB together. Between processes on CPUs, each leaf
+        would be a message, so ``None`` packs the unsharded leaves of a mean, up to 1 MiB together,
+        and reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
 
     Returns:
-      A transformation without state. The sum is taken in f32 or wider and cast back to the
-      gradients' dtype, saturating there. Cost: ``jax.lax.pmean`` of each leaf in its own shape, one
+      A transformation without state. The sum is computed in f32 or wider and cast back to the
+      gradients' dtype, with saturation. Cost: ``jax.lax.pmean`` of each leaf in its own shape, one
       all-reduce per leaf in the traced program, which XLA may merge (4 bytes an element on the
-      wire, times ``2 (n-1)/n`` on a ring). With ``wire_dtype`` it is 2 bytes an element, by an
-      all-to-all and an all-gather of each leaf, cut along one of its dimensions, and of each pack
-      of small leaves; in f16 two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train step
-      of 67 M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32
+      wire, times ``2 (n-1)/n`` on a ring). With ``wire_dtype``, the cost is 2 bytes an element, by
+      an all-to-all and an all-gather of each leaf, cut along one of its dimensions, and of each
+      pack of small leaves; in f16 two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train
+      step of 67 M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32
       mean.
 
     Raises:
@@ -152,8 +153,9 @@ def all_reduce(
     """
     who = "all_reduce"
     names = axes.canonical(who, axis_name)
-    checks.choice(who, "op", op, Op, "A mean keeps the learning rate. AdaSum: adasum, auto's kind.")
-    checks.choice(who, "divide", divide, When, "After the sum is the default.")
+    hint = "A mean keeps the learning rate. For AdaSum use adasum, or its kind in auto's reduce."
+    checks.choice(who, "op", op, Op, hint)
+    checks.choice(who, "divide", divide, When, "The default divides after the sum.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     if clip is not None:
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
@@ -164,36 +166,31 @@ def all_reduce(
         if axes.bound().averaged:
             return updates, state
         axes.require_local(updates, names, who)
-        if op == "sum":  # A mean of equal gradients is correct, a sum is not.
+        if op == "sum":  # Equal gradients have the correct mean, but not the correct sum.
             updates = local_alone(updates, names, who)
         named, treedef = jax.tree_util.tree_flatten_with_path(updates)
         leaves = [x for _, x in named]
         if clip is not None:
             leaves = [trees.clip_finite(x, clip) for x in leaves]
-        if wire is not None:
-            send = functools.partial(_narrow, names, dividing, wire, bucket_bytes)
-            leaves = exchange.by_kind(leaves, send)
-        elif bucket_bytes is not None:
-            send = functools.partial(_packed, names, dividing, bucket_bytes)
-            leaves = exchange.by_kind(leaves, send)
+        if bucket_bytes is not None or wire is not None:
+            leaves = _in_packs(names, dividing, bucket_bytes, wire, leaves)
         elif op == "mean" and jax.process_count() > 1 and axes.sent_apart():
             leaves = _in_messages(who, names, dividing, [path for path, _ in named], leaves)
         else:
-            # Each leaf keeps its own shape, because a flat copy has another tiling on a TPU and
-            # must be written.
+            # Each leaf is sent in its own shape, because a flat copy has another tiling on a TPU
+            # and must be written.
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
-    def init_fn(params: PyTree) -> SumState | optax.EmptyState:
-        return SumState() if op == "sum" else optax.EmptyState()
-
     # A mean in f32 is a plain sum, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
+    state = SumState() if op == "sum" else optax.EmptyState()
+    update = describe(who, "mean", names)(update)
+    return optax.GradientTransformationExtraArgs(lambda params: state, update)
 
 
 def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
-    """Return the mean or sum of a leaf over the replicas in its dtype, computed in f32 or wider."""
+    """Return the mean or sum of a leaf in its dtype, computed in f32 or wider."""
     if not x.size:  # Empty leaves are equal on all replicas and are not sent.
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
@@ -206,12 +203,12 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
 def _in_messages(
     who: str, names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
 ) -> list[jax.Array]:
-    """Average leaves between CPU processes: pack unsharded leaves, send shards to their owners."""
+    """Average leaves between CPU processes: pack unsharded leaves, and send shards to owners."""
     owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
     means = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
     unsharded = [i for i, dim in enumerate(owned) if dim == -1]
-    send = functools.partial(_packed, names, divide, exchange.MESSAGE)
-    means |= zip(unsharded, exchange.by_kind([leaves[i] for i in unsharded], send), strict=True)
+    packs = _in_packs(names, divide, exchange.MESSAGE, None, [leaves[i] for i in unsharded])
+    means |= zip(unsharded, packs, strict=True)
     cut = {i: dim for i, dim in enumerate(owned) if dim is not None and dim >= 0}
     for dtype in dict.fromkeys(leaves[i].dtype for i in cut):
         dims = {i: dim for i, dim in cut.items() if leaves[i].dtype == dtype}
@@ -234,21 +231,30 @@ def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -
     return [trees.saturate(part.reshape(x.shape[1:]), leaf.dtype) for part, x, leaf in trios]
 
 
-def _packed(names: Names, divide: Divide, bucket_bytes: int, leaves: Arrays) -> list[jax.Array]:
-    """Reduce leaves; leaves that do not fill a bucket share a message."""
-    result: list[jax.Array] = []
-    for pack in exchange.packs({i: x.nbytes for i, x in enumerate(leaves)}, bucket_bytes):
-        part = [leaves[i] for i in pack]
-        is_alone = len(part) == 1
-        total = reduced(part[0] if is_alone else packed(part), names, divide)
-        result += [total] if is_alone else unpacked(total, part)
-    return result
-
-
-def _narrow(
-    names: Names, divide: Divide, wire: np.dtype, bucket_bytes: int | None, leaves: Arrays
+def _in_packs(
+    names: Names, divide: Divide, bucket_bytes: int | None, wire: exchange.Wire, leaves: Arrays
 ) -> list[jax.Array]:
-    """Reduce leaves that are sent and returned in half precision; the sum is in f32."""
-    sent = exchange.chunks(leaves, axes.size(names), bucket_bytes)
-    rows = exchange.exchange(sent, [x.array(leaves) for x in sent], names, wire, by_leaf=False)
-    return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, leaves)
+    """Reduce the leaves of each kind together, as real arrays; empty leaves are not sent.
+
+    Leaves that do not fill a bucket share a message. With a half dtype ``wire``, leaves are sent
+    and returned in this dtype, and the sum is in f32.
+    """
+    result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+    for kind in exchange.kinds(leaves):
+        reals = [exchange.real(leaves[i]) for i in kind]
+        means: list[jax.Array] = []
+        if wire is not None:
+            sent = exchange.chunks(reals, axes.size(names), bucket_bytes)
+            arrays = [x.array(reals) for x in sent]
+            rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
+            means = exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, reals)
+        else:
+            sizes = {i: x.nbytes for i, x in enumerate(reals)}
+            for pack in exchange.packs(sizes, bucket_bytes or 0):
+                part = [reals[i] for i in pack]
+                is_alone = len(part) == 1
+                total = reduced(part[0] if is_alone else packed(part), names, divide)
+                means += [total] if is_alone else unpacked(total, part)
+        for i, x in zip(kind, means, strict=True):
+            result[i] = exchange.like(x, leaves[i])
+    return result

@@ -26,7 +26,8 @@ from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
 from boostax.reduce.codec import Names
 
-# From gradients, per-replica values and shared values: means, and the new values of the two.
+# Functions from gradients, per-replica values and shared values to means, new per-replica values
+# and new shared values.
 Parts = tuple[PyTree, PyTree, PyTree]
 OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
 
@@ -36,23 +37,21 @@ def to_owners(
 ) -> list[jax.Array]:
     """Reduce leaves to their means in the shards that each replica owns.
 
-    The reduction runs outside of the ``vmap`` over the one replica axis. Leaves that are equal on
-    all replicas stay unchanged.
+    The reduction runs outside of the ``vmap`` over the replica axis. Leaves that are equal on all
+    replicas are unchanged.
 
     Args:
       who: the reduction.
-      dims: for the path of each leaf, the dimension along which the leaf is owned.
+      dims: the path of each leaf, and the dimension along which replicas own slices of the leaf.
       leaves: gradients of a replica.
-      send: ``send(dims, leaves)`` returns the means in one device's shards.
+      send: ``send(dims, leaves)`` returns the means in the shards of one device.
     """
     placement = placed_here()
     assert placement is not None
     (name,) = placement.names
     specs = [[*placement.shards(path, who)] for path in dims]
 
-    @custom_vmap
-    def mean(index: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-        return [lax.pmean(x, name) for x in leaves]
+    mean = custom_vmap(lambda index, leaves: [lax.pmean(x, name) for x in leaves])
 
     @mean.def_vmap
     def rule(size: int, differs: PyTree, index: jax.Array, leaves: list[jax.Array]) -> Stepped:
@@ -76,7 +75,7 @@ def to_owners(
 
 
 def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
-    """Return gradients; refuse them if ``vmap`` shows that they are equal on all replicas.
+    """Return gradients; refuse gradients that ``vmap`` shows to be equal on all replicas.
 
     Some leaves may be equal, such as zeros for frozen params.
     """
@@ -87,7 +86,7 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
     def require_local(differs: PyTree) -> None:
         valid = any(jax.tree.leaves(differs[1]))
         got = f"equal gradients over {', '.join(names)}"
-        hint = "Remove the reduction before it."
+        hint = f"Remove the reduction before {who}."
         checks.require(valid, who, "gradients", got=got, allowed="local to each replica", hint=hint)
 
     for name in names:
@@ -99,10 +98,10 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
 def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callable[..., Stepped]:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
-    In a function that is mapped over named axes the result is ``update`` itself. Inside
-    ``Placement.map_replicas`` it runs outside of the ``vmap``, in a ``jax.shard_map`` over all axes
-    of the mesh, so that shards are sent without a gather. Updates have the types of the gradients,
-    and the state keeps its types.
+    In a function that is mapped over named axes, the result equals ``update``. Inside
+    ``Placement.map_replicas``, the result runs outside of the ``vmap``, in a ``jax.shard_map`` over
+    all axes of the mesh, so that shards are sent without a gather. Updates have the types of the
+    gradients, and the new state has the types of the old state.
     """
 
     @functools.wraps(update)
@@ -110,7 +109,6 @@ def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callabl
         placement = placed_here()
         if placement is None:
             return update(updates, state, params, **extra)
-        _require_all_axes(placement, who, names)
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, placement.shards(path, who)) for path, x in leaves}
         specs = jax.tree.structure(updates).unflatten([spec for _, spec in owners.values()])
@@ -122,33 +120,32 @@ def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callabl
             means, new = update(grads, joined(local, shared, structure))
             return means, *split(new)[:2]
 
-        call = _by_device(placement, who, on_device, specs, specs)
+        call = _by_device(placement, who, names, on_device, specs, specs)
         means, local, shared = call(updates, local, shared)
         return means, joined(local, shared, structure)
 
     return placed
 
 
-def _require_all_axes(placement: Placement, who: str, names: Names) -> None:
-    is_valid = set(names) == set(placement.names)
-    allowed = f"all replica axes {placement.names}"
-    hint = "One reduction serves all of them; adasum has within= for two levels."
-    checks.require(is_valid, who, "axis_name", got=names, allowed=allowed, hint=hint)
-
-
 def _by_device(
-    placement: Placement, who: str, call: OnDevice, in_specs: Parts, out_specs: Parts
+    placement: Placement, who: str, axis: Names, call: OnDevice, in_specs: Parts, out_specs: Parts
 ) -> OnDevice:
     """Return ``call`` on the shards of each device, outside of the ``vmap``, as in ``on_shards``.
 
     Args:
       placement: the placement of the arrays.
       who: the reduction.
+      axis: the axes of the reduction, which must be all replica axes of the mesh.
       call: per-device code with the replica axes as named axes.
-      in_specs: specs of its arguments: of gradients without the replica axes, of per-replica values
-        with the replica axes in front.
-      out_specs: specs of its results, in the same form.
+      in_specs: specs of the arguments. Specs of gradients are without the replica axes, and specs
+        of per-replica values begin with the replica axes.
+      out_specs: specs of the results, in the same form.
     """
+    names = placement.names
+    allowed = f"all replica axes {names}"
+    hint = "One reduction serves all replica axes; adasum has within= for two levels."
+    is_valid = set(axis) == set(names)
+    checks.require(is_valid, who, "axis_name", got=axis, allowed=allowed, hint=hint)
 
     def on_replica(local: PyTree, shared: PyTree) -> Parts:
         with axes.during(HERE, None):
@@ -156,13 +153,12 @@ def _by_device(
 
     def on_device(local: PyTree, shared: PyTree) -> Parts:
         grads, state = jax.tree.map(lambda x: x[0], local)
-        # Without the barrier, XLA would add arrays in the stacked shape although they are computed
-        # in the leaf's shape, and would not fuse the addition on a TPU.
+        # Without the barrier, XLA would add arrays in the stacked shape, although the arrays are
+        # computed in the leaf's shape, and would not fuse the addition on a TPU.
         state = jax.tree.map(lax.optimization_barrier, state)
         means, state, shared = on_replica((grads, state, ()), shared)
         return means, jax.tree.map(lambda x: x[None], state), shared
 
-    names = placement.names
     stacked = jax.tree.map(lambda spec: PartitionSpec(names, *spec), in_specs[0])
     specs = (stacked, in_specs[1]), in_specs[2]
     mapped = jax.shard_map(on_device, mesh=placement.auto_mesh, in_specs=specs, out_specs=out_specs)
@@ -171,7 +167,7 @@ def _by_device(
         means, state, shared = mapped(placement.by_replica(local[:2]), shared)
         return means, placement.by_axis(state), shared
 
-    # Each vmap passes stacked arguments only if an argument differs over its axis.
+    # A vmap stacks its arguments only if an argument differs, as the index of its axis does.
     indices = [lax.axis_index(name) for name in names]
     outside = outside_vmap([*reversed(names)], on_replica, on_all_replicas, who)
     return lambda grads, state, shared: outside((grads, state, indices), shared)
@@ -180,26 +176,25 @@ def _by_device(
 def on_rows(
     who: str, names: Names, path: Path, call: Callable[..., PyTree], arrays: PyTree, scatter: bool
 ) -> PyTree:
-    """Run ``call`` per device, to distribute leaves of one shape, or to gather them.
+    """Run ``call`` per device, to distribute leaves of one shape, or to gather such leaves.
 
     Args:
       who: the reduction.
-      names: its axes.
-      path: the path of one of the leaves, whose spec is used for all.
+      names: the axes of the reduction.
+      path: the path of a leaf, whose spec is used for all leaves.
       call: the per-device function.
       arrays: local leaves, or the rows ``[rows, *shape]`` that a replica owns.
-      scatter: True if ``call`` returns rows from leaves; False if it returns leaves, equal on all
+      scatter: whether ``call`` returns rows from leaves; otherwise it returns leaves, equal on all
         replicas, from rows.
     """
     placement = placed_here()
     if placement is None:
         return call(arrays)
-    _require_all_axes(placement, who, names)
     spec: PyTree = placement.shards(path, who)
     leaves = spec, (), ()
     rows = (), PartitionSpec(placement.names, None, *spec), ()
     if scatter:
-        on_device = _by_device(placement, who, lambda x, y, z: ((), call(x), ()), leaves, rows)
+        on_device = _by_device(placement, who, names, lambda x, *_: ((), call(x), ()), leaves, rows)
         return on_device(arrays, (), ())[1]
-    on_device = _by_device(placement, who, lambda x, y, z: (call(y), (), ()), rows, leaves)
+    on_device = _by_device(placement, who, names, lambda x, y, z: (call(y), (), ()), rows, leaves)
     return on_device((), arrays, ())[0]

@@ -5,17 +5,19 @@ r"""The computation of AdaSum: the pairwise operator, and the tree of pairs over
   A(a, b) = \Bigl(1 - \frac{a \cdot b}{2 \|a\|^2}\Bigr) a
           + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b
 
-Orthogonal gradients are added, parallel gradients are averaged. The operator is not associative, so
-the order is part of the definition: neighbours first, ((0,1),(2,3)), then neighbouring pairs; a row
-without a partner moves up unchanged. This file computes with arrays; ``exchange.py`` sends them.
+Orthogonal gradients are added, and parallel gradients are averaged. The operator is not
+associative, so the order is part of the definition: neighbours first, ((0,1),(2,3)), then
+neighbouring pairs. A row without a partner moves up unchanged. This file computes with arrays, and
+``exchange.py`` sends arrays.
 
-``_read`` takes the dot products of all pairs. ``_weight`` computes the factors ``1 - a.b /
-2|a|**2`` and ``1 - a.b / 2|b|**2`` from them. ``_combine`` multiplies them into the factors of the
-rows of each node. ``_tree`` sums the rows, each multiplied by its factors of all levels.
+``_read`` computes the dot products of all pairs. From these products, ``_weight`` computes the
+factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``. ``_combine`` multiplies these factors into
+the factors of the rows in each node. ``_tree`` multiplies each row by its factors of all levels,
+and sums the rows.
 
-Every row has its own power of two, ``value = row * 2**exponent``, with which the largest element of
-a row is just below one. Products with powers of two are exact, so no value over- or underflows in
-f32, even if one replica's gradients are 1e30 times another's.
+Every row has a power of two, ``value = row * 2**exponent``, so that the largest element of a row is
+just below one. Products with powers of two are exact, so no value over- or underflows in f32, even
+if the gradients of one replica are 1e30 times those of another replica.
 
 References:
   Maleki et al., Scaling Distributed Training with Adaptive Summation,
@@ -33,7 +35,7 @@ from jax import lax
 from boostax._core import trees
 from boostax.reduce.codec import Arrays, packed, unpacked
 
-# A sequential sum loses digits, so runs of this many elements are summed first.
+# A long sequential sum loses digits, so runs of this many elements are summed first.
 RUN = 256
 
 
@@ -43,8 +45,8 @@ class Bucket(NamedTuple):
     Attributes:
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
       owners: the leaf of every block of columns, or of all columns together.
-      copies: the number of devices with the same part of the rows, among the devices over which
-        ``total`` sums.
+      copies: the number of devices with the same part of the rows, among all devices over which
+        sums are computed.
     """
 
     rows: list[jax.Array]
@@ -57,7 +59,7 @@ class Rows(NamedTuple):
 
     Attributes:
       buckets: the columns.
-      exponents: i32 ``(rows, leaves)``: the power of two of every leaf of every row.
+      exponents: i32 ``(rows, leaves)``: the exponents of two for every row and leaf.
       near_one: whether the rows have been divided by their powers of two.
     """
 
@@ -66,7 +68,7 @@ class Rows(NamedTuple):
     near_one: bool = False
 
     def factors(self, exponents: jax.Array) -> "Factors":
-        """Return factors that take the rows to units of ``2**exponents``."""
+        """Return factors that convert the rows to units of ``2**exponents``."""
         dtype = jnp.result_type(*(bucket.rows[0] for bucket in self.buckets))
         ones = jnp.ones(self.exponents.shape, dtype)
         if self.near_one:
@@ -77,8 +79,8 @@ class Rows(NamedTuple):
 class Factors(NamedTuple):
     """Factors ``above / below``, each ``(rows, leaves)``.
 
-    The product with a row follows directly on the division, because XLA:CPU computes a division
-    once but repeats any cheaper operation for every element, which takes 4 to 8 times as long.
+    The division comes directly before the product with a row. XLA:CPU computes a division once, but
+    repeats any cheaper operation for every element, which takes 4 to 8 times as long.
     """
 
     above: jax.Array
@@ -91,7 +93,7 @@ class Nodes(NamedTuple):
     Attributes:
       level: up to ``2**level`` rows make a node.
       exponents: i32 ``(nodes, leaves)``: the powers of two of the nodes.
-      factors: the factors of the rows; a node is the sum of its rows times their factors.
+      factors: the factors of the rows; a node is the sum of its rows, each times its factor.
     """
 
     level: int
@@ -115,21 +117,21 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def grown(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
-    """Return ``x * 2**exponents``, one exponent per leaf; finite values stay finite."""
+    """Return ``x * 2**exponents``, with one exponent per leaf; finite values remain finite."""
     blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
     return (trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers) * powers).reshape(x.shape)
 
 
 def leafwise(x: jax.Array, values: jax.Array, owners: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Return ``x`` in blocks of columns, and ``values`` ``(*lead, leaves)`` broadcast to them.
+    """Return ``x`` in blocks of columns, and ``values`` broadcast to the blocks.
 
-    ``x`` also has the leading dimensions ``lead``.
+    ``values`` are ``(*lead, leaves)``, and ``x`` has the same leading dimensions ``lead``.
     """
     if len(owners) == 1:
         by_leaf = values[..., owners[0]]
         return x, by_leaf.reshape(*by_leaf.shape, *[1] * (x.ndim - by_leaf.ndim))
     blocks = x.reshape(*x.shape[:-1], len(owners), -1)
-    by_block = values[..., _distinct(owners)]
+    by_block = values[..., owners[:1] if (owners == owners[0]).all() else owners]
     *lead, last = by_block.shape
     return blocks, by_block.reshape(*lead, *[1] * (blocks.ndim - 2 - len(lead)), last, 1)
 
@@ -140,19 +142,20 @@ def combine_replicas(
     """Compute the AdaSum of rows.
 
     Args:
-      rows: the rows; a device may hold a part of every row.
-      total: adds partial sums over the devices that hold the other parts of the rows; called once
-        per level of the tree, with one array.
-      together: whether all leaves share their dot products: AdaSum by the whole tree.
+      rows: the rows; a device may have only a part of every row.
+      total: a function that sums partial sums over the devices with the other parts of the rows. It
+        is called once per level of the tree, with one array.
+      together: whether all leaves share their dot products, as in AdaSum of the complete tree.
 
     Returns:
-      The values of a single row, by buckets; and an array ``(2, leaves)`` that measures how
-      parallel the rows were: the squared norm of their sum and the sum of their squared norms, in
-      units of ``4**exponents.max(0)``.
+      The values of a single row, by buckets, and an array ``(2, leaves)`` that measures how
+      parallel the rows were. The array has the squared norm of the rows' sum, and the sum of the
+      rows' squared norms, in units of ``4**exponents.max(0)``.
     """
     units = rows.exponents.max(0)
     if len(rows.exponents) == 1:
-        norms = _squared_norms(rows, rows.factors(units))
+        factors = rows.factors(units)
+        norms = _sums(rows, lambda bucket: [_tree(bucket, factors, 0)[0] ** 2])[0]
         row = [bucket.rows[0] for bucket in rows.buckets]
         if rows.near_one:
             row = [grown(b.rows[0], rows.exponents[0], b.owners) for b in rows.buckets]
@@ -161,8 +164,8 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         dots, difference, of_sum = _read(rows, nodes, units)
-        # Dot products are in units of their leaf's exponents, or of the largest exponents of all
-        # leaves.
+        # A dot product has units by the exponents of its leaf. If all leaves share their dot
+        # products, the units are by the largest exponents among the leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [dots, difference]
         if together:
@@ -183,7 +186,7 @@ def combine_replicas(
 
 
 def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
-    """Join the rows of several kinds of leaves; ``copies`` has each kind's number of copies."""
+    """Join the rows of several kinds; ``copies`` has each kind's number of copies."""
     buckets: list[Bucket] = []
     leaves = 0
     for part, count in zip(parts, copies, strict=True):
@@ -192,20 +195,17 @@ def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
     return Rows(buckets, jnp.concatenate([part.exponents for part in parts], 1), parts[0].near_one)
 
 
-def _distinct(owners: np.ndarray) -> np.ndarray:
-    return owners[:1] if (owners == owners[0]).all() else owners
-
-
 def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     """Return the nodes of a level, summed as a tree, so that the result of equal rows is exact.
 
-    The sum goes row by row, so XLA:CPU reads the rows of the exchange without a copy.
+    The rows are added one by one, so XLA:CPU reads the rows of the exchange without a copy.
     """
-    above, below = (x[:, _distinct(bucket.owners)] for x in factors)
+    is_single = (bucket.owners == bucket.owners[0]).all()
+    above, below = (x[:, bucket.owners[:1] if is_single else bucket.owners] for x in factors)
     weights = above / below
     n = len(bucket.owners)
     shape = () if n == 1 else (weights.shape[1], 1)
-    # A leaf that is not packed keeps its shape, because another shape has another tiling on a TPU.
+    # A leaf that is not packed has its own shape, because other shapes have other tilings on a TPU.
     blocks = (x if n == 1 else x.reshape(*x.shape[:-1], n, -1) for x in bucket.rows)
     pairs = zip(weights, blocks, strict=True)
     nodes = [x * w.astype(x.dtype).reshape(shape) for w, x in pairs]
@@ -215,34 +215,34 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     return nodes
 
 
-def _sums(terms: Arrays, bucket: Bucket) -> dict[int, jax.Array]:
-    """Return ``(terms,)`` for each leaf: the sum of each term over the leaf's elements.
+def _sums(rows: Rows, terms_of: Callable[[Bucket], Arrays]) -> jax.Array:
+    """Return ``(terms, leaves)``: the sum of each term of the buckets over each leaf's elements.
 
-    One reduction with many results reads its operands once. Several reductions, or one over a
-    stack, took XLA:CPU 2 to 5 times as long.
+    One reduction with many results reads its operands once. Several reductions, or one reduction of
+    a stack, took XLA:CPU 2 to 5 times as long.
     """
-    owners = bucket.owners
-    last = terms[0].ndim - 1
-    dims = tuple(range(last)) if len(owners) == 1 else (last,)
-    if len(owners) == 1 and terms[0].size == terms[0].shape[-1]:
-        # A sum over a single line crashes XLA:CPU of jaxlib 0.10.0.
-        terms = [jnp.pad(x.ravel(), (0, -x.size % RUN)).reshape(1, -1, RUN) for x in terms]
-        dims = (0, 1)
-    zeros = (jnp.zeros((), terms[0].dtype),) * len(terms)
-    sums = jnp.stack(lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(lax.add, x, y)), dims))
-    sums = sums if bucket.copies == 1 else sums / bucket.copies
-    if len(owners) == 1:
-        padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
-        return {int(owners[0]): padded.reshape(len(sums), -1, RUN).sum(2).sum(1)}
-    begin = np.flatnonzero(np.diff(owners, prepend=-1))
-    runs = zip(begin, [*begin[1:], len(owners)], strict=True)
-    return {int(owners[i]): sums[..., i:j].reshape(len(sums), -1).sum(1) for i, j in runs}
-
-
-def _by_leaf(rows: Rows, terms: Callable[[Bucket], Arrays]) -> jax.Array:
-    """Return ``(terms, leaves)``: the sums of the terms of each bucket over each leaf."""
-    sums = {leaf: x for b in rows.buckets for leaf, x in _sums(terms(b), b).items()}
-    return jnp.stack([sums[leaf] for leaf in range(len(sums))], 1)
+    by_leaf: dict[int, jax.Array] = {}
+    for bucket in rows.buckets:
+        owners = bucket.owners
+        terms = tuple(terms_of(bucket))
+        last = terms[0].ndim - 1
+        dims = tuple(range(last)) if len(owners) == 1 else (last,)
+        if len(owners) == 1 and terms[0].size == terms[0].shape[-1]:
+            # A sum over a single line crashes XLA:CPU of jaxlib 0.10.0.
+            lines = [jnp.pad(x.ravel(), (0, -x.size % RUN)) for x in terms]
+            terms = tuple(x.reshape(1, -1, RUN) for x in lines)
+            dims = (0, 1)
+        zeros = (jnp.zeros((), terms[0].dtype),) * len(terms)
+        sums = jnp.stack(lax.reduce(terms, zeros, lambda x, y: tuple(map(lax.add, x, y)), dims))
+        sums = sums if bucket.copies == 1 else sums / bucket.copies
+        if len(owners) == 1:
+            padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
+            by_leaf[owners[0]] = padded.reshape(len(sums), -1, RUN).sum(2).sum(1)
+            continue
+        begin = np.flatnonzero(np.diff(owners, prepend=-1))
+        for i, j in zip(begin, [*begin[1:], len(owners)], strict=True):
+            by_leaf[owners[i]] = sums[..., i:j].reshape(len(sums), -1).sum(1)
+    return jnp.stack([by_leaf[leaf] for leaf in range(len(by_leaf))], 1)
 
 
 def _read(
@@ -250,9 +250,10 @@ def _read(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Return the products of the pairs, from one reading of the rows.
 
-    They are ``(3, pairs, leaves)``, a.a, a.b and b.b; ``(pairs, leaves)``, 0 if both nodes are
-    equal bit for bit; and for the last pair the squares of the sum of all rows, ``(leaves,)``, in
-    units of ``4**units``.
+    The products are a.a, a.b and b.b, ``(3, pairs, leaves)``. The second result is the summed
+    difference, ``(pairs, leaves)``, which is 0 only if a and b are equal bit for bit. For the last
+    pair, the third result is the squared norm of all rows' sum, ``(leaves,)``, in units of
+    ``4**units``.
     """
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
@@ -265,35 +266,29 @@ def _read(
             terms += [a * a, a * b, b * b, jnp.abs(a - b)]
         return [*terms, _tree(bucket, common, nodes.level + 1)[0] ** 2] if last else terms
 
-    by_leaf = _by_leaf(rows, of_pairs)
+    by_leaf = _sums(rows, of_pairs)
     pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
     dots = jnp.moveaxis(pairs[:, :3], 0, 1)
     return dots, pairs[:, 3] + (left != right), [by_leaf[4]] if last else []
 
 
-def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
-    """Return ``(leaves,)``: the squared norms of the last row."""
-    return _by_leaf(rows, lambda bucket: [_tree(bucket, factors, 0)[-1] ** 2])[0]
-
-
 def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array) -> jax.Array:
-    """Return ``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
-
-    def scale(exponents: jax.Array) -> jax.Array:
-        return power_of_two(2 * (exponents - units), dots.dtype)
-
+    """Return ``(leaves,)``: the sum of all rows' squared norms, in units of ``4**units``."""
     left, right = nodes.pairs
-    norms = (dots[0] * scale(left) + dots[2] * scale(right)).sum(0)
+    of_left = dots[0] * power_of_two(2 * (left - units), dots.dtype)
+    norms = (of_left + dots[2] * power_of_two(2 * (right - units), dots.dtype)).sum(0)
     if len(nodes.exponents) % 2:
-        norms += _squared_norms(rows, nodes.factors) * scale(nodes.exponents[-1])
+        # The last row has no partner.
+        of_last = _sums(rows, lambda bucket: [_tree(bucket, nodes.factors, 0)[-1] ** 2])[0]
+        norms += of_last * power_of_two(2 * (nodes.exponents[-1] - units), dots.dtype)
     return norms
 
 
 def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array) -> Nodes:
-    """Return the next level: each pair becomes one node, and its rows get the pair's factors."""
+    """Return the next level: each pair becomes a node, and the pair's factors multiply its rows."""
     aa, ab, bb = dots
-    # Dot products are in units of the tops; the difference of exponents converts to units of a and
-    # b.
+    # Dot products are in units of the tops. The difference of exponents converts the dot products
+    # to units of a and b.
     lead = tops[1] - tops[0]
     left, right = nodes.pairs
     cross_left = left + lead
@@ -318,12 +313,12 @@ def _weight(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
 
-    The factor of ``b`` follows by exchanging a and b. In powers of two it is ``2**unit - 2**cross *
-    dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm`` for ``|a|**2``. The factor of a zero
-    row is ``2**unit``; the factor of two equal rows is half of ``2**unit``.
+    The factor of ``b`` follows by exchanging a and b. With powers of two, the factor is ``2**unit -
+    2**cross * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is ``|a|**2``. The factor
+    of a zero row is ``2**unit``. The factor of two equal rows is half of ``2**unit``.
 
     ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
-    contracts some of them to fused multiply-adds. No comparison treats a NaN as a zero.
+    contracts some products to fused multiply-adds. No comparison treats a NaN as a zero.
     """
     unit = power_of_two(unit, dot.dtype)
     cross = power_of_two(cross, dot.dtype)

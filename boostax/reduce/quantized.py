@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantised reduction: every element is sent in 8 bits.
 
-It takes *two shots*: an all-to-all sends codes to the replica that sums them, and an all-gather
-returns the sum, quantised again.
+The reduction needs *two shots*. An all-to-all sends codes to the replica that computes the
+sum, and an all-gather returns the sum, quantised again.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ class Int8(Codec):
     """Two shots of int8 with a scale per row.
 
     The replica that rounds a mean adds the error of this second rounding, times the number of
-    replicas, to its residual, so the mean of later steps compensates for the error.
+    replicas, to its residual. So the mean of later steps compensates for the error.
 
     Attributes:
-      block: the maximum of elements in a row; ``None`` for 256, or 4096 on a TPU.
-      stochastic: whether to round up or down at random, so that the mean is kept, instead of to
+      block: the maximum number of elements in a row; ``None`` for 256, or 4096 on a TPU.
+      stochastic: whether to round up or down at random, which preserves the mean, instead of to
         nearest.
       seed: seed of the rounding.
     """
@@ -47,18 +47,22 @@ class Int8(Codec):
         return jax.random.PRNGKey(self.seed) if self.stochastic else None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
-        """Send by an all-to-all, sum in f32 and gather."""
+        """Send codes by an all-to-all, sum in f32, and gather the codes of the sums."""
         first = second = None
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        # The devices of the surrounding mesh may be absent.
+        # The surrounding mesh may be of devices that this machine does not have.
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         platform = device.platform if device is not None else jax.default_backend()
-        # On a TPU shorter rows would need a copy in another tiling.
+        # On a TPU, shorter rows would need a copy in another tiling.
         block = self.block or (4096 if platform == "tpu" else 256)
-        slices = _Slices.of(leaves, axes.size(names), block)
-        rows = slices.rows
+        replicas = axes.size(names)
+        sent = exchange.chunks(leaves, replicas, by_leaf=False)
+        cuts = [exchange.cut(chunk.array(leaves), replicas, chunk.dim) for chunk in sent]
+        grids = [exchange.Grid.of(x.shape, block, 1) for x in cuts]
+        rows = [grid.rows(x) for grid, x in zip(grids, cuts, strict=True)]
+        slices = _Slices(leaves, sent, grids)
         codes, scales = quantize(rows, first)
         received = [collectives.exchange(x, names) for x in codes]
         # The scales of all leaves are sent as one message.
@@ -75,52 +79,45 @@ class Int8(Codec):
 
 
 class _Slices(NamedTuple):
-    """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
+    """Leaves that are cut into a slice per replica, and slices into rows.
 
-    Rows run along a leaf's last dimension, and are cut into equal parts if they are longer than a
-    block. If the rows are shorter than a TPU's vector, or the leaf is packed with other leaves, the
-    elements are cut into rows in order.
+    Rows are along a leaf's last dimension. Rows that are longer than a block are cut into equal
+    parts. If rows are shorter than a TPU's vector, or if the leaf is packed with other leaves, rows
+    are of elements in order.
 
     Attributes:
       leaves: the leaves.
-      sent: their chunks.
-      grids: the grid of each chunk, which makes rows of its slices.
-      rows: the rows of each chunk.
+      sent: the chunks of the leaves.
+      grids: the grid of each chunk, which cuts slices into rows.
     """
 
     leaves: Arrays
     sent: list[exchange.Chunk]
     grids: list[exchange.Grid]
-    rows: list[jax.Array]
-
-    @classmethod
-    def of(cls, leaves: Arrays, slices: int, block: int) -> "_Slices":
-        """Cut leaves into rows of up to ``block`` elements."""
-        sent = exchange.chunks(leaves, slices, by_leaf=False)
-        cuts = [exchange.cut(chunk.array(leaves), slices, chunk.dim) for chunk in sent]
-        grids = [exchange.Grid.of(x.shape, block, 1) for x in cuts]
-        return cls(leaves, sent, grids, [grid.rows(x) for grid, x in zip(grids, cuts, strict=True)])
 
     def joined(self, rows: Arrays) -> list[jax.Array]:
         """Return the leaves, from the rows of all slices."""
         trios = zip(self.sent, self.grids, rows, strict=True)
         arrays = [exchange.joined(grid.slices(x), chunk.dim) for chunk, grid, x in trios]
-        return exchange.unwrapped(self.sent, arrays, self.leaves)
+        pairs = zip(self.sent, arrays, strict=True)
+        by_index = {i: x for chunk, array in pairs for i, x in chunk.leaves(array).items()}
+        return [by_index[i].astype(x.dtype) for i, x in enumerate(self.leaves)]
 
     def corrected(self, errors: Arrays, mean_errors: Arrays, names: Names) -> PyTree:
-        """Return ``residuals`` and ``late`` of a message, with the errors of this replica's slice.
+        """Return ``residuals`` and ``late`` of a message, from the errors of both roundings.
 
-        The error of a mean is multiplied by the number of replicas.
+        The error of a mean, times the number of replicas, is added in this replica's slice.
         """
         replica = axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
         rows = [*errors]
         for k, (chunk, grid) in enumerate(zip(self.sent, self.grids, strict=True)):
             more = axes.size(names) * mean_errors[k]
-            if isinstance(chunk, exchange.Alone) and not chunk.shape[chunk.dim] % chunk.slices:
+            leaf = chunk.indices[0]
+            if chunk.block is None and not chunk.shapes[0][chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
-                # Leaves of different dtypes are computed in the widest dtype.
-                late[chunk.leaf] = chunk.dim, more.astype(self.leaves[chunk.leaf].dtype)
+                # Leaves of different dtypes were computed in their widest dtype.
+                late[leaf] = chunk.dim, more.astype(self.leaves[leaf].dtype)
             else:
                 more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)
                 rows[k] = lax.dynamic_update_index_in_dim(errors[k], more, replica, 0)
@@ -129,17 +126,16 @@ class _Slices(NamedTuple):
 
 def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
     """Return int8 codes in the shapes of the blocks, and an f32 scale for each row."""
-    # A scale is at least the smallest normal number, so that its reciprocal is finite.
+    # A scale is at least the smallest normal number, which has a finite reciprocal.
     least = jnp.finfo(jnp.float32).tiny
     units = [jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / LEVELS, least) for x in blocks]
-
-    def rounded(i: int, x: jax.Array) -> jax.Array:
+    levels: list[jax.Array] = []
+    for i, (x, unit) in enumerate(zip(blocks, units, strict=True)):
         if key is None:
-            return jnp.round(x / units[i])
-        chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
-        return jnp.floor(x / units[i] + chance)
-
-    levels = [rounded(i, x) for i, x in enumerate(blocks)]
+            levels.append(jnp.round(x / unit))
+        else:
+            chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
+            levels.append(jnp.floor(x / unit + chance))
     codes = [jnp.clip(x, -LEVELS, LEVELS).astype(jnp.int8) for x in levels]
     return codes, [unit.astype(jnp.float32) for unit in units]
 
@@ -164,22 +160,23 @@ def int8_reduce(
 
     .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{row}} |a| / 127
 
-    An all-to-all sends the codes to the replica that sums them, in f32; an all-gather returns the
-    sum, quantised again. This takes a quarter of a mean's bytes for any number of replicas, while
-    an all-gather of all replicas' codes would save no bytes from eight replicas on.
+    An all-to-all sends the codes to the replica that computes the sum in f32. An all-gather returns
+    the sum, quantised again. The two collectives send a quarter of a mean's bytes for any number of
+    replicas. An all-gather of all replicas' codes would save no bytes from eight replicas on.
 
-    A leaf is cut along one of its dimensions, and rows run along its last dimension, so it is not
-    flattened. Small leaves, leaves without a dimension that the replicas divide evenly (up to 1% of
-    padding), and leaves with rows of fewer than 128 elements are cut into rows of 256 elements, or
-    of up to 1024 on a TPU.
+    A leaf is cut along one of its dimensions, and rows are along its last dimension, so the leaf is
+    not flattened. Some leaves are cut into rows of 256 elements, or up to 1024 on a TPU: small
+    leaves, leaves without a dimension that the replicas divide evenly (up to 1% padding), and
+    leaves with rows below 128 elements.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
-      block: the maximum of elements that share a scale; longer rows are cut into equal parts.
-        ``None`` means 256, or on a TPU 4096, because shorter rows need a copy in another tiling.
-      rounding: ``"nearest"``, or ``"stochastic"`` for up or down at random, so that the mean is
-        kept.
+      block: the maximum number of elements that share a scale; longer rows are cut into equal
+        parts. ``None`` means 256, or 4096 on a TPU, where shorter rows need a copy in another
+        tiling.
+      rounding: ``"nearest"``, or ``"stochastic"`` for up or down at random, which preserves the
+        mean.
       seed: seed of stochastic rounding.
       error_feedback: whether to keep the errors of both roundings for the next step.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
@@ -207,8 +204,10 @@ def int8_reduce(
     """
     who = "int8_reduce"
     if block is not None:
-        checks.positive_int(who, "block", block, "None for 256, and 4096 on a TPU.")
-    checks.choice(who, "rounding", rounding, Rounding, "Error feedback corrects both.")
+        checks.positive_int(who, "block", block, "None means 256, and 4096 on a TPU.")
+    checks.choice(
+        who, "rounding", rounding, Rounding, "Error feedback corrects the errors of both roundings."
+    )
     codec = Int8(block, rounding == "stochastic", seed)
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
     return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest elements of an array, without sorting it.
 
-Counting finds the magnitude of the last chosen element, two bits in each read of the array. A word
-of 32 bits marks the chosen elements in 32 rows of a column. Running sums of the ones in the words
-map the number of a chosen element to its position. No array of the input's size is written.
+The magnitude of the last chosen element is computed by counting, two bits in each read of the
+array. In a word of 32 bits, each bit shows whether an element is chosen, for 32 rows of a column.
+Running sums of the ones in the words map the number of a chosen element to its position. No array
+of the input's size is written.
 """
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 
 from boostax._core import axes
 
-# Rows per word.
+# The number of rows in a word.
 BITS = 32
 
 
@@ -21,17 +22,22 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Return the positions of the largest magnitudes.
 
     Args:
-      x: real, ``(rows, columns)``, rows a multiple of ``BITS``.
+      x: real, ``(rows, columns)``; the number of rows is a multiple of ``BITS``.
       count: number of elements to choose, up to all.
 
     Returns:
-      Positions, u32 ``(count,)``, ascending, in the form that ``at`` takes; and bools like ``x``.
-      Among equal magnitudes the first elements are chosen; a device that flushes subnormal numbers
+      Positions, u32 ``(count,)``, ascending, in the form that ``at`` accepts; and bools like ``x``.
+      Among equal magnitudes, the first elements are chosen. A device that flushes subnormal numbers
       to zero treats subnormal numbers as equal.
     """
     size = jnp.abs(x)
     least = _last(x, count)
-    above, equal = _words(size > least, size == least)
+    # Bools ``(rows, columns)`` are packed into words ``(rows / BITS, columns)`` in one read.
+    bit = (np.uint32(1) << np.arange(BITS, dtype=np.uint32)).reshape(BITS, 1)
+    masks = (mask.reshape(-1, BITS, x.shape[1]) for mask in (size > least, size == least))
+    terms = [jnp.where(mask, bit, np.uint32(0)) for mask in masks]
+    zeros = [np.uint32(0)] * len(terms)
+    above, equal = lax.reduce(terms, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
     # Elements of the same magnitude as the last chosen element are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
@@ -42,64 +48,42 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     words = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
     ones = chosen.ravel()[words]
     bits = _one(ones, slots - (ends[words] - _ones(ones)))
-    # The mask is not computed from the words, because XLA would write the words once for each bit.
+    # If the mask were computed from the words, XLA would write the words once for each bit.
     row, column = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (0, 1))
     position = (row // BITS * np.uint32(x.shape[1]) + column) * BITS + row % BITS
     mask = (size > least) | ((size == least) & (position < cut))
     return words.astype(jnp.uint32) * BITS + bits, mask
 
 
-def shape(x: tuple[int, int]) -> tuple[int, int, int]:
-    """Return ``(words, columns, BITS)``: in this shape ``at`` gives ascending indices."""
-    return x[0] // BITS, x[1], BITS
-
-
-def rows(cells: jax.Array) -> jax.Array:
-    """Return an array of ``shape`` as ``(rows, columns)``."""
-    return cells.transpose(0, 2, 1).reshape(-1, cells.shape[1])
-
-
 def at(positions: jax.Array, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the word, column and bit of positions."""
+    """Return the word, column and bit of positions, ascending if positions are ascending."""
     positions = positions.astype(jnp.uint32)
     words = positions // BITS
     return words // columns, words % columns, positions % BITS
 
 
 def _last(x: jax.Array, count: int) -> jax.Array:
-    """Return the largest magnitude that ``count`` elements reach, found bit by bit."""
+    """Return the largest magnitude that ``count`` elements reach, computed bit by bit."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = 8 * x.dtype.itemsize
 
-    # Nonnegative floats are ordered like their bits.
-    def as_float(word: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(word, x.dtype)
-
     def narrower(i: jax.Array, word: jax.Array) -> jax.Array:
         unit = jnp.ones((), unsigned) << (bits - 2 - 2 * i).astype(unsigned)
-        larger = [word + step * unit for step in (1, 2, 3)]
-        # A larger number would set the sign bit.
-        reached = [(_reaching(x, as_float(y)) >= count) & (y >> (bits - 1) == 0) for y in larger]
-        return word + unit * sum(is_reached.astype(unsigned) for is_reached in reached)
+        larger: list[jax.Array] = []
+        for y in [word + step * unit for step in (1, 2, 3)]:
+            # Nonnegative floats are ordered like their bits.
+            least = lax.bitcast_convert_type(y, x.dtype)
+            # XLA would write an array of the absolute values before the loop.
+            reached = (x >= least) | (x <= -least)
+            # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a copy
+            # of the array.
+            number = reached.astype(jnp.float32).sum(1).astype(jnp.int32).sum()
+            # A larger number would set the sign bit.
+            larger.append((number >= count) & (y >> (bits - 1) == 0))
+        return word + unit * sum(is_reached.astype(unsigned) for is_reached in larger)
 
-    return as_float(lax.fori_loop(0, bits // 2, narrower, axes.unify(jnp.zeros((), unsigned), x)))
-
-
-def _reaching(x: jax.Array, least: jax.Array) -> jax.Array:
-    """Return how many elements have at least a magnitude."""
-    # XLA would write an array of the absolute values before the loop.
-    reached = (x >= least) | (x <= -least)
-    # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a copy of the
-    # array.
-    return reached.astype(jnp.float32).sum(1).astype(jnp.int32).sum()
-
-
-def _words(*chosen: jax.Array) -> list[jax.Array]:
-    """Pack bools ``(rows, columns)`` into u32 ``(rows / BITS, columns)`` in one read."""
-    bit = (np.uint32(1) << np.arange(BITS, dtype=np.uint32)).reshape(BITS, 1)
-    bits = [jnp.where(x.reshape(-1, BITS, x.shape[1]), bit, np.uint32(0)) for x in chosen]
-    zeros = [np.uint32(0)] * len(bits)
-    return lax.reduce(bits, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
+    word = lax.fori_loop(0, bits // 2, narrower, axes.unify(jnp.zeros((), unsigned), x))
+    return lax.bitcast_convert_type(word, x.dtype)
 
 
 def _ones(words: jax.Array) -> jax.Array:
@@ -123,7 +107,7 @@ def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _one(words: jax.Array, rank: jax.Array) -> jax.Array:
-    """Return the bit position of the k-th one in each word, by bisection."""
+    """Return the position of the k-th one among the bits of each word, by bisection."""
     rank = rank.astype(jnp.uint32)
     position = jnp.zeros_like(words)
     half = BITS // 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse reductions: send a few elements of every leaf, and keep the rest in the residual.
 
-``Runs`` chooses elements, reads them, and adds them at their positions. A position is an index into
-a run, in the order of ``selection.py``.
+``Runs`` chooses elements of a leaf. ``elements_at`` and ``add_at`` read and add elements at their
+positions. A position is an index into a run, in the order of ``selection.py``.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ class Cut:
     """The rule that selects elements, and their form on the wire.
 
     Attributes:
-      threshold: smaller magnitudes are not sent; ``None`` allows any.
+      threshold: the smallest magnitude that is sent; ``None`` allows any magnitude.
       relative: whether the threshold is in units of the leaf's root mean square.
-      wire_dtype: dtype of values on the wire; ``None`` for the values' own dtype.
-      bits: 2 to send ``two_bits`` of each value; ``None`` to send ``wire_dtype``.
+      wire_dtype: dtype of values on the wire; ``None`` for the dtype of the values.
+      bits: 2 to send ``two_bits`` of each value; ``None`` to send values in ``wire_dtype``.
     """
 
     threshold: float | None = None
@@ -55,7 +55,7 @@ class Cut:
         return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
     def coded(self, values: jax.Array, least: Magnitude) -> jax.Array:
-        """Return the values as sent, zero below the threshold."""
+        """Return the values that are sent, with zeros below the threshold."""
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.wire_dtype is None else trees.saturate(values, self.wire_dtype)
@@ -64,10 +64,10 @@ class Cut:
 def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return u8 codes ``(..., ceil(count / 4))`` and u16 ``(..., 2)``: two magnitudes of each row.
 
-    The first bit is the sign, the second says whether a magnitude is above the mean of its row.
-    Elements above the mean are sent as the mean of their magnitudes, and likewise elements below,
-    truncated to bfloat16. The truncation works on integers, because XLA may remove a rounding that
-    is followed by a widening.
+    The first bit is the sign. The second bit is 1 if the magnitude is above the mean of its row.
+    Elements above the mean are sent as the mean of their magnitudes, truncated to bfloat16, and
+    elements below likewise. The bits of the mean are truncated as integers, because XLA may remove
+    a rounding that is followed by a widening.
     """
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
@@ -81,21 +81,13 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (fours << SHIFTS).sum(-1, dtype=jnp.uint8), magnitudes
 
 
-def of_two_bits(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
-    """Invert ``two_bits``: return f32 values, and up to three more at the end of each row."""
-    codes = ((codes[..., None] >> SHIFTS) & 3).reshape(*codes.shape[:-1], -1)
-    means = lax.bitcast_convert_type(magnitudes.astype(jnp.uint32) << 16, jnp.float32)
-    sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
-    return jnp.where(codes % 2 == 1, -sizes, sizes)
-
-
 class Runs(NamedTuple):
-    """A leaf in which elements are chosen from each run of elements, or from the whole leaf.
+    """A leaf in which elements are chosen from each run of elements, or from the leaf as one run.
 
     Attributes:
-      grid: its rows.
-      cells: ``(runs, rows, columns)``, the array from which ``selection.py`` chooses.
-      sent: how many elements are chosen from each run.
+      grid: the rows of the leaf.
+      cells: ``(runs, rows, columns)``, the shape of the array from which ``selection.py`` chooses.
+      sent: the number of elements that are chosen from each run.
     """
 
     grid: exchange.Grid
@@ -112,25 +104,20 @@ class Runs(NamedTuple):
         block = min(block or size, size)
         grid = exchange.Grid.of((1, *shape), block, 1)
         most = 1.1 * size / block * count(block)
-        # Every run rounds its share up, so short runs send more.
+        # The share of every run is rounded up, so short runs send more.
         if grid.shape[-1] < exchange.LANES or grid.height * count(grid.width) > most:
             grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
         columns = math.ceil(grid.width / selection.BITS)
         return cls(grid, (grid.height, selection.BITS, columns), min(count(grid.width), grid.width))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the arrays that ``add_at`` adds to."""
-        return self.cells[0], *selection.shape(self.cells[1:])
-
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return positions ``(runs, count)``, ascending in each run, and bools like the leaf."""
-        positions, mask = _largest(self.sent)(self.rows(leaf))
+        positions, mask = _largest(self.rows(leaf), count=self.sent)
         narrow = math.prod(self.cells[1:]) <= 2**16
         return positions.astype(jnp.uint16 if narrow else jnp.uint32), self.leaf(mask)
 
     def rows(self, leaf: jax.Array) -> jax.Array:
-        """Return an array in the leaf's shape in the shape ``cells``."""
+        """Reshape an array in the leaf's shape to the shape ``cells``."""
         rows = self.grid.rows(leaf[None])[0]
         return exchange.padded(rows, 1, math.prod(self.cells) // len(rows)).reshape(self.cells)
 
@@ -142,21 +129,18 @@ class Runs(NamedTuple):
 def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Map ``fn`` over the runs; trace once per shape, because a large model has few shapes."""
 
-    def mapped(*arrays: jax.Array) -> PyTree:
+    def mapped(*arrays: jax.Array, **count: int) -> PyTree:
         if len(arrays[0]) > 1:
-            return jax.vmap(fn)(*arrays)
-        # A TPU's compiler would copy a whole leaf for the dimension of a single run.
-        return jax.tree.map(lambda x: x[None], fn(*(x[0] for x in arrays)))
+            return jax.vmap(functools.partial(fn, **count))(*arrays)
+        # A TPU's compiler would copy a complete leaf for the dimension of a single run.
+        return jax.tree.map(lambda x: x[None], fn(*(x[0] for x in arrays), **count))
 
-    return jax.jit(mapped, inline=True)
-
-
-@functools.cache
-def _largest(count: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    return _of_runs(functools.partial(selection.largest, count=count))
+    return jax.jit(mapped, static_argnames="count", inline=True)
 
 
-cells = _of_runs(selection.rows)
+_largest = _of_runs(selection.largest)
+# The rows and columns of each run, from an array in the shape of ``add_at``.
+cells = _of_runs(lambda x: x.transpose(0, 2, 1).reshape(-1, x.shape[1]))
 
 
 @_of_runs
@@ -168,24 +152,10 @@ def elements_at(rows: jax.Array, positions: jax.Array) -> jax.Array:
 
 @_of_runs
 def add_at(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """Add values to an array in the shape ``Runs.shape`` at positions."""
+    """Add values at positions to an array ``(runs, rows / BITS, columns, BITS)``."""
     chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless ``indices_are_sorted`` is set.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
-
-
-def added(view: Runs, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the sum over the replicas, added one after the other.
-
-    In a single scatter-add the hardware would choose the order in which equal positions are summed,
-    and the replicas would diverge by rounding.
-    """
-
-    def add(total: jax.Array, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return add_at(total, sent[1], sent[0].astype(total.dtype)), None
-
-    zeros = jnp.zeros(view.shape, trees.wide_dtype(values))
-    return lax.scan(add, axes.unify(zeros, values), (values, positions))[0]
 
 
 class _Bucket(NamedTuple):
@@ -193,9 +163,9 @@ class _Bucket(NamedTuple):
 
     Attributes:
       leaves: their indices.
-      array: the leaf, or for several leaves a vector that is zero below each leaf's threshold.
+      array: the leaf; for several leaves, a vector that is zero below each leaf's threshold.
       least: the threshold of the array.
-      view: its rows.
+      view: the runs of the array.
     """
 
     leaves: list[int]
@@ -209,9 +179,9 @@ class Largest(Codec):
     """Send the elements of largest magnitude of every leaf, or bucket of leaves, and positions.
 
     Attributes:
-      count: returns how many of a number of elements are sent.
-      block: the length of the runs from which elements are chosen; ``None`` chooses from a whole
-        leaf.
+      count: a function from a number of elements to the number of elements that are sent.
+      block: the length of the runs from which elements are chosen; ``None`` chooses from a leaf as
+        one run.
       cut: see ``Cut``.
       bucket_bytes: bytes of f32 up to which several leaves share one choice.
       lossy: see ``Codec``.
@@ -225,7 +195,7 @@ class Largest(Codec):
     lossy: bool = True
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Gather the chosen elements of all replicas, and add them up."""
+        """Gather the chosen elements of all replicas, and sum the elements."""
         least = [self.cut.least(x) for x in leaves]
         buckets = self._buckets(leaves, least)
         positions, masks = zip(*(x.view.largest(x.array) for x in buckets), strict=True)
@@ -234,8 +204,8 @@ class Largest(Codec):
         wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
-        # With the barrier the sums are written once. A TPU's compiler would otherwise move their
-        # readers before the transposition, and also write the result of each reader.
+        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would move the
+        # readers of sums before the transposition, and also write the result of each reader.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _split_buckets(leaves, buckets, masks), strict=True)
         sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
@@ -251,8 +221,25 @@ class Largest(Codec):
         """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
         sums: list[jax.Array] = []
         for x, wire, at in zip(buckets, wires, positions, strict=True):
-            values = of_two_bits(*wire)[..., : x.view.sent] if self.cut.bits else wire[0]
-            sums.append(x.view.leaf(cells(added(x.view, values, at))))
+            values = wire[0]
+            if self.cut.bits:
+                # This is the inverse of ``two_bits``. A row may end with codes of padding.
+                codes = ((wire[0][..., None] >> SHIFTS) & 3).reshape(*wire[0].shape[:-1], -1)
+                means = lax.bitcast_convert_type(wire[1].astype(jnp.uint32) << 16, jnp.float32)
+                sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
+                values = jnp.where(codes % 2 == 1, -sizes, sizes)[..., : x.view.sent]
+            runs, rows, columns = x.view.cells
+            # In this shape, the indices of ``selection.at`` are ascending.
+            shape = runs, rows // selection.BITS, columns, selection.BITS
+            zeros = axes.unify(jnp.zeros(shape, trees.wide_dtype(values)), values)
+            # The replicas are added one by one. In a single scatter-add, the hardware would choose
+            # the order in which equal positions are summed, and replicas would diverge by rounding.
+            total, _ = lax.scan(
+                lambda total, sent: (add_at(total, sent[1], sent[0].astype(total.dtype)), None),
+                zeros,
+                (values, at),
+            )
+            sums.append(x.view.leaf(cells(total)))
         return sums
 
     def has_slots(self, leaves: Arrays) -> jax.Array:
@@ -286,14 +273,14 @@ class Largest(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """Send the elements that reach a threshold: sparse if they have slots, else as a dense mean.
+    """Send the elements that reach a threshold, sparse if all have slots, else as a dense mean.
 
-    Shapes are static, so both forms are branches with their own shapes, and the replicas agree on a
+    Shapes are static, so the sparse form and the dense form are branches. The replicas agree on a
     branch before they send.
 
     Attributes:
-      capacity: share of a leaf that has slots on the sparse wire; 1 is always dense.
-      sparse: the codec that sends that share.
+      capacity: share of a leaf that has slots on the sparse wire; with 1, every step is dense.
+      sparse: the codec that sends this share.
       lossy: see ``Codec``.
     """
 
@@ -307,9 +294,8 @@ class Threshold(Codec):
         if self.capacity == 1:
             return self._dense(leaves, state, names)._replace(capacity=jnp.ones((), jnp.float32))
         forms = self.sparse.reduce, self._dense
-        sends = [functools.partial(send, leaves, state, names) for send in forms]
         branch = jnp.where(axes.agree(self.sparse.has_slots(leaves), names), 0, 1).astype(jnp.int32)
-        message = switched(branch, sends, names)
+        message = switched(branch, forms, leaves, state, names)
         return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[branch])
 
     def _dense(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
@@ -341,8 +327,8 @@ def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
     for kind in exchange.kinds(arrays):
         part = [arrays[i] for i in kind]
         flat = packed(part)
-        # A TPU's compiler compiles a gather that does not end with a tile to an all-reduce, with
-        # twice the bytes.
+        # A gather that does not end with a tile would be compiled for a TPU to an all-reduce, which
+        # sends twice the bytes.
         flat = exchange.padded(flat, 0, TILE) if flat.size >= 32 * TILE else flat
         result |= zip(kind, unpacked(axes.gather(flat, names), part), strict=True)
     return [result[i] for i in range(len(arrays))]
@@ -373,30 +359,32 @@ def top_k_reduce(
       e_r \leftarrow a_r - \operatorname{top}_k(a_r)
 
     Put ``top_k_reduce`` first in the inner chain, instead of ``all_reduce``. The sent elements are
-    exact, so the sum of the sent and the kept part equals ``a_r`` bit for bit.
+    exact, so the sum of the sent part and the residual equals ``a_r`` bit for bit.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
-        (``make_train_step``, ``on_mesh``).
-      density: share of each leaf that is sent, ``ceil(density * size)`` elements; or a warm-up of
-        the share, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by the number of applied steps.
-      count: number of elements per leaf (or block), instead of ``density``.
-      block: choose from each run of this many elements, along the last dimension if it is long.
-        Positions then take 2 bytes, and the chosen elements have 87 to 99% of the energy of the
-        best choice. Try 1024; other lengths are padded to a multiple of 32.
-      bucket_bytes: choose from several leaves together. Leaves are fused from the last to the first
-        until they exceed this many bytes (of f32); a larger leaf has its own choice. The number of
-        sent elements stays the same, but leaves with larger elements send more. This costs one copy
-        of the fused leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+      axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
+        ``make_train_step`` or ``on_mesh``.
+      density: share of each leaf that is sent, ``ceil(density * size)`` elements. A dictionary is a
+        warm-up of the share by the number of applied steps: ``{0: 0.25, 200: 0.05, 400: 0.01}``.
+      count: number of elements per leaf (or block) that are sent, instead of ``density``.
+      block: number of elements in a run, if elements are chosen from each run of a leaf. Runs are
+        along the last dimension if it is long. Then positions need 2 bytes, and the chosen elements
+        have 87 to 99% of the energy of the best choice. Use 1024; other lengths are padded to a
+        multiple of 32.
+      bucket_bytes: number of bytes (of f32) up to which elements are chosen from several leaves
+        together. Leaves are fused, from the last to the first, until their size exceeds this
+        number. The elements of a larger leaf are chosen separately. The number of sent elements is
+        the same, but leaves with larger elements send more. The cost is one copy of the fused
+        leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
       momentum: coefficient of momentum correction (DGC), which applies momentum before the choice,
-        and resets it for sent elements. The optimizer must then have no momentum.
+        and resets the momentum of sent elements. The optimizer must then have no momentum.
       wire_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
-        errors stay in the residual.
+        errors remain in the residual.
       bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
-        (or leaf). The mean magnitudes above and below take 4 bytes a block. Errors stay in the
+        (or leaf). The mean magnitudes above and below need 4 bytes a block. Errors remain in the
         residual. ``None`` sends values in ``wire_dtype``.
-      error_feedback: whether to keep the elements that were not sent; otherwise most params never
-        change.
+      error_feedback: whether to keep the elements that were not sent. Without error feedback, most
+        params never change.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
       dense: leaves that are averaged without compression: ``lambda path, leaf: leaf.ndim < 2`` for
         norms and biases, or a tree of bools.
@@ -404,9 +392,10 @@ def top_k_reduce(
     Returns:
       A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
       or block of up to 65536 elements, 4 if also ``wire_dtype`` is half, 2.25 with ``bits=2``),
-      gathered from all replicas. With k elements per replica a ring takes ``(n-1) k`` times these
-      bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``. One residual of the size
-      of the f32 gradients per replica (two with ``momentum``); two all-reduces of 8 bytes.
+      gathered from all replicas. With k elements per replica, a ring sends ``(n-1) k`` times these
+      bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``. Each replica has one
+      residual with the size of the f32 gradients (two with ``momentum``); two all-reduces of 8
+      bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -424,17 +413,17 @@ def top_k_reduce(
       Aji and Heafield, Sparse Communication for Distributed Gradient Descent,
       https://arxiv.org/abs/1704.05021, 2017. Lin et al., Deep Gradient Compression,
       https://arxiv.org/abs/1712.01887, 2018. Apache SINGA's ``backward_and_sparse_update``, whose
-      comparison truncates magnitudes to integers, so below one it takes the first k elements.
+      comparison truncates magnitudes to integers, so below one it sends the first k elements.
     """
     who = "top_k_reduce"
-    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, wire_dtype)
-    hint = "Or leave it out, for wire_dtype."
+    cut = Cut(bits=bits)
+    largest = _checked(who, Largest(lambda size: count or 0, block, cut, bucket_bytes), wire_dtype)
+    hint = "Omit bits to send values in wire_dtype."
     checks.require(bits in (None, 2), who, "bits", got=bits, allowed="2", hint=hint)
     both = wire_dtype if bits else None
-    checks.absent(who, "wire_dtype", both, "left out with bits", "Both set the format of a value.")
+    checks.absent(who, "wire_dtype", both, "left out with bits", "bits already sets the format.")
     if count is not None:
-        checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
-    largest = Largest(lambda size: count or 0, block, Cut(wire_dtype=wire, bits=bits), bucket_bytes)
+        checks.positive_int(who, "count", count, "count is a number of elements, density a share.")
     codec = _by_density(who, density, largest) if count is None else largest
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum, "decay": decay}
     return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)
@@ -458,35 +447,35 @@ def threshold_reduce(
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
-    Shapes are static, so a share of each leaf has slots on a sparse wire. At every step the
+    Shapes are static, so a share of each leaf has slots on a sparse wire. At every step, the
     replicas count the elements that reach the threshold. If all these elements have slots, in every
-    leaf of every replica, they are sent with their positions; otherwise they are sent as a plain
-    mean in which all other elements are zero. So every element that reaches the threshold is sent,
-    with error feedback or without.
+    leaf of every replica, these elements are sent with their positions. Otherwise, the replicas
+    send a plain mean, in which all other elements are zero. So every element that reaches the
+    threshold is sent, with or without error feedback.
 
     Args:
-      axis_name: mesh axis, or a tuple of axes. ``None``: the axis of the step around it
-        (``make_train_step``, ``on_mesh``).
-      threshold: magnitude from which an element is sent.
+      axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
+        ``make_train_step`` or ``on_mesh``.
+      threshold: the smallest magnitude that is sent.
       capacity: share of each leaf that has slots on the sparse wire, which sends fewer bytes than
         the mean if ``capacity < 1/n``; 1.0 always sends the mean.
       relative: whether the threshold is in units of the root mean square of gradient plus residual,
         so that a larger residual raises the threshold.
       block: see ``top_k_reduce``.
-      bucket_bytes: bytes up to which leaves share their slots, as in ``top_k_reduce``. The same
-        elements are sent, but fewer steps are dense because one leaf lacks slots. ``None`` gives
-        each leaf its own slots.
+      bucket_bytes: number of bytes up to which leaves share their slots, as in ``top_k_reduce``.
+        The same elements are sent, but fewer steps are dense because a leaf lacks slots. With
+        ``None``, each leaf has its own slots.
       wire_dtype: see ``top_k_reduce``; a dense step sends f32.
-      error_feedback: keep the elements that were not sent.
+      error_feedback: whether to keep the elements that were not sent.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
-      dense: leaves that take a plain mean.
+      dense: leaves that are averaged without compression.
 
     Returns:
       A transformation with a ``CompressedState``. Cost: a sparse step sends the bytes of
       ``top_k_reduce(density=capacity)``, on a ring ``8 (n-1) capacity N``; a dense step sends the
-      bytes of a mean, ``8 (n-1)/n N``. The agreement before sending takes 4 bytes and one read of
-      the gradients. ``boostax.metrics`` has ``capacity``, the share of elements with slots at the
-      last step, 1.0 for a dense step.
+      bytes of a mean, ``8 (n-1)/n N``. The agreement before the sending costs 4 bytes and one read
+      of the gradients. ``boostax.metrics`` has ``capacity``, the share of elements with slots at
+      the last step, 1.0 for a dense step.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -510,31 +499,33 @@ def threshold_reduce(
     who = "threshold_reduce"
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
     _check_share(who, "capacity", capacity)
-    block, most, wire = _checked(who, block, bucket_bytes, wire_dtype)
-    cut = Cut(threshold, relative, wire)
-    codec = Threshold(capacity, Largest(functools.partial(share, capacity), block, cut, most))
+    cut = Cut(threshold, relative)
+    largest = Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
+    codec = Threshold(capacity, _checked(who, largest, wire_dtype))
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}
     return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)
 
 
-def _checked(
-    who: str, block: int | None, bucket_bytes: int | None, wire_dtype: DTypeLike | None
-) -> tuple[int | None, int | None, exchange.Wire]:
-    """Check the arguments of elements with positions."""
-    block = None if block is None else checks.positive_int(who, "block", block, "Try 1000.")
+def _checked(who: str, codec: Largest, wire_dtype: DTypeLike | None) -> Largest:
+    """Check the arguments of a codec, and set the dtype of its values on the wire."""
+    block = codec.block
+    if block is not None:
+        block = checks.positive_int(who, "block", block, "Pass a length such as 1000.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
-    return block, exchange.check_bytes(who, bucket_bytes), wire
+    cut = dataclasses.replace(codec.cut, wire_dtype=wire)
+    bucket_bytes = exchange.check_bytes(who, codec.bucket_bytes)
+    return dataclasses.replace(codec, block=block, cut=cut, bucket_bytes=bucket_bytes)
 
 
 def _by_density(who: str, density: Density, codec: Largest) -> Codec:
-    """Let a codec send a share of the elements, or a share of each stage of a warm-up."""
+    """Return a codec that sends a share of the elements, or a share per stage of a warm-up."""
     if not isinstance(density, Mapping):
         _check_share(who, "density", density)
         return dataclasses.replace(codec, count=functools.partial(share, density))
     starts = tuple(sorted(density))
     is_valid = bool(starts) and starts[0] == 0 and not any(isinstance(x, bool) for x in starts)
-    allowed = "a mapping from steps, beginning with 0, to values"
-    hint = "Try {0: 0.25, 200: 0.01}."
+    allowed = "a mapping from steps, beginning with 0, to shares"
+    hint = "{0: 0.25, 200: 0.01} sends 1% after a warm-up of 200 steps."
     checks.require(is_valid, who, "density", got=dict(density), allowed=allowed, hint=hint)
     for start in starts:
         _check_share(who, f"density[{start}]", density[start])
