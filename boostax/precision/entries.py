@@ -179,22 +179,21 @@ def _on_tpu(
     is_local = getattr(env, "manual_axes", names) == names and getattr(env, "num_devices", 1) == 1
     mesh, spec = (None, PartitionSpec()) if sharding is None or is_local else sharding
     part = shape if mesh is None else NamedSharding(mesh, spec).shard_shape(shape)
+    apply = functools.partial(kernel.apply, program, part)
 
     def on_device(always: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         if mesh is None:
-            return kernel.apply(program, operands, part, jnp.zeros((), jnp.int32))
+            return apply(jnp.zeros((), jnp.int32), *operands)
         steps = [n * stride for n, stride in zip(part, formats.strides_of(shape), strict=True)]
         first = formats.index_in(tuple(n // k for n, k in zip(shape, part, strict=True)), steps)
         specs = (spec, *(spec if x.ndim else PartitionSpec() for x in operands))
-        return jax.shard_map(
-            lambda start, *shards: kernel.apply(program, shards, part, start.reshape(())),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=[spec] * len(program.jaxpr.outvars),
-            check_vma=False,
-        )(first, *operands)
+        out = [spec] * len(program.jaxpr.outvars)
+        mapped = jax.shard_map(apply, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        return mapped(first, *operands)
 
-    ready = (is_local or mesh is not None) and kernel.ready(program, part)
+    is_tiled = len(part) > 1 and not (part[-1] % kernel.LANES or part[-2] % kernel.ROWS)
+    compiles = kernel.LACKING.isdisjoint(x.primitive.name for x, _ in equations(program.jaxpr))
+    ready = (is_local or mesh is not None) and is_tiled and compiles
     fn = on_device if ready else functools.partial(_in_branch, program=program)
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
 

@@ -103,10 +103,10 @@ def apply_policy(module: Any, policy: Policy | Level) -> Any:
     chosen = as_policy(policy) or Policy()
     if isinstance(module, nn.Module):
         return PolicyModule(module, chosen)
-    if not isinstance(module, nnx.Module):
-        allowed = "a flax.linen.Module or flax.nnx.Module"
-        hint = "For a plain function, use boostax.policy(...).wrap(fn)."
-        raise TypeError(checks.message("apply_policy", "module", allowed, module, hint))
+    is_valid = isinstance(module, nnx.Module)
+    allowed = "a flax.linen.Module or flax.nnx.Module"
+    hint = "For a plain function, use boostax.policy(...).wrap(fn)."
+    checks.require_type(is_valid, "apply_policy", "module", module, allowed, hint)
     model = nnx.clone(module)
     for _, layer in () if chosen.only_matmuls else nnx.iter_modules(model):
         _set_dtype(layer, chosen)

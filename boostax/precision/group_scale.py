@@ -30,7 +30,7 @@ from boostax._core import axes, bound_axis, checks, gate, groups, handshake, nor
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
 from boostax._core.types import PyTree
-from boostax.precision.loss_scale import decided, require, scales
+from boostax.precision.loss_scale import decided, require, scale_array, scales
 
 Group = int | jax.Array
 Overflow = Literal["blame", "each"]
@@ -76,15 +76,9 @@ class GroupLossScaleState(NamedTuple):
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    @property
-    def scale(self) -> jax.Array:
-        """Return the scale of the last group, f32, by which the loss is multiplied."""
-        return self.scales[..., -1]
-
-    def scale_array(self) -> jax.Array:
-        """Return the array by which a trace identifies this scaler."""
-        return self.table
-
+    # The loss is multiplied by the scale of the last group.
+    scale = property(lambda self: self.scales[..., -1])
+    scale_array = scale_array
     inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -143,18 +137,31 @@ def _look(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``present``, ``bad`` and ``largest`` of each group, equal on all replicas."""
     pairs = list(zip(jax.tree.leaves(grads.raw), numbers, strict=True))
-    flags, maxima = list[jax.Array](), list[jax.Array]()
+    results = list[tuple[jax.Array, jax.Array]]()
     for group in range(inverse.size):
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
         magnitudes = scaled._replace(raw=norms.largest_magnitudes(members)).value()
         top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in magnitudes)])
-        flags.append(~scaled.usable())
-        maxima.append(jnp.max(top))
-    bad, largest = jnp.stack(flags), jnp.stack(maxima)
+        results.append((~scaled.usable(), jnp.max(top)))
+    bad, largest = map(jnp.stack, zip(*results, strict=True))
     both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])
     both = axes.largest(both, axes.with_shards(both, names)) if names else both
     return jnp.asarray([group in numbers for group in range(inverse.size)]), both[0] > 0, both[1]
+
+
+def _first(
+    tx: optax.GradientTransformationExtraArgs, labels: PyTree, init_scale: PyTree, params: PyTree
+) -> GroupLossScaleState:
+    """Return the first state, from the arguments of ``group_loss_scale``."""
+    count = group_numbers(_WHO, labels, params)[1]
+    table = jnp.asarray(init_scale, jnp.float32)
+    allowed = f"one number, or a number for each of {count} groups"
+    hint = "The first number is the scale of group 0."
+    checks.require(table.shape in ((), (count,)), _WHO, "init_scale", init_scale, allowed, hint)
+    first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
+    calls = jnp.asarray(False), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return GroupLossScaleState(*first, *calls, gate.init_inner(tx, params))
 
 
 @bound_axis.gate
@@ -261,23 +268,6 @@ def group_loss_scale(
     room = headroom if rule == "measure" else None
     moves = _Rule(growth_factor, backoff_factor, min_scale, max_scale, overflow == "each", room)
 
-    def init_fn(params: PyTree) -> GroupLossScaleState:
-        count = group_numbers(_WHO, labels, params)[1]
-        table = jnp.asarray(init_scale, jnp.float32)
-        allowed = f"one number, or a number for each of {count} groups"
-        hint = "The first number is the scale of group 0."
-        is_valid = table.shape in ((), (count,))
-        checks.require(is_valid, _WHO, "init_scale", init_scale, allowed, hint)
-        return GroupLossScaleState(
-            table=jnp.full(count, table),
-            largest=jnp.zeros(count, jnp.float32),
-            overflow_group=jnp.asarray(-1, jnp.int32),
-            applied=jnp.asarray(False),
-            skipped=jnp.zeros((), jnp.int32),
-            skipped_in_a_row=jnp.zeros((), jnp.int32),
-            inner_state=gate.init_inner(tx, params),
-        )
-
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: GroupLossScaleState, params: PyTree, *, apply: bool, **extra: Any
@@ -298,8 +288,8 @@ def group_loss_scale(
             for key, tree in (*raw.items(), ("grads", grads.raw)):
                 leaves, treedef = jax.tree.flatten(grads._replace(raw=tree).value())
                 pairs = zip(leaves, numbers, strict=True)
-                new = [g * inverse[k].astype(g.real.dtype) for g, k in pairs]
-                unscaled[key] = treedef.unflatten(new)
+                products = [g * inverse[k].astype(g.real.dtype) for g, k in pairs]
+                unscaled[key] = treedef.unflatten(products)
             pending = Pending(unscaled.pop("grads"))
             return gate.call(tx, pending, inner, params, apply=apply, extra=extra | unscaled)
 
@@ -307,7 +297,7 @@ def group_loss_scale(
         value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)
         return value, decided(moved, ok, new)
 
-    return gate.gated(init_fn, step_fn, gate.flush_of(tx))
+    return gate.gated(lambda p: _first(tx, labels, init_scale, p), step_fn, gate.flush_of(tx))
 
 
 def group_scales(opt_state: PyTree) -> jax.Array | None:
@@ -365,9 +355,7 @@ def _between(name: str, value: float, low: float, high: float, hint: str) -> Non
 
 # With a custom_jvp, not a custom_vjp, JAX itself transposes the product, and so preserves the
 # value's varying type, its batch dimension, and its position in a scan or a remat.
-@jax.custom_jvp
-def _edge(x: jax.Array, ratio: jax.Array) -> jax.Array:
-    return x
+_edge = jax.custom_jvp(lambda x, ratio: x)
 
 
 @_edge.defjvp

@@ -25,6 +25,11 @@ from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
 
 
+def scale_array(state: PyTree) -> jax.Array:
+    """Return the array by which a trace identifies a scaler, for ``protocols.Scaler``."""
+    return getattr(state, state.holds.scale)
+
+
 class LossScaleState(NamedTuple):
     """State of ``dynamic_loss_scale`` and ``static_loss_scale``.
 
@@ -54,10 +59,7 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(scale="scale")
 
-    def scale_array(self) -> jax.Array:
-        """Return the array by which a trace identifies this scaler."""
-        return self.scale
-
+    scale_array = scale_array
     inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -151,8 +153,7 @@ def dynamic_loss_scale(
     limits = min_scale, init_scale, max_scale
     is_valid = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
     hint = f"Change init_scale, or the limits: min_scale={min_scale!r}, max_scale={max_scale!r}."
-    allowed = "between min_scale and max_scale"
-    checks.require(is_valid, who, "init_scale", init_scale, allowed, hint)
+    checks.require(is_valid, who, "init_scale", init_scale, "between min_scale and max_scale", hint)
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
     hint = "Use 0.5."
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
@@ -221,16 +222,12 @@ def static_loss_scale(
     """
     who = "static_loss_scale"
     _positive(who, "scale", scale, "128 is MindSpore's default.")
-    return _scaled(
-        inner,
-        scale,
-        1,
-        lambda x, ok: x._replace(clean_steps=jnp.where(ok, gate.counted(x.clean_steps, ok), 0)),
-        axis_name,
-        skip=skip_nonfinite,
-        asks=isinstance(scale, Tracer) or bool(scale != 1),
-        who=who,
-    )
+
+    def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
+        return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
+
+    asks = isinstance(scale, Tracer) or bool(scale != 1)
+    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip_nonfinite, asks=asks, who=who)
 
 
 @checks.arguments
@@ -391,11 +388,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     within = any(x is y for outer in handshake.INSIDE.get() for x in outer for y in scales)
     twice = within or (bool(scales) and handshake.marks(loss)[0].product)
     got = "a loss that is already multiplied"
-    allowed = "multiplied by the scale once"
-    hint = (
-        "boostax.value_and_grad multiplies the loss: pass a function that returns the plain loss."
-    )
-    checks.require(not twice, "scale_loss", "loss", got, allowed, hint)
+    hint = "Return the plain loss to boostax.value_and_grad, which multiplies the loss itself."
+    checks.require(not twice, "scale_loss", "loss", got, "multiplied by the scale once", hint)
     handshake.keep(product, handshake.Mark(product=True))
     handshake.scaled(opt_state)
     return product
@@ -421,8 +415,8 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     allowed = "gradients of a loss multiplied by the scale in this opt_state"
     hint = (
         "Compute the gradients by boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
-        "differentiate boostax.precision.scale_loss(loss, opt_state). If another jax.jit computes "
-        "the gradients, wrap them: boostax.precision.assume_scaled(grads, opt_state)."
+        "differentiate boostax.precision.scale_loss(loss, opt_state). Wrap the gradients of "
+        "another jax.jit: boostax.precision.assume_scaled(grads, opt_state)."
     )
     got = "gradients of a loss that was not multiplied"
     checks.require(bool(marks), who, "gradients", got, allowed, hint)
