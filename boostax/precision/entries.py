@@ -116,7 +116,7 @@ def _on_blocks(
             return codec.compute(*wide)
         if known:
             return next(unused)
-        # XLA:CPU gives an array with a dimension of size one another layout, and copies the array.
+        # Without dimensions of size one, because XLA:CPU would copy such arrays to another layout.
         scales.append(jnp.squeeze(codec.compute(*formats.extremes(operands[0], inside)), inside))
         return scales[-1]
 
@@ -128,7 +128,7 @@ def _in_two_passes(
 ) -> list[jax.Array]:
     """Compute the scales in one pass over the leaf, and all results in a second pass.
 
-    With ``loop`` both passes are the only iteration of a loop, which writes in place, so the leaf
+    With ``loop``, both passes are the only iteration of a loop, which writes in place, so the leaf
     is finished before the next leaf starts. Without the loop, XLA:CPU starts the operations of all
     leaves, and frees no temporary until all leaves are written.
     """

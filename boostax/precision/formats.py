@@ -105,7 +105,7 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a block: whole dimensions, and a divisor of one dimension's size.
+    """Return the shape of a block: complete dimensions, and a divisor of one dimension's size.
 
     If ``BLOCK`` divides the last dimension, a block has ``BLOCK`` elements of this dimension, like
     a TPU vector. Otherwise a block has at least ``BLOCK`` elements, as few as possible, and the
@@ -302,7 +302,7 @@ def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
 
     def on_array(x: jax.Array, *operands: jax.Array) -> jax.Array:
         sizes, inside = blocked(x.shape)
-        # Scales are reshaped so that they broadcast over their blocks.
+        # Scales are reshaped so that each scale broadcasts over its block.
         wide = [1 if dim in inside else size for dim, size in enumerate(sizes)]
         first, *others = (y.reshape(sizes if y.shape == x.shape else wide) for y in (x, *operands))
         if work == "measure":

@@ -34,7 +34,7 @@ class Order:
     Attributes:
       leaf: number of the leaf to which the array belongs, or ``COMMON``.
       place: position of the array among the arrays of the leaf.
-      sharding: the mesh and the spec of the leaf, if they are known.
+      sharding: the mesh and the spec of the leaf, or ``None`` if unknown.
     """
 
     leaf: int

@@ -108,7 +108,7 @@ def dynamic_loss_scale(
       inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
       init_scale: first scale, > 0. The product of loss and scale is computed in f32, so 2**16 may
         exceed the range of f16.
-      growth_factor: > 1. Powers of two keep unscaling exact.
+      growth_factor: > 1. With a power of two, unscaling is exact.
       backoff_factor: in (0, 1).
       growth_interval: clean steps before a growth.
       min_scale: > 0; below 1 for models whose unscaled gradients overflow f16.
@@ -201,7 +201,7 @@ def static_loss_scale(
 
     Args:
       inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
-      scale: > 0, finite and a scalar; a power of two keeps unscaling exact.
+      scale: > 0, finite and a scalar. With a power of two, unscaling is exact.
       skip_nonfinite: ``False`` runs ``inner`` on all gradients, with no check and no branch.
       axis_name: as in ``dynamic_loss_scale``.
 
@@ -277,7 +277,7 @@ def _scaled(
     names = axes.canonical(who, axis_name)
 
     def init_fn(params: PyTree) -> LossScaleState:
-        # Each field has its own array, because donation refuses a buffer that two fields share.
+        # No two fields share an array, because donation refuses a shared buffer.
         clean, *counts = (jnp.zeros((), jnp.int32) for _ in range(6))
         scale = jnp.asarray(init_scale, jnp.float32) + 0
         first = scale, clean, jnp.asarray(tolerance, jnp.int32), jnp.asarray(False)

@@ -63,7 +63,7 @@ class CheckReplicasState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``.
 
-        Until a difference is found, ``differing_replica`` is -1 and ``differing_leaf`` is 0.
+        Until a difference is detected, ``differing_replica`` is -1 and ``differing_leaf`` is 0.
         """
         return {"differing_replica": self.culprits[0], "differing_leaf": self.leaves[0]}
 

@@ -110,7 +110,7 @@ def store(
     ============== ===== ==========================================================================
     ``params``     bytes what
     ============== ===== ==========================================================================
-    ``None``       as is in the given dtype, rounded to nearest
+    ``None``       as is in the dtype of the param, rounded to nearest
     "stochastic"   2     bf16, rounded at random
     "remainder"    4     bf16 and the other 16 bits of f32: f32 masters, exact in every bit
     ============== ===== ==========================================================================
@@ -201,7 +201,7 @@ def store(
                 draw = formats.FORMATS["bfloat16"].encode
                 new = formats.nearest(wide) if exact else draw(wide, *noise(path, p.shape))[0]
                 moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
-                # Without ``apply`` the low bits are those of ``p + update``, which the caller
+                # Without ``apply``, the low bits belong to ``p + update``, which the caller
                 # computes.
                 value, stored = (new, new) if apply else (moved, p + moved)
                 return value, formats.remainder(wide, stored) if exact else ()
