@@ -76,8 +76,8 @@ class GroupLossScaleState(NamedTuple):
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    # The loss is multiplied by the scale of the last group.
-    scale = property(lambda self: self.scales[..., -1])
+    # The last group contains the loss.
+    scale = property(lambda x: x.scales[..., -1], doc="The last group's scale, f32, for the loss.")
     scale_array = scale_array
     inner_ran = gradient_used = gate.flag
 
