@@ -79,7 +79,7 @@ def main():
     run, calls = kernel.apply, []
 
     def interpreted(*args):
-        calls.append(args[2])
+        calls.append(args[1])
         return run(*args, interpret=True)
 
     kernel.apply = interpreted

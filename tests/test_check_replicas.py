@@ -54,7 +54,7 @@ def test_a_difference_is_named_by_leaf_and_stays_named(checked):
         state, metrics = step(state._replace(params=params), batch_of(1))
         params = state.params
         assert metrics["skipped"] == held and metrics["differing_replica"] == 5
-    with pytest.raises(RuntimeError, match="at call 3:\n  replica 5: params/v\nGo back"):
+    with pytest.raises(RuntimeError, match="at call 3:\n  replica 5: params/v\nRestore"):
         raise_if_diverged(state)
     with pytest.raises(RuntimeError, match="replica 5: params/v"):
         raise_if_diverged(state.opt_state, state.params)
@@ -229,7 +229,7 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
         printed = run.end()
     rows = {"seed": "params/w", "rate": "update", "version": "versions"}
     for name, leaf in (rows | dict.fromkeys(("rows", "code"), "batch or loss")).items():
-        found = printed.split(f"{name}: after call 1, applied 0: ")[1].split("Go back")[0]
+        found = printed.split(f"{name}: after call 1, applied 0: ")[1].split("Restore")[0]
         assert f"replica 1: {leaf}" in found, printed
         assert ("batch or loss" in found) == (name in ("rows", "code")), printed
 

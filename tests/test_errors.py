@@ -219,8 +219,8 @@ MEANT = [
     (of(boostax.dim_reduce, two_of, rule=BACK), r"dim_reduce: rule\.failure must be 'reset' or"),
     (of(dynamic, min_scale=2.0**17), r"init_scale must be between .* got 65536\.0"),
     (of(dynamic, max_scale=8.0), r"init_scale must be between .* got 65536\.0"),
-    (of(precision.loss_scale, TWO), r"loss_scale: opt_state must hold one .* got 2"),
-    (of(precision.scale_loss, jnp.float32(1), TWO), r"loss_scale: opt_state must hold .* got 2"),
+    (of(precision.loss_scale, TWO), r"loss_scale: opt_state must contain one .* got 2"),
+    (of(precision.scale_loss, jnp.float32(1), TWO), r"loss_scale: opt_state must contain .* got 2"),
     *(
         (of(boostax.train.has_updated, tx.init(PARAMS)), "has_updated: opt_state .* got no such")
         for tx in (SGD, dynamic())

@@ -374,9 +374,9 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 # Errors
 
 
-INNER = "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward "
+INNER = "scale_boundary: inner must be a group from 0 to 2, got 3. Group 0 is the first in "
 PATTERN = "labels must be patterns that match params, got 'x*'. It matches none; "
-SCALE = "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is "
+SCALE = "init_scale must be one number, or a number for each of 3 groups, got (1.0, 2.0). The "
 REFUSED = {
     INNER: lambda: scale_boundary(1.0, SCALES, 0, 3),
     "outer must be a group from 0 to 2, got 'a'": lambda: scale_boundary(1.0, SCALES, "a", 1),

@@ -17,7 +17,7 @@ from reducing import mesh_of
 import boostax
 from boostax import precision
 
-REFUSED, ALONE = "some of a loss that was not", "leaves scales= alone"
+REFUSED, ALONE = "gradients of a loss that was not", "that ignores scales="
 W = {"body": jnp.ones(3), "head": jnp.full(3, 0.5)}
 X = jnp.arange(24.0).reshape(8, 3) / 10
 LABELS = {"body": 0, "head": 1}

@@ -331,7 +331,7 @@ def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
 
 def test_second_moments_in_int8_warn():
     tx = store(optax.adam(1e-3), moments={"*mu": "log8", "*nu": "int8"})
-    with pytest.warns(UserWarning, match="nu' in int8 rounds small values to 0, .* take 'log8'"):
+    with pytest.warns(UserWarning, match="nu' in int8 rounds small values to 0, .* use 'log8'"):
         tx.init(jnp.ones((64, 64)))
 
 
@@ -454,7 +454,7 @@ def test_refusals_name_the_line_that_mends_them():
         gated.init(some(0))
     inner = optax.chain(optax.clip(1.0), store(optax.sgd(1.0), params="stochastic"))
     hidden = boostax.accumulate(inner, 2)
-    with pytest.raises(ValueError, match="put store around all that it runs"):
+    with pytest.raises(ValueError, match="wrap the complete chain: store"):
         hidden.init(low(some(0)))
 
 

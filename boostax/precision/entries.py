@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change one leaf, element by element, by one primitive with a form for each compiler.
+"""Change one leaf, element by element, by one primitive that is lowered for each compiler.
 
-In such a program each element of a result depends on one element of each array, on scalars, and on
-the scales of its block. Then one pass over the leaf computes the scales, and a second pass computes
-all results again from the stored arrays. So no f32 array is written to memory.
+In the program of such a leaf, each element of a result depends on one element of each array, on
+scalars, and on the scales of its block. One pass over the leaf computes the scales, and a second
+pass computes all results from the stored arrays. So no f32 array is written to memory.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,18 +27,15 @@ from boostax.precision import formats
 Shape = tuple[int, ...]
 Sharding = tuple[Mesh, PartitionSpec] | None
 Step = Callable[[formats.Codec, list[jax.Array]], jax.Array]
-# Elementwise primitives, each with one result.
+# Elementwise primitives that have one result.
 BY_ELEMENT = frozenset(
     "abs add add_any and bitcast_convert_type cbrt ceil clamp convert_element_type copy cos div eq "
     "erf exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne "
     "neg not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sqrt square sub tan tanh xor".split()
 )
-
-
-def aval_shape(var: Any) -> Shape:
-    """Return the shape of a variable of a program."""
-    return var.aval.shape
+# The shape of a variable in a program.
+aval_shape: Callable[[Any], Shape] = operator.attrgetter("aval.shape")
 
 
 def shape_of(program: jaxprs.ClosedJaxpr) -> Shape:
@@ -46,7 +44,7 @@ def shape_of(program: jaxprs.ClosedJaxpr) -> Shape:
 
 
 def step_of(eqn: jaxprs.JaxprEqn) -> formats.Codec | None:
-    """Return the step of encoding or decoding that an equation calls, if it calls one."""
+    """Return the step that an equation calls to encode or decode; ``None`` for other equations."""
     return formats.CODECS.get(eqn.params["name"]) if eqn.primitive.name in JIT else None
 
 
@@ -57,7 +55,7 @@ def is_elementwise(program: jaxprs.ClosedJaxpr) -> bool:
     if not shape or not others <= {formats.scales_of(shape)}:
         return False
     allowed = BY_ELEMENT.union(THROUGH, ["broadcast_in_dim"])
-    # The bodies of steps are not searched.
+    # A step counts as one operation, so its equations are not checked.
     for eqn, _ in equations(program.jaxpr, enter=lambda x, _: () if step_of(x) else (None,) * 9):
         step = step_of(eqn)
         shapes = {*map(aval_shape, (*eqn.invars, *eqn.outvars))}
@@ -76,7 +74,7 @@ def play(
     Args:
       program: the program of a leaf.
       operands: arrays of the new shape in place of the leaf's arrays, scales that broadcast over
-        them, and the same scalars.
+        these arrays, and the same scalars.
       shape: the new shape.
       step: ``step(codec, operands)`` encodes or decodes.
     """
@@ -90,8 +88,9 @@ def play(
         if eqn.primitive.name == "broadcast_in_dim":
             return [jnp.broadcast_to(operands[0], shape if aval_shape(eqn.outvars[0]) else ())]
         if eqn.primitive.name == "sign":
-            # Pallas asks a device for the kind of TPU, so a kernel compiles only with a TPU
-            # present. The product keeps NaN and -0, and flushes subnormals as the comparisons do.
+            # To lower ``sign``, Pallas reads the kind of TPU from a device, so the kernel would
+            # not compile without a TPU. The product preserves NaN and -0, and flushes subnormals
+            # like the comparisons.
             (x,) = operands
             return [jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x * 0))]
         return [eqn.primitive.bind(*operands, **eqn.params)]
@@ -102,7 +101,7 @@ def play(
 def _on_blocks(
     program: jaxprs.ClosedJaxpr, operands: Sequence[jax.Array], known: Sequence[jax.Array] = ()
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the results on arrays cut in blocks, and the scales unless they are ``known``."""
+    """Return the results on arrays cut in blocks, and the scales unless scales are ``known``."""
     shape, inside = formats.blocked(shape_of(program))
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     n = len(outside)
@@ -117,7 +116,7 @@ def _on_blocks(
             return codec.compute(*wide)
         if known:
             return next(unused)
-        # A dimension of size one gets another layout, and XLA:CPU copies between layouts.
+        # Without dimensions of size one, because XLA:CPU would copy such arrays to another layout.
         scales.append(jnp.squeeze(codec.compute(*formats.extremes(operands[0], inside)), inside))
         return scales[-1]
 
@@ -129,22 +128,22 @@ def _in_two_passes(
 ) -> list[jax.Array]:
     """Compute the scales in one pass over the leaf, and all results in a second pass.
 
-    With ``loop`` both passes are the one iteration of a loop, which writes in place, so that the
-    leaf is finished before the next leaf starts. Without the loop XLA:CPU starts the operations of
-    all leaves, and keeps all temporaries until all leaves are written.
+    With ``loop``, both passes are the only iteration of a loop, which writes in place, so the leaf
+    is finished before the next leaf starts. Without the loop, XLA:CPU starts the operations of all
+    leaves, and frees no temporary until all leaves are written.
     """
     count = len(program.jaxpr.outvars)
     shape = shape_of(program)
     blocked, inside = formats.blocked(shape)
-    # Scales have one element for each block.
+    # An array of scales has one element for each block.
     blocks = [n for dim, n in enumerate(blocked) if dim not in inside]
     operands = [x.reshape(blocked if x.shape == shape else blocks) if x.ndim else x for x in args]
 
     def compute(old: list[jax.Array]) -> list[jax.Array]:
         args = [*old, *operands[count:]]
         _, scales = _on_blocks(program, args)
-        # The barrier keeps XLA from reusing values of the first pass, which it would write to
-        # memory.
+        # Without the barrier, XLA would write values of the first pass to memory, and reuse the
+        # values in the second pass.
         args, scales = lax.optimization_barrier((args, scales))
         return _on_blocks(program, args, scales)[0]
 
@@ -159,7 +158,7 @@ def _in_two_passes(
 
 
 def _in_branch(always: jax.Array, *args: Any, program: jaxprs.ClosedJaxpr, **_: Any) -> Any:
-    """Compute in a branch, because XLA:TPU would otherwise keep the temporaries of all leaves."""
+    """Compute in a branch, so that XLA:TPU frees the temporaries of a leaf before the next leaf."""
     count = len(program.jaxpr.outvars)
     new = functools.partial(_in_two_passes, always, program=program)
     return lax.switch(always.astype(jnp.int32), [lambda *old: [*old[:count]], new], *args)
@@ -168,7 +167,7 @@ def _in_branch(always: jax.Array, *args: Any, program: jaxprs.ClosedJaxpr, **_: 
 def _on_tpu(
     ctx: mlir.LoweringRuleContext, *values: Any, program: jaxprs.ClosedJaxpr, sharding: Sharding
 ) -> Any:
-    """Compute in a kernel on one device, or on the shards of a known mesh.
+    """Compute in a kernel on one device, or on the shards of a known mesh; otherwise in a branch.
 
     XLA cannot partition a kernel.
     """
@@ -180,54 +179,51 @@ def _on_tpu(
     is_local = getattr(env, "manual_axes", names) == names and getattr(env, "num_devices", 1) == 1
     mesh, spec = (None, PartitionSpec()) if sharding is None or is_local else sharding
     part = shape if mesh is None else NamedSharding(mesh, spec).shard_shape(shape)
-
-    def on_shard(start: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-        return kernel.apply(program, operands, part, start.reshape(()))
+    apply = functools.partial(kernel.apply, program, part)
 
     def on_device(always: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         if mesh is None:
-            return on_shard(jnp.zeros((), jnp.int32), *operands)
+            return apply(jnp.zeros((), jnp.int32), *operands)
         steps = [n * stride for n, stride in zip(part, formats.strides_of(shape), strict=True)]
         first = formats.index_in(tuple(n // k for n, k in zip(shape, part, strict=True)), steps)
         specs = (spec, *(spec if x.ndim else PartitionSpec() for x in operands))
         out = [spec] * len(program.jaxpr.outvars)
-        mapped = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        mapped = jax.shard_map(apply, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
         return mapped(first, *operands)
 
-    ready = (is_local or mesh is not None) and kernel.ready(program, part)
+    is_tiled = len(part) > 1 and not (part[-1] % kernel.LANES or part[-2] % kernel.ROWS)
+    compiles = kernel.LACKING.isdisjoint(x.primitive.name for x, _ in equations(program.jaxpr))
+    ready = (is_local or mesh is not None) and is_tiled and compiles
     fn = on_device if ready else functools.partial(_in_branch, program=program)
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
 
 
 @functools.cache
 def primitive() -> Any:
-    """Make the primitive of elementwise programs at its first use; its module is slow to load.
+    """Make the primitive of elementwise programs when it is first used.
 
     ``bind(always, *operands, program=, sharding=)`` returns the results, written into the buffers
     of the first operands. ``always`` is True, but not a constant. ``program`` is the program of a
-    leaf, and ``sharding`` the mesh and the spec of the leaf, if they are known.
+    leaf, and ``sharding`` is the mesh and the spec of the leaf, or ``None`` if unknown.
     """
+    # Loading this module is slow, so ``import boostax`` does not load it.
     from jax.extend.core import Primitive
-
-    def compute(_: jax.Array, *operands: jax.Array, program: jaxprs.ClosedJaxpr, **__: Any) -> Any:
-        return jaxprs.jaxpr_as_fun(program)(*operands)
-
-    def derive(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-        changes = tuple(map(ad.instantiate_zeros, tangents))
-        return jax.jvp(functools.partial(compute, **params), tuple(primals), changes)
-
-    def batched(operands: Any, dims: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
-        results = jax.vmap(functools.partial(_in_branch, **params), tuple(dims))(*operands)
-        return results, [0] * len(results)
 
     made = Primitive("boostax_entries")
     made.multiple_results = True
-    made.def_impl(compute)
+    made.def_impl(lambda _, *args, program, **__: jaxprs.jaxpr_as_fun(program)(*args))
     made.def_abstract_eval(lambda *_, program, **__: program.out_avals)
     lower = functools.partial(mlir.lower_fun, multiple_results=True)
     mlir.register_lowering(made, lower(_in_two_passes))
     mlir.register_lowering(made, lower(functools.partial(_in_two_passes, loop=True)), "cpu")
     mlir.register_lowering(made, _on_tpu, "tpu")
-    batching.primitive_batchers[made] = batched
-    ad.primitive_jvps[made] = derive
+    batching.primitive_batchers[made] = lambda operands, dims, **params: (
+        jax.vmap(functools.partial(_in_branch, **params), tuple(dims))(*operands),
+        [0] * len(params["program"].out_avals),
+    )
+    ad.primitive_jvps[made] = lambda primals, tangents, **params: jax.jvp(
+        functools.partial(made.impl, **params),
+        tuple(primals),
+        tuple(map(ad.instantiate_zeros, tangents)),
+    )
     return made

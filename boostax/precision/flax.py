@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply a precision policy to a Flax model through the dtype of every layer.
 
-Flax layers cast their inputs and params to their ``dtype``, and Flax norms compute in f32 and cast
-only their result. So O2 means "every layer in the low dtype, params in f32": no param needs a cast
-outside its layer, and no norm passes f32 to the next layer. O1 does not set the dtype of layers.
-Instead, the matrix products of the traced model are rewritten, as in any other function.
+A Flax layer casts its inputs and params to the layer's ``dtype``, and a Flax norm computes in f32
+and casts only its result. So O2 sets the low dtype in every layer and stores params in f32: no
+param needs a cast outside its layer, and no norm passes f32 to the next layer. O1 does not set the
+dtype of layers. Instead, boostax rewrites the matrix products of the traced model, as in any other
+function.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from boostax._core import checks
 from boostax._core.types import PyTree
@@ -23,11 +24,17 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
     from flax import nnx
 
 
-def layer_dtype(rules: Policy, class_name: str) -> jnp.dtype:
-    """Return the dtype in which a layer of this class computes, or a norm returns its result."""
-    # A norm computes in f32 for any dtype, and must not pass f32 to the next layer.
-    keeps_f32 = rules.keeps(class_name) and "Norm" not in class_name
-    return jnp.dtype(jnp.float32) if keeps_f32 else rules.compute_dtype
+def _set_dtype(layer: Any, rules: Policy) -> None:
+    """Set the dtype in which a layer computes, or a norm returns its result, unless it was set."""
+    # An ``nnx.Embed`` without a dtype copies the dtype of its params.
+    is_copy = isinstance(layer, nnx.Embed) and layer.dtype == layer.param_dtype
+    if is_copy or (hasattr(layer, "dtype") and layer.dtype is None):
+        # A norm computes in f32 for any dtype, and must not pass f32 to the next layer.
+        class_name = type(layer).__name__
+        keeps_f32 = rules.keeps(class_name) and "Norm" not in class_name
+        dtype = np.dtype("float32") if keeps_f32 else rules.compute_dtype
+        # Linen freezes a bound module, but reads its dtype at each call.
+        object.__setattr__(layer, "dtype", dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,30 +65,28 @@ class PolicyModule:
         if self.rules.only_matmuls:
             return contextlib.nullcontext()
 
-        def set_dtype(fn: Any, args: PyTree, kwargs: PyTree, context: Any) -> PyTree:
-            module = context.module
-            if context.method_name == "__call__" and _follows(module):
-                # Linen freezes a bound module, but reads its dtype at each call.
-                object.__setattr__(module, "dtype", layer_dtype(self.rules, type(module).__name__))
+        def intercept(fn: Any, args: PyTree, kwargs: PyTree, context: Any) -> PyTree:
+            if context.method_name == "__call__":
+                _set_dtype(context.module, self.rules)
             return fn(*args, **kwargs)
 
-        return nn.intercept_methods(set_dtype)
+        return nn.intercept_methods(intercept)
 
 
 def apply_policy(module: Any, policy: Policy | Level) -> Any:
     """Return a Flax model that follows a precision policy.
 
     A layer without a ``dtype`` computes in the policy's ``compute_dtype``, or in f32 if
-    ``keep_f32`` names the layer's class; a layer with a ``dtype`` keeps it. Norms, which Flax
-    computes in f32, cast their result to ``compute_dtype``; with O3 their params are also stored in
-    the low dtype. O1 instead rewrites the matrix products and convolutions of all layers.
+    ``keep_f32`` names the layer's class. A layer with a ``dtype`` computes in that dtype. Flax
+    computes norms in f32 and casts their result to ``compute_dtype``; O3 also stores the params of
+    norms in the low dtype. O1 instead rewrites the matrix products and convolutions of all layers.
 
     Args:
       module: a linen ``nn.Module``, or an NNX ``nnx.Module``.
       policy: a policy, or an argument of ``boostax.policy``.
 
     Returns:
-      For linen an object with ``init`` and ``apply``; for NNX a copy of the model. Cost: only the
+      For linen, an object with ``init`` and ``apply``; for NNX, a copy of the model. Cost: only the
       casts in the compiled program.
 
     Raises:
@@ -98,17 +103,16 @@ def apply_policy(module: Any, policy: Policy | Level) -> Any:
     chosen = as_policy(policy) or Policy()
     if isinstance(module, nn.Module):
         return PolicyModule(module, chosen)
-    if not isinstance(module, nnx.Module):
-        allowed = "a flax.linen.Module or flax.nnx.Module"
-        hint = "For a plain function use boostax.policy(...).wrap(fn)."
-        raise TypeError(checks.message("apply_policy", "module", allowed, module, hint))
+    is_valid = isinstance(module, nnx.Module)
+    allowed = "a flax.linen.Module or flax.nnx.Module"
+    hint = "For a plain function, use boostax.policy(...).wrap(fn)."
+    checks.require_type(is_valid, "apply_policy", "module", module, allowed, hint)
     model = nnx.clone(module)
-    for _, layer in nnx.iter_modules(model):
-        if _follows(layer) and not chosen.only_matmuls:
-            setattr(layer, "dtype", layer_dtype(chosen, type(layer).__name__))  # noqa: B010
+    for _, layer in () if chosen.only_matmuls else nnx.iter_modules(model):
+        _set_dtype(layer, chosen)
     nnx.update(model, chosen.store_params(nnx.state(model, nnx.Param)))
-    # Only the call of the root module casts inputs and outputs, so only the root gets the new
-    # class.
+    # Only the call of the root module casts inputs and outputs, so only the class of the root is
+    # replaced.
     object.__setattr__(model, "__class__", _casting_class(type(model), chosen))
     return model
 
@@ -117,7 +121,7 @@ def apply_policy(module: Any, policy: Policy | Level) -> Any:
 def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
     """Make a subclass whose call casts inputs and outputs, as ``PolicyModule.apply`` does.
 
-    It is cached, because NNX compares classes when it splits and merges.
+    The subclass is cached, because ``nnx.split`` and ``nnx.merge`` compare classes.
     """
 
     def call(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -126,8 +130,8 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
             return rules.cast_output(cls.__call__(self, *args, **kwargs))
         graph, state = nnx.split(self)
 
-        # Rewriting traces the call, so the traced function must return the model's changes as
-        # results.
+        # ``autocast`` traces the call, so the traced function must return the new state of the
+        # model as a result.
         def on_state(state: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
             model = nnx.merge(graph, state)
             return cls.__call__(model, *args, **kwargs), nnx.state(model)
@@ -138,10 +142,3 @@ def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
 
     names = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (cls,), names)
-
-
-def _follows(module: Any) -> bool:
-    """Return whether a layer's ``dtype`` was left unset (``nnx.Embed`` copies its params')."""
-    if isinstance(module, nnx.Embed):
-        return module.dtype in (None, module.param_dtype)
-    return hasattr(module, "dtype") and module.dtype is None

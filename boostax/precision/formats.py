@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-bit formats of arrays with random rounding: bf16, and 8 bits in blocks, linear or log.
 
-A number between two neighbours of a format is rounded to one of them, with probabilities that keep
-the mean. So many small changes accumulate and are not lost. The noise is a hash of the element's
-index and a seed, so it needs no state and no array of random bits, and is the same on every mesh.
+A number between two neighbours of a format is rounded to one neighbour, with probabilities that
+preserve the mean. So many small changes accumulate and are not lost. The noise is a hash of the
+element's index and a seed, so the noise needs no state and no array of random bits, and is the same
+on every mesh.
 
-Encoding and decoding work element by element, given the scale of the element's block. They compute
-on the bits of f32 as i32, because vector units of CPU, GPU and TPU all support i32.
+A format encodes and decodes element by element, given the scale of the element's block. The code
+computes on the bits of f32 as i32, because vector units of CPU, GPU and TPU all support i32.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ from jax import lax
 
 from boostax._core import trees
 
-# The minimum of elements that share a scale, which is a row of a TPU's vector register.
+# At least this many elements share a scale; a row of a TPU's vector register has as many.
 BLOCK = 128
 _HALF = 0x8000
-# Bits of f32: all but the sign, infinity, and the step between powers of two.
+# Bits of f32: a mask of all bits but the sign, infinity, and the step between powers of two.
 _SIZE, _INFINITE, _OCTAVE = 0x7FFFFFFF, 0x7F800000, 1 << 23
-# A sixth of an octave, rounded down, which loses a third per sixth.
+# A sixth of an octave, rounded down by a third.
 _SIXTH = _OCTAVE // 6
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
@@ -41,7 +42,7 @@ def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """Return a leaf's seed in a step, from its path, which freezing does not change."""
+    """Return a leaf's seed in a step, from the leaf's path, which freezing does not change."""
     return fold(int32(zlib.crc32(trees.path_name(path).encode())), steps)
 
 
@@ -64,11 +65,6 @@ def index_in(shape: tuple[int, ...], strides: Sequence[int] | None = None) -> ja
     return index
 
 
-def noise_of(index: jax.Array, seed: jax.Array) -> jax.Array:
-    """Return 32 random bits as i32: a hash of each element's index and the seed."""
-    return _hash(index ^ seed)
-
-
 def _hash(x: jax.Array) -> jax.Array:
     """Mix the bits so that each bit depends on all bits of ``x`` (C. Wellons' lowbias32)."""
     x = (x ^ _shifted(x, 16)) * int32(0x7FEB352D)
@@ -82,38 +78,38 @@ def _shifted(x: jax.Array, count: int) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """Round f32 to bf16, up or down at random; finite, infinite and NaN values stay so."""
-    return _bfloat16(x, None, noise_of(index_in(x.shape), seed))
+    """Round f32 to bf16, up or down at random; infinity, NaN and finiteness are preserved."""
+    return _bfloat16(x, None, boostax_draw(seed, x.shape))
 
 
 def nearest(x: jax.Array) -> jax.Array:
-    """Return the bf16 nearest to f32 ``x``; ``joined`` restores ``x`` from this and ``remainder``.
+    """Return the bf16 nearest to f32 ``x``; ``joined`` restores ``x`` if given the ``remainder``.
 
-    A tie is rounded to the bf16 of larger magnitude, because the distance must fit in an i16. NaN
-    stays NaN, with another payload: an addition to the bits of a NaN could change the sign or give
-    infinity.
+    A tie is rounded to the bf16 of larger magnitude, because ``remainder`` must fit in an i16. A
+    NaN is returned with another payload, because an addition to the bits of a NaN could change the
+    sign or result in infinity.
     """
     upper = _float(((_bits(x) + _HALF) >> 16) << 16)
     return jnp.where(jnp.isnan(x), x, upper).astype(jnp.bfloat16)
 
 
 def remainder(x: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 if the distance is larger."""
+    """Return the bits of f32 ``x`` minus the bits of ``high``, as i16; 0 if i16 is too narrow."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
     return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 
 
 def joined(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Return the f32 of which ``high`` is the ``nearest`` bf16 and ``low`` the ``remainder``."""
+    """Return the f32 whose ``nearest`` bf16 is ``high`` and whose ``remainder`` is ``low``."""
     return _float(_bits(high.astype(jnp.float32)) + low.astype(jnp.int32))
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a block: whole dimensions, and a divisor of one dimension's size.
+    """Return the shape of a block: complete dimensions, and a divisor of one dimension's size.
 
-    A block has ``BLOCK`` elements of the last dimension if ``BLOCK`` divides it, like a TPU vector.
-    Otherwise it has at least ``BLOCK`` elements, and as few more as possible, and the second to
-    last dimension is cut first. All blocks of an array have the same shape.
+    If ``BLOCK`` divides the last dimension, a block has ``BLOCK`` elements of this dimension, like
+    a TPU vector. Otherwise a block has at least ``BLOCK`` elements, as few as possible, and the
+    second to last dimension is cut first. All blocks of an array have the same shape.
     """
     dims = list(reversed(range(len(shape))))
     block = [1] * len(shape)
@@ -136,7 +132,7 @@ def scales_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def blocked(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of an array cut in blocks, and the dimensions inside a block.
 
-    An array ``[a, b]`` with blocks ``(1, q)`` is cut to ``[a, b / q, q]``.
+    The shape of an array ``[a, b]`` with blocks ``(1, q)`` is ``[a, b / q, q]``.
     """
     sizes, inside = list[int](), list[int]()
     for size, block in zip(shape, block_of(shape), strict=True):
@@ -154,11 +150,11 @@ def _bfloat16(x: jax.Array, _: None, noise: jax.Array) -> jax.Array:
     size = bits & _SIZE
     most = _INFINITE - 1
     drawn = jnp.minimum(size + _shifted(noise, 16), most) & ~0xFFFF
-    # The conversion keeps a NaN with any payload.
+    # A NaN is converted directly, which results in NaN for every payload.
     return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
 
 
-# The tangent is passed through unchanged, because rounding keeps the mean.
+# The tangent is passed through unchanged, because rounding preserves the mean.
 _bfloat16.defjvp(lambda primals, tangents: (_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)))
 
 
@@ -169,12 +165,8 @@ def _int8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     return jnp.clip(drawn, -127.0, 127.0).astype(jnp.int32).astype(jnp.int8)
 
 
-def _from_int8(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    return codes.astype(jnp.float32) * scales
-
-
 def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
-    """Return the smallest level of a block, negated if the block has no signs."""
+    """Return the smallest level of a block, negated if no element of the block has a sign bit."""
     octave = _bits(most) & _INFINITE
     signed = least < 0
     lowest = jnp.maximum(octave - jnp.where(signed, 20 * _OCTAVE, 41 * _OCTAVE), _OCTAVE)
@@ -185,24 +177,24 @@ def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
 def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     """Encode each element as zero or as a level of its block.
 
-    Each octave has six equally spaced levels, so the bits of f32 give the level, and the remainder
-    is the probability of rounding up. The code of a level is its number, starting with 1 at the
-    scale: up to 127 and a sign bit, or up to 253 in a block without signs. In a block without
-    signs, such as second moments, a nonzero value below the lowest level is rounded up to the
-    level, never to zero, because optimizers divide by second moments. If a block is not finite,
-    neither is its scale.
+    Each octave has six equally spaced levels, so the bits of f32 determine the level, and the
+    remainder is the probability of rounding up. The code of a level is its number, and the level of
+    the scale has number 1. Numbers reach 127 next to a sign bit, or 253 in a block without signs.
+    In a block without signs, such as second moments, a nonzero value below the lowest level is
+    rounded up to that level, never to zero, because optimizers divide by second moments. If an
+    element of a block is not finite, the scale of the block is not finite.
     """
     lowest = _bits(scales)
     bits = _bits(x)
     signs = (lowest >> 31) + 1
     lowest = lowest & _SIZE
-    # The maximum is the largest number that is rounded up to a finite number.
+    # The bound is the largest number that is still finite after rounding up.
     size = jnp.minimum(bits & _SIZE, _INFINITE - _SIXTH - 2)
     above = (size - lowest) * 6 + _OCTAVE
     below = _bits(_float(size) + _float(lowest)) - lowest
     level = (jnp.where(size >= lowest, above, below) + _shifted(noise, 9)) >> 23
     level = jnp.maximum(level, 1 - signs)
-    # Zero has no sign, because code 128 is a level of blocks without signs.
+    # Zero has no sign bit, because code 128 is a level in blocks without signs.
     sign = _shifted(bits & -level, 24) & (signs << 7)
     return jnp.where(size > 0, level | sign, 0).astype(jnp.uint8)
 
@@ -221,12 +213,12 @@ class Format:
     """A format in which f32 arrays are stored.
 
     Attributes:
-      name: its name in ``FORMATS``.
-      dtype: dtype of the codes, which have the shape of the array; each format has another dtype.
+      name: the key of the format in ``FORMATS``.
+      dtype: dtype of the codes, which have the shape of the array; no two formats share a dtype.
       code: ``code(x, scales, noise) -> codes``, element by element, rounded by 32 bits of noise.
       value: ``value(codes, scales) -> x``, element by element.
-      scale: ``scale(most, least) -> scales`` of blocks, f32, from the largest magnitude and the
-        least value of each block; ``None`` if the format has no scales.
+      scale: ``scale(most, least) -> scales`` of blocks, f32, from the two ``extremes`` of each
+        block; ``None`` if the format has no scales.
     """
 
     name: str
@@ -242,7 +234,7 @@ class Format:
 
         Args:
           x: an f32 array.
-          noise: 32 bits for each element, from ``draw``; without noise ``x`` is rounded to nearest.
+          noise: 32 bits for each element, from ``draw``; with ``None``, the nearest code is chosen.
           salt: a name; arrays with the same noise and different names are rounded independently.
         """
         if noise is None:
@@ -257,7 +249,9 @@ class Format:
 
 
 _BITS = Format("bfloat16", jnp.dtype(jnp.bfloat16), _bfloat16, lambda x, _: x.astype(jnp.float32))
-_LINEAR = Format("int8", jnp.dtype(jnp.int8), _int8, _from_int8, lambda most, _: most / 127)
+_LINEAR = Format(
+    "int8", jnp.dtype(jnp.int8), _int8, lambda x, y: x.astype(jnp.float32) * y, lambda y, _: y / 127
+)
 _LEVELS = Format("log8", jnp.dtype(jnp.uint8), _log8, _from_log8, _log8_scale)
 FORMATS = {x.name: x for x in (_BITS, _LINEAR, _LEVELS)}
 
@@ -267,8 +261,8 @@ class Codec(NamedTuple):
 
     Attributes:
       work: "decode", "measure", "encode" or "draw".
-      compute: the step, element by element, with scales that broadcast; "measure" gets the
-        extremes of blocks, "draw" the index of each element.
+      compute: the step, element by element, with scales that broadcast; "measure" receives the
+        extremes of blocks, and "draw" receives the index of each element.
     """
 
     work: str
@@ -276,11 +270,11 @@ class Codec(NamedTuple):
 
 
 def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude and the least value, below zero if there are signs.
+    """Return the largest magnitude, and a number that is negative if an element has a sign bit.
 
-    This is one reduction with two results, because XLA:CPU passes a reduction with one result to a
+    One reduction returns both results, because XLA:CPU passes a reduction with one result to a
     library, which needs the operand in memory. The reduction compares bits, because vector units
-    support this.
+    compare integers.
     """
     bits = _bits(x)
     zeros = (np.int32(0), np.int32(0))
@@ -288,43 +282,43 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
         (bits & _SIZE, bits), zeros, lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])), inside
     )
     most, least = (jnp.expand_dims(y, inside) for y in ends)
-    # The maximum has no effect, but keeps XLA from removing the unused result of the reduction.
+    # The maximum changes nothing, but without it XLA would remove a result that int8 does not use.
     return _float(jnp.maximum(most, least)), least
 
 
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
-    """Return a step on whole arrays, a call whose name in programs is a key of ``CODECS``."""
+    """Return a step on complete arrays, a call whose name in programs is a key of ``CODECS``."""
     form = FORMATS[kind]
     factor = int32(zlib.crc32(salt.encode()) | 1)
 
     def compute(x: jax.Array, *operands: jax.Array) -> jax.Array:
+        if work == "measure" and form.scale is not None:
+            return form.scale(x, *operands)
         if work == "decode":
             return form.value(x, *(operands or [None]))
         *scales, noise = operands
         return form.code(x, *(scales or [None]), noise * factor if salt else noise)
 
-    step: Any = form.scale if work == "measure" else compute
-
     def on_array(x: jax.Array, *operands: jax.Array) -> jax.Array:
         sizes, inside = blocked(x.shape)
-        # Scales are reshaped so that they broadcast over their blocks.
+        # Scales are reshaped so that each scale broadcasts over its block.
         wide = [1 if dim in inside else size for dim, size in enumerate(sizes)]
         first, *others = (y.reshape(sizes if y.shape == x.shape else wide) for y in (x, *operands))
         if work == "measure":
-            return step(*extremes(first, inside)).reshape(scales_of(x.shape))
-        return step(first, *others).reshape(x.shape)
+            return compute(*extremes(first, inside)).reshape(scales_of(x.shape))
+        return compute(first, *others).reshape(x.shape)
 
     on_array.__name__ = f"boostax_{work}_{kind}_{salt}"
-    CODECS[on_array.__name__] = Codec(work, step)
+    CODECS[on_array.__name__] = Codec(work, compute)
     return jax.jit(on_array)
 
 
 def boostax_draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return 32 random bits for each element of an array, as i32."""
-    return noise_of(index_in(shape), seed)
+    return _hash(index_in(shape) ^ seed)
 
 
 draw = jax.jit(boostax_draw, static_argnums=1)
-# The steps by the names of their calls in a traced program.
-CODECS = {"boostax_draw": Codec("draw", noise_of)}
+# The steps, keyed by the names of their calls in a traced program.
+CODECS = {"boostax_draw": Codec("draw", lambda index, seed: _hash(index ^ seed))}

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loss scale per group of layers, for models in which no single scale fits all layers.
+"""One loss scale per group of layers, for models in which no single scale suits all layers.
 
-Gradients of early layers can be orders of magnitude smaller than those of late layers. With a scale
-per group, the gradients of every group stay in the range of f16.
+Gradients of early layers can be orders of magnitude smaller than gradients of late layers. With a
+scale per group, the gradients of every group are in the range of f16.
 
-Where the backward pass goes from one group to another, the cotangent changes its scale. Let ``s_k``
-be the scale of group ``k``, by which every cotangent inside the group is multiplied. A value
-computed in group ``o`` and used in group ``i`` receives its cotangent multiplied by ``s_i``, and
-must pass it on multiplied by ``s_o``. So the cotangent is multiplied by ``s_o / s_i``, a power of
-two, which is exact. The forward pass is unchanged.
+Where the backward pass moves from one group to another, the cotangent changes its scale. Let
+``s_k`` be the scale of group ``k``, by which every cotangent inside the group is multiplied. The
+cotangent of a value that is computed in group ``o`` and used in group ``i`` arrives multiplied by
+``s_i``, and must leave multiplied by ``s_o``. So a boundary multiplies the cotangent by ``s_o /
+s_i``, a power of two, which is exact. The forward pass is unchanged.
 
 References:
-  The factors, and the ratio of scales at a boundary, are those of MindSpore 2.10,
-  ``mindspore.boost.GroupLossScaleManager``. It unscales by the scale *after* the update, and has no
+  ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10, has the same factors, and the same
+  ratio of scales at a boundary. MindSpore unscales by the scale *after* the update, and has no
   floors or ceilings. Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
   https://arxiv.org/abs/1910.12385, 2019: scales per layer.
 """
@@ -30,7 +30,7 @@ from boostax._core import axes, bound_axis, checks, gate, groups, handshake, nor
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending
 from boostax._core.types import PyTree
-from boostax.precision.loss_scale import decided, require, scales
+from boostax.precision.loss_scale import decided, require, scale_array, scales
 
 Group = int | jax.Array
 Overflow = Literal["blame", "each"]
@@ -40,7 +40,7 @@ _WHO = "group_loss_scale"
 _TOP, _VANISHED = 2.0**16, 2.0**-25
 # The ratio of two scales, and the reciprocal of each scale, must be normal numbers in f32.
 _LOW, _HIGH = 2.0**-60, 2.0**60
-# Skips in a row (four halvings by the default factor) before the next group is lowered too.
+# Skips in a row (four halvings by the default factor) before the next group is also lowered.
 _PATIENCE = 8
 
 
@@ -51,10 +51,10 @@ class GroupLossScaleState(NamedTuple):
       table: f32 ``[G]``, the entries that the factors multiply; a group's scale is the largest
         power of two that does not exceed its entry.
       largest: f32 ``[G]``, largest unscaled magnitude in the group's last finite, nonzero gradient;
-        0 before the first such gradient.
+        0 until the group has such a gradient.
       overflow_group: i32, the group blamed for the last skipped step; -1 before the first skip.
       applied: bool, whether the last gradients were finite, so that the call ran the inner
-        transformation; False before the first.
+        transformation; False before the first call.
       skipped: i32, calls that were skipped since the start.
       skipped_in_a_row: i32, calls that were skipped since the last applied call.
       inner_state: state of the inner transformation.
@@ -71,20 +71,14 @@ class GroupLossScaleState(NamedTuple):
 
     @property
     def scales(self) -> jax.Array:
-        """Return the scale of each group, f32 ``[G]``: its entry rounded down to a power of two."""
+        """Return the scale of each group, f32 ``[G]``: its entry, rounded down to a power of 2."""
         # The bits of the fraction are cleared, because log2 and exp2 are not exact on every device.
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    @property
-    def scale(self) -> jax.Array:
-        """Return the scale of the last group, f32, by which the loss is multiplied."""
-        return self.scales[..., -1]
-
-    def scale_array(self) -> jax.Array:
-        """Return the array by which a trace identifies this scaler."""
-        return self.table
-
+    # The last group contains the loss.
+    scale = property(lambda x: x.scales[..., -1], doc="The last group's scale, f32, for the loss.")
+    scale_array = scale_array
     inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -143,29 +137,31 @@ def _look(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``present``, ``bad`` and ``largest`` of each group, equal on all replicas."""
     pairs = list(zip(jax.tree.leaves(grads.raw), numbers, strict=True))
-
-    def of_group(group: int) -> tuple[jax.Array, jax.Array]:
+    results = list[tuple[jax.Array, jax.Array]]()
+    for group in range(inverse.size):
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
         magnitudes = scaled._replace(raw=norms.largest_magnitudes(members)).value()
         top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in magnitudes)])
-        return ~scaled.usable(), jnp.max(top)
-
-    bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
+        results.append((~scaled.usable(), jnp.max(top)))
+    bad, largest = map(jnp.stack, zip(*results, strict=True))
     both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])
     both = axes.largest(both, axes.with_shards(both, names)) if names else both
     return jnp.asarray([group in numbers for group in range(inverse.size)]), both[0] > 0, both[1]
 
 
-def _new(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
+def _first(
+    tx: optax.GradientTransformationExtraArgs, labels: PyTree, init_scale: PyTree, params: PyTree
+) -> GroupLossScaleState:
+    """Return the first state, from the arguments of ``group_loss_scale``."""
+    count = group_numbers(_WHO, labels, params)[1]
     table = jnp.asarray(init_scale, jnp.float32)
-    is_valid = table.shape in ((), (count,))
-    allowed = f"a number or one for each group, {count}"
-    hint = "The first is group 0's."
-    checks.require(is_valid, _WHO, "init_scale", got=init_scale, allowed=allowed, hint=hint)
+    allowed = f"one number, or a number for each of {count} groups"
+    hint = "The first number is the scale of group 0."
+    checks.require(table.shape in ((), (count,)), _WHO, "init_scale", init_scale, allowed, hint)
     first = jnp.full(count, table), jnp.zeros(count, jnp.float32), jnp.asarray(-1, jnp.int32)
-    skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
-    return GroupLossScaleState(*first, jnp.asarray(False), *skipped, inner_state=inner_state)
+    calls = jnp.asarray(False), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return GroupLossScaleState(*first, *calls, gate.init_inner(tx, params))
 
 
 @bound_axis.gate
@@ -183,58 +179,59 @@ def group_loss_scale(
     headroom: float = 16.0,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Unscale each group by its own scale, run ``inner`` if all is finite, adapt the scales.
+    r"""Unscale each group, run ``inner`` if all gradients are finite, and adapt the scales.
 
-    For group :math:`k` the table holds :math:`t_k`, the scale is :math:`s_k = 2^{\lfloor \log_2 t_k
-    \rfloor}`, and ``inner`` receives the gradients :math:`g_k / s_k`. Every scale is a power of
-    two, so scaling, boundaries and unscaling are exact. After each step, with :math:`b` the group
-    blamed for an overflow:
+    For group :math:`k` the table contains :math:`t_k`, the scale is :math:`s_k = 2^{\lfloor \log_2
+    t_k \rfloor}`, and ``inner`` receives the gradients :math:`g_k / s_k`. Every scale is a power of
+    two, so scaling, boundaries and unscaling are exact. After each step the table changes as
+    follows, where :math:`b` is the group that is blamed for an overflow:
 
     .. math::
       t_k \leftarrow \min(t_k \cdot \text{growth}, \text{max}) \text{ if } g_k \text{ is finite},
       \qquad t_b \leftarrow \max(t_b \cdot \text{backoff}, \text{min}).
 
-    Any overflow skips the whole step, bit for bit. The backward pass carries an infinity or a NaN
-    from a group to all earlier groups, so the *last* group whose gradients are not finite is
-    blamed. The entries of earlier groups stay unchanged, because their gradients give no evidence,
-    and the entries of later groups grow. The cotangent of an activation can overflow although all
-    gradients of its group are finite. So after every eight skips in a row the scale of one more
-    group, the next towards the loss, is also lowered.
+    Any overflow skips the complete step, bit for bit. The backward pass carries an infinity or a
+    NaN from a group to all earlier groups, so the *last* group whose gradients are not finite is
+    blamed. The entries of earlier groups remain unchanged, because the gradients of these groups
+    are no evidence, and the entries of later groups grow. The cotangent of an activation can
+    overflow although all gradients of its group are finite. So after every eight skips in a row,
+    the scale of one more group, the next towards the loss, is also lowered.
 
     ``overflow="each"`` is MindSpore's rule: the scale of every group with non-finite gradients is
     lowered, and all other scales grow.
 
-    With ``rule="measure"`` the first gradient of a group sets its scale, so that the largest
-    magnitude :math:`m_k` of the scaled gradient is ``2**16 / headroom``. From then on
-    :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds in addition to the rule above.
+    With ``rule="measure"``, the first gradient of a group sets its scale, so that the largest
+    magnitude :math:`m_k` of the scaled gradient is ``2**16 / headroom``. From then on, the rule
+    above applies with the additional bound
+    :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)`.
 
     The loss must be multiplied by the scale of the last group, and must have a ``scale_boundary``
     on every edge between groups; ``check_boundaries`` finds missing boundaries.
 
     Args:
-      inner: the rest of the optimizer, which gets gradients and params in f32 or wider.
-      labels: the group of each leaf, 0 for the first in the forward pass: a tree of ints like the
-        params (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and
-        leaf, like the groups of ``boostax.scheduled_freeze``.
+      inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
+      labels: the group of each leaf, where group 0 is the first in the forward pass. As in
+        ``boostax.scheduled_freeze``, pass a tree of ints like the params
+        (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and leaf.
       init_scale: initial entries of the table: one number for all groups, or one number per group.
       growth_factor: > 1, per clean step.
       backoff_factor: in (0, 1), per overflow.
       min_scale: from 2**-60.
       max_scale: up to 2**60. If gradients vanish towards the first layers, early groups need more
         than the default.
-      overflow: ``"blame"`` lowers the scale of the group in which an overflow began, ``"each"`` the
-        scales of all groups with an overflow.
+      overflow: ``"blame"`` lowers the scale of the group in which an overflow began; ``"each"``
+        lowers the scales of all groups with an overflow.
       rule: ``"trial"``, the rule of MindSpore, or ``"measure"``.
-      headroom: for ``"measure"``, from 1 to 2**16: the factor by which the largest gradient stays
-        below 2**16. The margin allows for noisy batches, and for cotangents of activations that are
+      headroom: for ``"measure"``, from 1 to 2**16: the ratio of 2**16 to the largest scaled
+        gradient. The margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
-      axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its own
+      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
+        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
         axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the
-      gradients; one collective of 8 bytes per group with ``axis_name``; otherwise as
+      gradients; with ``axis_name``, one collective of 8 bytes per group; otherwise as in
       ``dynamic_loss_scale``.
 
     Raises:
@@ -256,23 +253,20 @@ def group_loss_scale(
     check_labels(_WHO, labels)
     _between("min_scale", min_scale, _LOW, _HIGH, "1 is the default.")
     _between("max_scale", max_scale, _LOW, _HIGH, "2**24 is the default.")
-    hint = "It lies between min_scale and max_scale; 4096 is the default."
+    hint = "Choose a number between min_scale and max_scale, or the default 4096."
     scales: Any = init_scale
     for first in scales if np.ndim(scales) else [scales]:
         _between("init_scale", first, min_scale, max_scale, hint)
     hint = "2**(1/1000) doubles the scale in 1000 steps, 2**-0.5 halves it at every other overflow."
     checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
     checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    checks.choice(_WHO, "overflow", overflow, Overflow, "'each' is MindSpore's.")
-    checks.choice(_WHO, "rule", rule, Rule, "'trial' is MindSpore's.")
-    _between("headroom", headroom, 1.0, _TOP, "16 keeps the largest gradient below 2**12.")
+    checks.choice(_WHO, "overflow", overflow, Overflow, "MindSpore's rule is 'each'.")
+    checks.choice(_WHO, "rule", rule, Rule, "MindSpore's rule is 'trial'.")
+    _between("headroom", headroom, 1.0, _TOP, "With 16, scaled gradients are below 2**12.")
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
     room = headroom if rule == "measure" else None
     moves = _Rule(growth_factor, backoff_factor, min_scale, max_scale, overflow == "each", room)
-
-    def init_fn(params: PyTree) -> GroupLossScaleState:
-        return _new(group_numbers(_WHO, labels, params)[1], init_scale, gate.init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
@@ -287,28 +281,30 @@ def group_loss_scale(
         ok = ~bad.any()
         inner = state.inner_state
 
-        def unscaled(raw: PyTree) -> PyTree:
-            leaves, treedef = jax.tree.flatten(grads._replace(raw=raw).value())
-            pairs = zip(leaves, numbers, strict=True)
-            return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
-
         def heavy() -> Stepped:
-            more = extra | {"grad": unscaled(extra["grad"])} if "grad" in extra else extra
-            pending = Pending(unscaled(grads.raw))
-            return gate.call(tx, pending, inner, params, apply=apply, extra=more)
+            # A line search receives the gradients also as the argument ``grad``.
+            raw = {"grad": extra["grad"]} if "grad" in extra else {}
+            unscaled = dict[str, PyTree]()
+            for key, tree in (*raw.items(), ("grads", grads.raw)):
+                leaves, treedef = jax.tree.flatten(grads._replace(raw=tree).value())
+                pairs = zip(leaves, numbers, strict=True)
+                products = [g * inverse[k].astype(g.real.dtype) for g, k in pairs]
+                unscaled[key] = treedef.unflatten(products)
+            pending = Pending(unscaled.pop("grads"))
+            return gate.call(tx, pending, inner, params, apply=apply, extra=extra | unscaled)
 
         ok, moved = gate.skip_if_empty(ok, _next(state, moves, present, bad, largest), state, grads)
         value, new = gate.run_or_hold(ok, heavy, params, inner, apply=apply, who=_WHO, names=names)
         return value, decided(moved, ok, new)
 
-    return gate.gated(init_fn, step_fn, gate.flush_of(tx))
+    return gate.gated(lambda p: _first(tx, labels, init_scale, p), step_fn, gate.flush_of(tx))
 
 
 def group_scales(opt_state: PyTree) -> jax.Array | None:
     """Return the scale of each group in the next step, for the ``scale_boundary`` calls of a loss.
 
     Args:
-      opt_state: any optimizer state; the scaler may be nested anywhere in it.
+      opt_state: any optimizer state; the scaler may be nested anywhere in the state.
 
     Returns:
       f32 ``[groups]``, powers of two; ``None`` if the state has no ``GroupLossScaleState``.
@@ -330,7 +326,7 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
 def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], int]:
     """Return the group of each leaf of ``params`` that is not masked, and the number of groups.
 
-    A masked leaf also has a label, so the groups do not depend on which leaves train.
+    A masked leaf also has a label, so the groups do not depend on which leaves are trained.
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_masked)
     stand_in = jax.ShapeDtypeStruct((), jnp.float32)
@@ -347,8 +343,8 @@ def check_labels(who: str, labels: PyTree) -> None:
     """Refuse labels that are neither numbers, patterns nor a function."""
     leaves = jax.tree.leaves(labels)
     allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
-    hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
-    checks.require(bool(leaves), who, "labels", got=labels, allowed=allowed, hint=hint)
+    hint = "boostax.freeze.prefix_groups(params, n) returns labels of n groups."
+    checks.require(bool(leaves), who, "labels", labels, allowed, hint)
     if not callable(labels) and not any(isinstance(label, str) for label in leaves):
         group_numbers(who, labels, labels)
 
@@ -357,11 +353,9 @@ def _between(name: str, value: float, low: float, high: float, hint: str) -> Non
     checks.number(_WHO, name, value, f"from {low!r} to {high!r}", lambda x: low <= x <= high, hint)
 
 
-# With a custom_jvp, not a custom_vjp, JAX transposes the product itself, and keeps the value's
-# varying type, its batch dimension, and its position in a scan or a remat.
-@jax.custom_jvp
-def _edge(x: jax.Array, ratio: jax.Array) -> jax.Array:
-    return x
+# With a custom_jvp, not a custom_vjp, JAX itself transposes the product, and so preserves the
+# value's varying type, its batch dimension, and its position in a scan or a remat.
+_edge = jax.custom_jvp(lambda x, ratio: x)
 
 
 @_edge.defjvp
@@ -375,19 +369,19 @@ def _edge_jvp(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
 def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: Group) -> PyTree:
     r"""Return ``x`` unchanged, and change the scale of its cotangent between two groups.
 
-    In the backward pass the cotangent, which arrives multiplied by :math:`s_\text{inner}`, leaves
+    In the backward pass, the cotangent arrives multiplied by :math:`s_\text{inner}`, and leaves
     multiplied by :math:`s_\text{outer}`:
 
     .. math:: \bar x_\text{outer} = \bar x_\text{inner} \cdot s_\text{outer} / s_\text{inner}.
 
-    Put a boundary on *every* edge between groups: on an activation that enters the next group, on a
-    residual stream to which a later group adds, on a weight that is used in another group. The loss
-    is in the last group. ``check_boundaries`` finds missing boundaries.
+    Place a boundary on *every* edge between groups: on an activation that enters the next group, on
+    a residual stream to which a later group adds, on a weight that is used in another group. The
+    loss is in the last group. ``check_boundaries`` finds missing boundaries.
 
     Args:
-      x: tree of arrays; integers stay unchanged.
+      x: tree of arrays; integers are unchanged.
       opt_state_or_scales: f32 ``[groups]``, or an optimizer state with a ``GroupLossScaleState``;
-        with ``None``, or another state, cotangents stay unchanged.
+        with ``None``, or another state, cotangents are unchanged.
       outer: the group in which ``x`` is computed, counted from 0; may be a traced integer.
       inner: the group in which ``x`` is used.
 
@@ -414,11 +408,11 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
         return x
     count = scales.shape[0]
     allowed = f"a group from 0 to {count - 1}"
-    hint = "The first of the forward pass is 0."
+    hint = "Group 0 is the first in the forward pass."
     for argument, group in (("outer", outer), ("inner", inner)):
         if not isinstance(group, Tracer):
             number = checks.natural(who, argument, group, hint, allowed)
-            checks.require(number < count, who, argument, got=group, allowed=allowed, hint=hint)
+            checks.require(number < count, who, argument, group, allowed, hint)
     for mark in handshake.marks(scales):
         mark.crossed = True
     wide = jnp.asarray(scales, jnp.float32)
@@ -439,11 +433,11 @@ def check_boundaries(
 ) -> float:
     """Test a loss function's boundaries: the unscaled gradients must not depend on the scales.
 
-    A power of two is drawn for every group; the gradients at these scales are unscaled and compared
-    with the gradients at scale 1. An edge with a missing or reversed boundary multiplies the
-    gradients of earlier layers by a ratio of scales, and the error names the leaves. A zero
-    gradient cannot show an error. Check in f32, because in f16 the scales change which gradients
-    underflow.
+    For every group a power of two is drawn as its scale. The gradients at these scales are unscaled
+    and compared with the gradients at scale 1. An edge with a missing or reversed boundary
+    multiplies the gradients of earlier layers by a ratio of scales, and the error names the leaves.
+    A zero gradient cannot show an error. Check in f32, because in f16 the scales change which
+    gradients underflow.
 
     Args:
       loss_fn: ``loss_fn(params, batch, *, scales, **kwargs)``.
@@ -473,7 +467,7 @@ def check_boundaries(
     """
     who = "check_boundaries"
     checks.positive_int(who, "draws", draws, "2 is the default.")
-    checks.number(who, "rtol", rtol, "not negative", lambda x: x >= 0, "1e-5 is the default.")
+    checks.number(who, "rtol", rtol, "at least 0", lambda x: x >= 0, "1e-5 is the default.")
     numbers, count = group_numbers(who, labels, params)
 
     @jax.jit
@@ -486,22 +480,19 @@ def check_boundaries(
         grads = jax.tree.leaves(trees.at_least_float32(jax.grad(scaled)(params)))
         return [g / scales[k].astype(g.real.dtype) for g, k in zip(grads, numbers, strict=True)]
 
-    # Powers of two, distinct for up to 25 groups; equal scales would hide an error.
+    # Up to 25 groups have distinct powers of two, because equal scales would hide an error.
     orders = [np.random.default_rng(seed).permutation(count) % 25 for seed in range(draws)]
     drawn = [jnp.asarray(np.exp2(x - min(count, 25) // 2), jnp.float32) for x in orders]
     plain, *others = (jax.device_get(gradients(x)) for x in (jnp.ones(count), *drawn))
-    columns = zip(trees.names(params), plain, *others, strict=True)
-    worst = {path: max(_difference(x, y) for y in scaled) for path, x, *scaled in columns}
-    wrong = [path for path, difference in worst.items() if difference > rtol]
-    allowed = "one with a scale_boundary on every edge between groups"
+    worst = dict[str, float]()
+    for path, x, *scaled in zip(trees.names(params), plain, *others, strict=True):
+        # The largest difference as a share of the largest element; infinity if there is a NaN.
+        size, difference = (np.max(np.abs(y), initial=0) for y in (x, x - np.stack(scaled)))
+        share = difference / size if np.isfinite(difference) and size > 0 else np.inf
+        worst[path] = 0.0 if difference == 0 else float(share)
+    wrong = [path for path, share in worst.items() if share > rtol]
+    allowed = "a function with a scale_boundary on every edge between groups"
     got = f"gradients that depend on the scales at {groups.few(wrong)}"
-    hint = "The fault lies between the last of these groups and the loss."
-    checks.require(not wrong, who, "loss_fn", got=got, allowed=allowed, hint=hint)
+    hint = "A boundary is missing or wrong between the last of these groups and the loss."
+    checks.require(not wrong, who, "loss_fn", got, allowed, hint)
     return max(worst.values(), default=0.0)
-
-
-def _difference(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest difference as a share of the largest element; inf if there is a NaN."""
-    size, difference = (np.max(np.abs(z), initial=0) for z in (x, x - y))
-    share = difference / size if np.isfinite(difference) and size > 0 else np.inf
-    return 0.0 if difference == 0 else float(share)

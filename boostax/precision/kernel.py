@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the program of a leaf as one Pallas kernel on TPUs, which reads and writes each array once.
 
-Each step of the grid has 32 rows in the vector memory, as many as a tile of 8-bit codes. The step
-loops over the blocks of 128 elements, and runs the program on one block of each row at a time.
+Each step of the grid loads 32 rows to the vector memory, as many as a tile of 8-bit codes has. The
+step loops over the blocks of 128 elements, and runs the program on one block of each row at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,70 +16,63 @@ import jax.numpy as jnp
 from jax import lax
 
 from boostax._core import jaxprs
-from boostax._core.interpret import equations
 from boostax.precision import entries, formats
 
-_ROWS, _LANES = _PART = 32, formats.BLOCK
-# The maximum of bytes for a step of the grid; the vector memory of a TPU v4 has 16 MB.
+ROWS, LANES = _PART = 32, formats.BLOCK
+# A step of the grid uses at most this many bytes; the vector memory of a TPU v4 has 16 MB.
 _MEMORY = 10 * 2**20
 # Primitives that Pallas cannot compile for TPUs.
-_LACKING = frozenset({"cbrt", "expm1", "nextafter"})
-
-
-def ready(program: jaxprs.ClosedJaxpr, shape: entries.Shape) -> bool:
-    """Return whether a leaf, or a shard of this shape, can be computed by a kernel."""
-    is_tiled = len(shape) > 1 and not (shape[-1] % _LANES or shape[-2] % _ROWS)
-    return is_tiled and _LACKING.isdisjoint(x.primitive.name for x, _ in equations(program.jaxpr))
+LACKING = frozenset({"cbrt", "expm1", "nextafter"})
 
 
 def apply(
     program: jaxprs.ClosedJaxpr,
-    operands: Sequence[jax.Array],
     shape: entries.Shape,
     start: jax.Array,
-    *,
+    *operands: jax.Array,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Return the results of a program on a leaf's shard, in its first operands' buffers.
 
     Args:
-      program: the program of the whole leaf.
-      operands: the shards of the operands.
+      program: the program of the complete leaf.
       shape: the shape of the shard.
-      start: the index in the leaf of the shard's first element.
+      start: the index in the leaf of the shard's first element, an array of one element.
+      operands: the shards of the operands.
       interpret: whether to run the kernel without a TPU.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     count = len(program.jaxpr.outvars)
-    # A step of the grid takes this many elements of a row, because the pipeline has the arrays of
-    # two steps in memory.
+    # ``width`` is the number of elements of a row in one step of the grid. The pipeline has the
+    # arrays of two steps in memory, so the bytes of a column count twice.
     arrays: Any = [*program.in_avals, *program.out_avals]
     leaf_shape = entries.shape_of(program)
-    column = 2 * _ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == leaf_shape)
-    counts = range(max(1, _MEMORY // column // _LANES), 0, -1)
-    width = _LANES * next(n for n in counts if shape[-1] % (n * _LANES) == 0)
-    # Scalars in SMEM are numbers.
-    numbers = (x if x.ndim or x.dtype != bool else x.astype(jnp.int32) for x in (start, *operands))
+    column = 2 * ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == leaf_shape)
+    counts = range(max(1, _MEMORY // column // LANES), 0, -1)
+    width = LANES * next(n for n in counts if shape[-1] % (n * LANES) == 0)
+    # SMEM contains numbers, not bools.
+    args = start.reshape(()), *operands
+    numbers = (x if x.ndim or x.dtype != bool else x.astype(jnp.int32) for x in args)
     flat = [x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1) for x in numbers]
 
-    def spec(x: jax.Array) -> pl.BlockSpec:
+    specs = list[pl.BlockSpec]()
+    for x in flat:
         if x.ndim == 1:
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
-        if x.shape[1] == shape[-1]:
-            return pl.BlockSpec((_ROWS, width), lambda i, j: (i, j))
-        # Scales are passed for complete rows, because blocks of memory have 128 columns.
-        return pl.BlockSpec((_ROWS, x.shape[1]), lambda i, j: (i, 0))
-
-    old = flat[1 : count + 1]
+            specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+        elif x.shape[1] == shape[-1]:
+            specs.append(pl.BlockSpec((ROWS, width), lambda i, j: (i, j)))
+        else:
+            # Scales are passed for complete rows, because blocks of memory have 128 columns.
+            specs.append(pl.BlockSpec((ROWS, x.shape[1]), lambda i, _: (i, 0)))
     results = pl.pallas_call(
         functools.partial(_step, program, shape, width, [x.dtype == bool for x in operands]),
-        grid=(math.prod(shape[:-1]) // _ROWS, shape[-1] // width),
-        in_specs=[spec(x) for x in flat],
-        out_specs=[spec(x) for x in old],
-        # With ``check_vma=True`` the types must have the axes over which arrays vary.
-        out_shape=jax.eval_shape(lambda *arrays: [*arrays], *old),
+        grid=(math.prod(shape[:-1]) // ROWS, shape[-1] // width),
+        in_specs=specs,
+        out_specs=specs[1 : count + 1],
+        # With ``check_vma=True``, the types must contain the axes over which arrays vary.
+        out_shape=jax.eval_shape(lambda *arrays: [*arrays], *flat[1 : count + 1]),
         input_output_aliases={i + 1: i for i in range(count)},
         interpret=interpret,
     )(*flat)
@@ -95,43 +87,46 @@ def _step(
 
     start, *inputs = refs[: len(flags) + 1]
     strides = formats.strides_of(entries.shape_of(program))
-    row = pl.program_id(0) * _ROWS
+    row = pl.program_id(0) * ROWS
     column = pl.program_id(1) * width
     index = start[0] + column + formats.index_in(_PART, strides[-2:])
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
         index, row = index + lax.rem(row, size) * formats.int32(stride), lax.div(row, size)
-    first = lax.div(column, _LANES)
+    first = lax.div(column, LANES)
 
     def block(b: jax.Array, _: None) -> None:
-        at = slice(None), pl.ds(pl.multiple_of(b * _LANES, _LANES), _LANES)
+        at = slice(None), pl.ds(pl.multiple_of(b * LANES, LANES), LANES)
 
         def in_column(ref: Any) -> jax.Array:
             return lax.broadcasted_iota(jnp.int32, ref.shape, 1) == first + b
 
-        def read(ref: Any, flag: bool) -> jax.Array:
+        operands = list[jax.Array]()
+        for ref, flag in zip(inputs, flags, strict=True):
             if len(ref.shape) == 1:
-                return ref[0] != 0 if flag else ref[0]
-            if ref.shape[-1] == width:
-                return ref[at]
-            # A column is read by a masked sum, because vectors cannot be sliced at any element.
-            return jnp.sum(jnp.where(in_column(ref), ref[...], 0), 1, keepdims=True)
+                x = ref[0] != 0 if flag else ref[0]
+            elif ref.shape[-1] == width:
+                x = ref[at]
+            else:
+                # A masked sum reads the column, because vectors cannot be sliced at any element.
+                x = jnp.sum(jnp.where(in_column(ref), ref[...], 0), 1, keepdims=True)
+            operands.append(x)
 
         def step(codec: formats.Codec, operands: list[jax.Array]) -> jax.Array:
             if codec.work == "draw":
-                return codec.compute(index + b * _LANES, *operands)
+                return codec.compute(index + b * LANES, *operands)
             if codec.work == "measure":
-                # The extremes of rows are reduced in f32, because TPU vectors cannot reduce i32.
+                # TPU vectors cannot reduce i32, so the extremes of rows are reduced in f32.
                 (x,) = operands
                 size = jnp.max(jnp.where(x != x, jnp.inf, jnp.abs(x)), 1, keepdims=True)
                 signs = jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -1.0, 1.0)
                 operands = [size, jnp.min(signs, 1, keepdims=True)]
             return codec.compute(*operands)
 
-        results = entries.play(program, list(map(read, inputs, flags)), _PART, step)
+        results = entries.play(program, operands, _PART, step)
         for ref, x in zip(refs[len(flags) + 1 :], results, strict=True):
             if ref.shape[-1] == width:
                 ref[at] = x
             else:
                 ref[...] = jnp.where(in_column(ref), x, ref[...])
 
-    lax.fori_loop(0, width // _LANES, block, None)
+    lax.fori_loop(0, width // LANES, block, None)

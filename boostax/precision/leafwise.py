@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change a tree leaf by leaf, so that temporaries exist for only one leaf at a time.
 
-XLA is free to order the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of all
-leaves, and keep the temporaries of each until all leaves are written. So a leaf that changes
-element by element is one primitive, which each compiler writes in place (``entries``). The arrays
-of any other leaf are changed in separate branches, whose conditions are always true, because the
-temporaries of a branch are freed at its end, and its results are written in place.
+XLA chooses the order of the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of
+all leaves, and free the temporaries of a leaf only when all leaves are written. So a leaf that
+changes element by element is one primitive, which each compiler writes in place (``entries``). The
+arrays of any other leaf are changed in separate branches whose conditions are always true. XLA
+frees the temporaries of a branch when the branch ends, and writes its results in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
 from boostax._core.types import PyTree
 from boostax.precision import entries
 
-# The leaf numbers of arrays that belong to no leaf, such as counts, and of small params.
+# The leaf numbers of arrays that belong to no leaf, such as counts, and of all small params.
 COMMON, SMALL = -1, 0
 
 
@@ -34,7 +34,7 @@ class Order:
     Attributes:
       leaf: number of the leaf to which the array belongs, or ``COMMON``.
       place: position of the array among the arrays of the leaf.
-      sharding: the mesh and the spec of the leaf, if they are known.
+      sharding: the mesh and the spec of the leaf, or ``None`` if unknown.
     """
 
     leaf: int
@@ -43,7 +43,7 @@ class Order:
 
 
 class _Graph:
-    """A program, and its values that are computed so far.
+    """A program, and its values that were already computed.
 
     Calls with one result, such as the calls of a format, are not inlined.
 
@@ -77,7 +77,7 @@ class _Graph:
         self._makers = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
 
     def common(self, order: Sequence[Order]) -> list[jaxprs.Var]:
-        """Return the variables that several leaves share; ``order`` is of all inputs."""
+        """Return the variables that several leaves share; ``order`` has a position per input."""
         sources = {var: {x.leaf} for var, x in zip(self.inputs, order, strict=True)}
         for eqn in self._eqns:
             leaves = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
@@ -92,7 +92,7 @@ class _Graph:
                 readers[var] |= leaves
         shared: list[jaxprs.Var] = []
         for eqn in self._eqns:
-            # XLA may combine equations in which devices communicate.
+            # Communication belongs to no leaf, so that XLA may combine the collectives.
             inside = [x for x, _ in equations([eqn])]
             sends = any(isinstance(name, str) for x in inside for name in axes.sent_over(x))
             sends |= any(x.primitive.name in ("shard_map", "custom_vmap_call") for x in inside)
@@ -108,7 +108,7 @@ class _Graph:
     ) -> tuple[jaxprs.ClosedJaxpr, list[jax.Array]]:
         """Return the program that computes ``results`` from known values, and the known values.
 
-        The values of ``first`` come first.
+        The first inputs of the program are ``first``.
         """
         numbers, inputs = set[int](), dict.fromkeys(first)
         pending = _variables(results)
@@ -135,8 +135,9 @@ class _Graph:
     ) -> tuple[list[jax.Array] | None, jax.Array]:
         """Return new arrays, and the condition of the next branch.
 
-        The arrays are computed element by element, or else in a branch, or with ``branches=False``
-        not at all. They are written into the buffers of the old arrays.
+        The arrays are computed element by element, or otherwise in a branch, and written into the
+        buffers of the old arrays. With ``branches=False``, the result is ``None`` in place of
+        arrays that need a branch.
         """
         old = [self.inputs[i] for i in indices]
         program, args = self.program([self.outputs[i] for i in indices], old)
@@ -148,27 +149,26 @@ class _Graph:
 
         def work(condition: jax.Array, *args: jax.Array) -> tuple[list[jax.Array], jax.Array]:
             new = jaxprs.jaxpr_as_fun(program)(*args)
-            # The next branch's condition is a result of this branch, so the next branch must wait.
-            return axes.unify(new, [*args[: len(old)]]), condition | _seen(new)
-
-        def skip(condition: jax.Array, *args: jax.Array) -> PyTree:
-            return axes.unify(([*args[: len(old)]], condition), types)
+            unified = axes.unify(new, [*args[: len(old)]])
+            # The next branch's condition is a result of this branch, so the next branch must wait:
+            # the condition depends on the first array that has elements.
+            x = next((x for x in new if x.size), jnp.asarray(False))
+            # On an Explicit mesh, JAX refuses to read one element of a sharded array.
+            is_sharded = any(jax.typeof(x).sharding.spec)
+            return unified, condition | ((x != 0).any() if is_sharded else x[(0,) * x.ndim] != 0)
 
         replay, types = trees.trace_once(work, always, *args)
-        return gate.branch(always, lambda *args: replay(*args), skip, always, *args)
+        return gate.branch(
+            always,
+            lambda *args: replay(*args),
+            lambda condition, *args: axes.unify(([*args[: len(old)]], condition), types),
+            always,
+            *args,
+        )
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [x for x in atoms if not isinstance(x, jaxprs.Literal)]
-
-
-def _seen(values: list[jax.Array]) -> jax.Array:
-    """Make a bool that depends on the first array with elements; False if there is none."""
-    x = next((x for x in values if x.size), None)
-    if x is None:
-        return jnp.asarray(False)
-    # On an Explicit mesh JAX refuses to take one element of a sharded array.
-    return (x != 0).any() if any(jax.typeof(x).sharding.spec) else x[(0,) * x.ndim] != 0
 
 
 def leaf_by_leaf(
@@ -176,9 +176,9 @@ def leaf_by_leaf(
 ) -> PyTree:
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
-    A value that is computed from several leaves and used for several, such as a global norm, is
-    computed first. A value from one leaf is computed again wherever it is used. XLA copies an array
-    that is read after it is overwritten, so choose an ``order`` without such reads.
+    A value that is computed from several leaves and used for several leaves, such as a global norm,
+    is computed first. A value of one leaf is computed again wherever the value is used. XLA copies
+    an array that is read after it is overwritten, so choose an ``order`` without such reads.
 
     Args:
       fn: returns a tree of the types of ``old``.
@@ -191,7 +191,7 @@ def leaf_by_leaf(
     graph = _Graph(trees.trace_once(fn, old, *args)[0].program, jax.tree.leaves((old, args)))
     positions: list[Order] = jax.tree.leaves(order)
     graph.learn(graph.common(positions))
-    # The arrays of each leaf, as lists of arrays that are written together.
+    # For each leaf, the numbers of the arrays that are written together, by their place.
     groups: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
     for i, x in enumerate(positions[: len(leaves)]):
         groups[x.leaf].setdefault(x.place, []).append(i)

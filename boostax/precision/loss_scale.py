@@ -2,13 +2,13 @@
 """Loss scaling: multiply the loss so that small f16 gradients survive, then divide the gradients.
 
 The loss is multiplied by a scale ``s`` before differentiation, so every gradient is multiplied by
-``s`` and stays above the smallest f16 number. The gradients are divided by ``s`` in f32 before any
-other part reads them. If the scale is too large, gradients overflow; then the step is skipped and
-the scale is lowered. After a number of steps without overflow the scale is raised again.
+``s`` and remains above the smallest f16 number. The gradients are divided by ``s`` in f32 before
+any other part reads the gradients. If the scale is too large, gradients overflow; then the step is
+skipped and the scale is lowered. After a number of steps without overflow, the scale is raised.
 
 References:
   Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: same trajectories.
+  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: the same trajectories.
 """
 
 import functools
@@ -25,6 +25,11 @@ from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
 
 
+def scale_array(state: PyTree) -> jax.Array:
+    """Return the array by which a trace identifies a scaler, for ``protocols.Scaler``."""
+    return getattr(state, state.holds.scale)
+
+
 class LossScaleState(NamedTuple):
     """State of ``dynamic_loss_scale`` and ``static_loss_scale``.
 
@@ -33,7 +38,7 @@ class LossScaleState(NamedTuple):
       clean_steps: i32, steps since the last overflow or growth.
       tolerance: i32, further overflows tolerated before the scale is lowered (``hysteresis``).
       applied: bool, whether the last gradients were finite, so that the call ran the inner
-        transformation; False before the first.
+        transformation; False before the first call.
       skipped: i32, calls that were skipped since the start.
       skipped_in_a_row: i32, calls that were skipped since the last applied call.
       growths: i32, how often the scale was raised.
@@ -54,10 +59,7 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
     holds = Holds(scale="scale")
 
-    def scale_array(self) -> jax.Array:
-        """Return the array by which a trace identifies this scaler."""
-        return self.scale
-
+    scale_array = scale_array
     inner_ran = gradient_used = gate.flag
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -82,45 +84,46 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Unscale gradients, run ``inner`` if all gradients are finite, and adapt the scale.
 
-    With scaled gradients :math:`g_s = s\,g` the step is
+    With scaled gradients :math:`g_s = s\,g`, the step is
 
     .. math::
       \text{ok} = \max|g_s| / s < 2^{48}, \qquad
       u = \text{inner}(g_s / s) \text{ if ok, else nothing},
 
-    agreed on all replicas. After ``growth_interval`` steps without overflow the scale is multiplied
-    by ``growth_factor``, unless the product would exceed ``max_scale``. The ``hysteresis``-th
-    overflow since the last interval without overflow, and every later overflow, multiplies the
-    scale by ``backoff_factor``, but not below ``min_scale``. A skipped step leaves all state of
-    ``inner`` unchanged, bit for bit: moments, schedules, weight decay. A bad step is never applied,
-    even after many skips in a row; watch ``skipped_in_a_row``. Only gradients are checked;
-    ``check_updates`` checks the updates that ``inner`` computes from finite gradients. A sparse
-    gradient (``BCOO``) is checked by its data, and ``inner`` receives a dense array.
+    where all replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow,
+    the scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The
+    ``hysteresis``-th overflow since the last interval without overflow, and every later overflow,
+    multiplies the scale by ``backoff_factor``, but not below ``min_scale``. A skipped step leaves
+    all state of ``inner`` unchanged, bit for bit: moments, schedules, weight decay. A bad step is
+    never applied, even after many skips in a row; watch ``skipped_in_a_row``. Only gradients are
+    checked; ``check_updates`` checks the updates that ``inner`` computes from finite gradients. A
+    sparse gradient (``BCOO``) is checked by its data, and ``inner`` receives a dense array.
 
-    Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
-    ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which scales
-    the loss. During tracing a scaler refuses gradients of a loss that was not scaled.
+    Place everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
+    to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
+    ``boostax.value_and_grad``, which scales the loss. During tracing, a scaler refuses gradients of
+    a loss that was not scaled.
 
     Args:
-      inner: the rest of the optimizer, which gets gradients and params in f32 or wider.
+      inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
       init_scale: first scale, > 0. The product of loss and scale is computed in f32, so 2**16 may
         exceed the range of f16.
-      growth_factor: > 1. Powers of two keep unscaling exact.
+      growth_factor: > 1. With a power of two, unscaling is exact.
       backoff_factor: in (0, 1).
       growth_interval: clean steps before a growth.
       min_scale: > 0; below 1 for models whose unscaled gradients overflow f16.
-      max_scale: finite; the scale never grows beyond it.
+      max_scale: finite; the scale never exceeds this bound.
       hysteresis: number of overflows after which the scale is lowered; every overflow skips its
         step.
-      axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its own
+      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
+        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
         axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; an
       all-reduce of 4 bytes with ``axis_name``. ``boostax.apply_gradients`` makes no temporary copy
-      of the params on CPU, TPU v5e and H100 (on CPU a copy of f16 gradients); the pure ``update``
-      makes one copy of the params.
+      of the params on CPU, TPU v5e and H100, but on CPU makes a copy of f16 gradients; the pure
+      ``update`` makes one copy of the params.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients of a loss that was
@@ -141,7 +144,7 @@ def dynamic_loss_scale(
 
     References:
       Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-      Hysteresis as in Megatron-LM's DynamicGradScaler: refilled by a full clean interval.
+      Hysteresis as in Megatron-LM's DynamicGradScaler: a complete clean interval refills it.
     """
     who = "dynamic_loss_scale"
     _positive(who, "min_scale", min_scale, "2**-10 lets the scale fall below 1.")
@@ -149,19 +152,18 @@ def dynamic_loss_scale(
     _positive(who, "init_scale", init_scale, "2**16 is the default.")
     limits = min_scale, init_scale, max_scale
     is_valid = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
-    hint = f"min_scale is {min_scale!r}, max_scale {max_scale!r}: widen them or move init_scale."
-    allowed = "between min_scale and max_scale"
-    checks.require(is_valid, who, "init_scale", got=init_scale, allowed=allowed, hint=hint)
+    hint = f"Change init_scale, or the limits: min_scale={min_scale!r}, max_scale={max_scale!r}."
+    checks.require(is_valid, who, "init_scale", init_scale, "between min_scale and max_scale", hint)
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
     hint = "Use 0.5."
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    hint = "It counts clean steps; 2000 is the default."
+    hint = "The interval is a number of clean steps; 2000 is the default."
     growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
-    hint = "1 lowers the scale at every overflow."
+    hint = "With 1, every overflow lowers the scale."
     hysteresis = checks.positive_int(who, "hysteresis", hysteresis, hint)
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
-        """Grow after ``growth_interval`` clean steps, back off at an overflow."""
+        """Raise the scale after ``growth_interval`` clean steps, and lower it at an overflow."""
         clean = jnp.where(ok, state.clean_steps + 1, 0)
         interval_full = clean >= growth_interval
         grown = state.scale * growth_factor
@@ -194,18 +196,18 @@ def static_loss_scale(
     """Unscale gradients by a constant; by default skip steps whose gradients are not finite.
 
     This is MindSpore's ``FixedLossScaleManager``, with ``skip_nonfinite`` for
-    ``drop_overflow_update``. With ``scale=1`` it is ``optax.apply_if_finite`` that never applies a
-    bad step.
+    ``drop_overflow_update``. With ``scale=1`` this is ``optax.apply_if_finite``, but a bad step is
+    never applied.
 
     Args:
-      inner: the rest of the optimizer, which gets gradients and params in f32 or wider.
-      scale: > 0, finite and a scalar; a power of two keeps unscaling exact.
+      inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
+      scale: > 0, finite and a scalar. With a power of two, unscaling is exact.
       skip_nonfinite: ``False`` runs ``inner`` on all gradients, with no check and no branch.
       axis_name: as in ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with a ``LossScaleState`` whose scale is constant. Cost: as
-      ``dynamic_loss_scale``; with ``skip_nonfinite=False`` no check, no collective, no temporary.
+      A transformation with a ``LossScaleState`` whose scale is constant. Cost: as in
+      ``dynamic_loss_scale``; with ``skip_nonfinite=False``, no check, no collective, no temporary.
 
     Raises:
       ValueError, TypeError: see ``dynamic_loss_scale``.
@@ -232,17 +234,17 @@ def static_loss_scale(
 def skip_bad_steps(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip each step whose gradients are not finite, so that it leaves no trace; scale nothing.
+    """Skip each step whose gradients are not finite, so that the step leaves no trace.
 
-    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row
-    ``optax.apply_if_finite`` applies them; ``skip_bad_steps`` never does.
+    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row,
+    ``optax.apply_if_finite`` applies a bad step; ``skip_bad_steps`` never applies a bad step.
 
     Args:
       inner: the rest of the optimizer.
       axis_name: as in ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with a ``LossScaleState``, whose ``skipped`` counts. Cost: as
+      A transformation with a ``LossScaleState``, whose ``skipped`` counts skips. Cost: as in
       ``dynamic_loss_scale``.
 
     Raises:
@@ -275,7 +277,7 @@ def _scaled(
     names = axes.canonical(who, axis_name)
 
     def init_fn(params: PyTree) -> LossScaleState:
-        # Each field has its own array, because donation refuses a buffer that two fields share.
+        # No two fields share an array, because donation refuses a shared buffer.
         clean, *counts = (jnp.zeros((), jnp.int32) for _ in range(6))
         scale = jnp.asarray(init_scale, jnp.float32) + 0
         first = scale, clean, jnp.asarray(tolerance, jnp.int32), jnp.asarray(False)
@@ -289,7 +291,7 @@ def _scaled(
         checks.require_scalar(who, "scale", state.scale)
         if asks:
             require(who, state.scale)
-        # The reciprocal has two factors, because below 2**-126 one factor is flushed to zero.
+        # The reciprocal is split in two factors, because a number below 2**-126 is flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
         ok = axes.agree(unscaled.usable(), names) if skip else jnp.asarray(True)
@@ -309,15 +311,15 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
     """Return the scale by which the next loss must be multiplied.
 
     Args:
-      opt_state: any optimizer state; its scaler may be nested anywhere that all gradients pass.
+      opt_state: any optimizer state; the scaler may be nested anywhere that all gradients pass.
 
     Returns:
-      f32 scalar; 1 when the state has no scaler.
+      f32 scalar; 1 if the state has no scaler.
 
     Raises:
       ValueError: there are several scalers, so the loss scale is undefined; or the scaler is inside
         ``optax.masked``, ``optax.partition`` or ``optax.conditionally_transform``, so some
-        gradients would stay multiplied by the scale.
+        gradients would remain multiplied by the scale.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -331,19 +333,19 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
 def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale of the loss, and the scales of groups if the scaler has groups.
 
-    Several scalers, or a partial one, are refused. The scale multiplies the whole loss, so a
-    gradient that bypasses the scaler stays multiplied.
+    Several scalers, or a scaler that some gradients bypass, are refused. The scale multiplies the
+    complete loss, so a gradient that bypasses the scaler would remain multiplied.
     """
     kinds = optax.MaskedState, optax.ConditionallyTransformState
     scalers = trees.telling(opt_state, protocols.Scaler)
     masks = trees.find(opt_state, lambda x: isinstance(x, kinds))
     partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
     if len(scalers) > 1 or partial:
-        got = f"one in a {type(partial[0]).__name__}" if len(scalers) == 1 else len(scalers)
+        got = f"a scaler in a {type(partial[0]).__name__}" if len(scalers) == 1 else len(scalers)
         raise ValueError(
-            f"{who}: opt_state must hold one loss scaler that all gradients pass, got {got}. Put "
-            "one around the whole optimizer, outside optax.partition, optax.masked and "
-            "optax.conditionally_transform."
+            f"{who}: opt_state must contain one loss scaler that all gradients pass, got {got}. "
+            "Place one loss scaler around the complete optimizer, outside optax.partition, "
+            "optax.masked and optax.conditionally_transform."
         )
     if not scalers:
         return jnp.ones((), jnp.float32), None
@@ -362,8 +364,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """Return the loss to differentiate: ``loss`` in f32 times the current scale.
 
     Args:
-      loss: floating scalar. It is cast to f32 (f64 stays) *before* the product, because a loss of
-        2.3 times 2**15 is infinite in f16.
+      loss: floating scalar, f64 or cast to f32 *before* the product, because a loss of 2.3 times
+        2**15 is infinite in f16.
       opt_state: the optimizer state with the scale.
 
     Returns:
@@ -371,7 +373,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 
     Raises:
       ValueError: the loss is already scaled, or is inside ``boostax.value_and_grad``, which scales
-        it; the scale in the state is not a scalar.
+        the loss; the scale in the state is not a scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -385,10 +387,9 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     scales = handshake.scales_in(opt_state)
     within = any(x is y for outer in handshake.INSIDE.get() for x in outer for y in scales)
     twice = within or (bool(scales) and handshake.marks(loss)[0].product)
-    got = "one that is multiplied already"
-    allowed = "multiplied by the scale once"
-    hint = "boostax.value_and_grad does so by itself: return the plain loss there."
-    checks.require(not twice, "scale_loss", "loss", got=got, allowed=allowed, hint=hint)
+    got = "a loss that is already multiplied"
+    hint = "Return the plain loss to boostax.value_and_grad, which multiplies the loss itself."
+    checks.require(not twice, "scale_loss", "loss", got, "multiplied by the scale once", hint)
     handshake.keep(product, handshake.Mark(product=True))
     handshake.scaled(opt_state)
     return product
@@ -411,33 +412,33 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     if not isinstance(scale, Tracer):
         return
     marks = [mark for mark in handshake.marks(scale) if mark.loss]
-    allowed = "those of a loss multiplied by the scale in this opt_state"
+    allowed = "gradients of a loss multiplied by the scale in this opt_state"
     hint = (
-        "Take them from boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
-        "differentiate boostax.precision.scale_loss(loss, opt_state); boostax.precision."
-        "assume_scaled(grads, opt_state) accepts gradients of another jax.jit."
+        "Compute the gradients by boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
+        "differentiate boostax.precision.scale_loss(loss, opt_state). Wrap the gradients of "
+        "another jax.jit: boostax.precision.assume_scaled(grads, opt_state)."
     )
-    got = "some of a loss that was not"
-    checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)
+    got = "gradients of a loss that was not multiplied"
+    checks.require(bool(marks), who, "gradients", got, allowed, hint)
     is_valid = groups == 1 or any(m.crossed for m in marks)
-    got = "one that leaves scales= alone"
-    allowed = "one that uses the scales of the groups"
-    hint = "Put boostax.precision.scale_boundary(x, scales, outer, inner) on edges between them."
-    checks.require(is_valid, who, "loss_fn", got=got, allowed=allowed, hint=hint)
+    allowed = "a function that uses the scales of the groups"
+    hint = "Call boostax.precision.scale_boundary(x, scales, outer, inner) on edges between groups."
+    checks.require(is_valid, who, "loss_fn", "a function that ignores scales=", allowed, hint)
 
 
 def current_scale() -> jax.Array:
     """Return the number by which the loss that is being differentiated is multiplied.
 
-    A backward rule (``jax.custom_vjp``) whose result is not proportional to the cotangent needs it:
-    under a loss scale the cotangent arrives multiplied by ``s``, and the gradients are divided by
-    ``s``. So a bound, a threshold, noise or an injected gradient must be multiplied by ``s``.
+    A backward rule (``jax.custom_vjp``) needs this number if its result is not proportional to the
+    cotangent. Under a loss scale the cotangent arrives multiplied by ``s``, and the gradients are
+    divided by ``s``. So a bound, a threshold, noise or an injected gradient must be multiplied by
+    ``s``.
 
     Call this function in the loss, and pass the result to the rule as an argument; a call in the
-    rule itself fails inside ``jax.jit``. It works in ``boostax.value_and_grad`` and
+    rule itself fails inside ``jax.jit``. The call works in ``boostax.value_and_grad`` and
     ``make_train_step``, also in a scan, a checkpoint, a micro-batch or a replica. With
-    ``scale_loss`` or in your own ``jax.grad`` pass ``loss_scale(opt_state)`` to the loss; with
-    ``group_loss_scale`` the cotangents of group ``k`` are multiplied by ``scales[k]``.
+    ``scale_loss``, or in your own ``jax.grad``, pass ``loss_scale(opt_state)`` to the loss. With
+    ``group_loss_scale``, the cotangents of group ``k`` are multiplied by ``scales[k]``.
 
     Returns:
       f32 scalar; 1 if no loss is scaled. Cost: none. Functions under ``jit`` are traced again for

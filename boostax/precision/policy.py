@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precision policies: the dtypes of stored params, of the model's arithmetic, and of its results.
 
-The levels are those of MindSpore's AMP, and differ in the parts that they keep in f32.
+The levels are the levels of MindSpore's AMP, and differ in the parts that remain in f32.
 
 O1 runs the matrix products and convolutions of any function in a lower precision. In the trace of
-the function every ``dot_general`` and ``conv_general_dilated`` casts its f32 operands to the low
-dtype and its result back to f32. All other values keep their types, so the bodies of loops,
-branches and ``shard_map`` are rewritten in place, not traced again.
+the function, every ``dot_general`` and ``conv_general_dilated`` casts its f32 operands to the low
+dtype and its result back to f32. All other values have the same types as before, so the bodies of
+loops, branches and ``shard_map`` are rewritten in place, not traced again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Policy:
       compute_dtype: floating dtype of the model's arithmetic.
       output_dtype: floating dtype of the results of the wrapped function.
       keep_f32: patterns (``re.search``) of the parts that compute in f32, matched against the path
-        of a parameter (``encoder/LayerNorm_0/scale``) or the class name of a Flax module; or ``"all
-        but matmuls"``: only matrix products and convolutions use ``compute_dtype``.
+        of a param (``encoder/LayerNorm_0/scale``) or the class name of a Flax module; or ``"all but
+        matmuls"``, with which only matrix products and convolutions use ``compute_dtype``.
 
     Raises:
       ValueError, TypeError: a dtype is not floating, or a pattern does not compile.
@@ -67,8 +67,8 @@ class Policy:
         got = self.keep_f32
         is_valid = self.only_matmuls or isinstance(got, tuple)
         allowed = "a tuple of patterns or 'all but matmuls'"
-        hint = "Write patterns as ('LayerNorm',)."
-        checks.require_type(is_valid, "Policy", "keep_f32", got=got, allowed=allowed, hint=hint)
+        hint = "Write the patterns as a tuple, such as ('LayerNorm',)."
+        checks.require_type(is_valid, "Policy", "keep_f32", got, allowed, hint)
         for pattern in () if self.only_matmuls else got:
             re.compile(pattern)
 
@@ -78,20 +78,21 @@ class Policy:
         return self.keep_f32 == "all but matmuls"
 
     def keeps(self, name: str) -> bool:
-        """Return whether a parameter path or a class name is kept in f32."""
+        """Return whether the part with this path of a param, or class name, computes in f32."""
         return not self.only_matmuls and any(re.search(p, name) for p in self.keep_f32)
 
     def cast_params(self, params: PyTree) -> PyTree:
-        """Cast params to ``compute_dtype``, or to f32 where ``keep_f32`` matches their path."""
-
-        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        """Cast params to ``compute_dtype``, or to f32 where ``keep_f32`` matches the path."""
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+        cast = list[PyTree]()
+        for path, leaf in leaves:
             keeps_f32 = trees.overwritten(path) or self.keeps(trees.path_name(path))
-            return _cast(leaf, _F32 if keeps_f32 or self.only_matmuls else self.compute_dtype)
-
-        return jax.tree_util.tree_map_with_path(cast, params)
+            dtype = _F32 if keeps_f32 or self.only_matmuls else self.compute_dtype
+            cast.append(_cast(leaf, dtype))
+        return treedef.unflatten(cast)
 
     def store_params(self, params: PyTree) -> PyTree:
-        """Cast params to ``param_dtype``; leave the fp8 metadata of Flax unchanged."""
+        """Cast params to ``param_dtype``, but not the fp8 metadata of Flax."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: x if trees.overwritten(path) else _cast(x, self.param_dtype), params
         )
@@ -107,22 +108,19 @@ class Policy:
     def compute(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return ``fn(params, *inputs, **others)`` with params and inputs cast before the call.
 
-        The casts are part of the function, so gradients have the dtypes of the given params.
-        Keyword arguments (keys, model state, flags) and the result stay unchanged.
+        The casts are part of the function, so gradients have the dtypes of the original params.
+        Keyword arguments (keys, model state, flags) and the result are unchanged.
         """
         inner = autocast(fn, self.compute_dtype) if self.only_matmuls else fn
-
-        @functools.wraps(fn)
-        def wrapped(params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-            return inner(self.cast_params(params), *self.cast_inputs(args), **kwargs)
-
-        return wrapped
+        return functools.wraps(fn)(
+            lambda p, /, *xs, **others: inner(self.cast_params(p), *self.cast_inputs(xs), **others)
+        )
 
     def wrap(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a function of params and inputs that follows this policy.
 
-        A norm that is kept in f32 returns f32, so JAX's promotion then computes the next layer in
-        f32, too. For a Flax model, whose layers have dtypes, use
+        A norm that computes in f32 returns f32, so JAX's promotion then also computes the next
+        layer in f32. For a Flax model, whose layers have dtypes, use
         ``boostax.precision.flax.apply_policy``.
 
         Args:
@@ -139,7 +137,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     """Make a policy from a level or from dtypes.
 
     ===== =========================================== ==============================
-    level computes in ``dtype``                       keeps in f32
+    level computes in ``dtype``                       remains in f32
     ===== =========================================== ==============================
     O0    nothing                                     everything
     O1    matrix products and convolutions            everything else
@@ -149,7 +147,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
 
     Args:
       spec: ``"O0"`` ... ``"O3"``, or ``"params=float32,compute=float16,output=float32"`` with any
-        of the three parts; parts left out are f32.
+        of the three parts; a part that is left out is f32.
       dtype: the low dtype of the levels, ``float16`` or ``bfloat16``.
 
     Returns:
@@ -189,25 +187,24 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
 
 
 def as_policy(value: Policy | Level | None) -> Policy | None:
-    """Return a user's policy, given as an object or by name; ``None`` for ``None``."""
+    """Return the policy that a user passed as an object or by name; ``None`` for ``None``."""
     return value if value is None or isinstance(value, Policy) else policy(value)
 
 
 def _cast(tree: PyTree, dtype: jnp.dtype) -> PyTree:
-    """Cast real floating leaves; integers, keys and complex leaves stay unchanged."""
-
-    def cast(x: PyTree) -> PyTree:
-        real = isinstance(x, (*_ARRAYS, float)) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        return jnp.asarray(x, dtype) if real else x
-
-    return jax.tree.map(cast, tree)
+    """Cast real floating leaves, but no integers, keys and complex leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
+        if isinstance(x, (*_ARRAYS, float)) and jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            leaves[i] = jnp.asarray(x, dtype)
+    return treedef.unflatten(leaves)
 
 
 def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTree]:
     """Return ``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
 
-    The derivative of a rewritten product also runs in ``dtype``. Arguments that are neither arrays
-    nor numbers are passed to ``fn`` unchanged.
+    The derivative of a rewritten product is also computed in ``dtype``. Arguments that are neither
+    arrays nor numbers are passed to ``fn`` unchanged.
     """
 
     def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -228,7 +225,7 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
 def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
     if eqn.primitive not in (lax.dot_general_p, lax.conv_general_dilated_p):
-        # These calls have their own derivative rules, which would not match a rewritten body.
+        # A call with a custom derivative rule would not match the rule after its body is rewritten.
         return [eqn] if eqn.primitive.name in (*interpret.CUSTOM, "pallas_call") else None
     atoms = (*eqn.invars, *eqn.outvars)
     if any(x.aval.dtype != jnp.float32 for x in atoms):
@@ -236,7 +233,7 @@ def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     new_var = jaxprs.gensym()
     low: list[Any] = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
     params = {**eqn.params, "preferred_element_type": None}
-    # The casts have the source position of the product.
+    # Made from ``eqn``, the casts have the source position of the product.
     cast = eqn.replace(primitive=lax.convert_element_type_p, effects=jaxprs.no_effects)
     options = {"weak_type": False, "sharding": None}
     *casts, widening = [

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that replicas have the same params and state.
 
-Data parallelism keeps one model in many copies, which training programs do not compare. After a
+Data parallelism trains many copies of one model, which training programs do not compare. After a
 flipped bit, or with another seed, learning rate or version in one process, a replica trains another
-model. Still each replica reports the same averaged loss, and a checkpoint has the params of one
-device only.
+model. Nevertheless each replica reports the same averaged loss, and a checkpoint contains the
+params of only one device.
 
 References:
   Dixit et al., Silent Data Corruptions at Scale, https://arxiv.org/abs/2102.11245, 2021. Dubey et
-  al., The Llama 3 Herd of Models, https://arxiv.org/abs/2407.21783, 2024: six of 419 interruptions
-  in 54 days were noticed silent corruptions.
+  al., The Llama 3 Herd of Models, https://arxiv.org/abs/2407.21783, 2024: in 54 days, six of 419
+  interruptions were silent corruptions that somebody noticed.
 """
 
 import functools
@@ -31,7 +31,7 @@ from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
 _WHO = "check_replicas"
-# If many leaves differ, only the first leaves are recorded.
+# If more leaves differ, only the first leaves are recorded.
 _ROWS = 16
 
 
@@ -43,9 +43,9 @@ class CheckReplicasState(NamedTuple):
       applied: bool, whether the last call ran the inner transformation.
       skipped: i32, calls that were skipped since the start.
       compared: i32, the number of compared replicas; 0 before the first call.
-      leaves: u32 ``[16]``, CRC-32 of the paths, such as ``params/w``, of the leaves in the last
+      leaves: u32 ``[16]``, the CRC-32 of the path, such as ``params/w``, of each leaf in the last
         difference; 0 in unused slots.
-      culprits: i32 ``[16]``, the replica whose copy of that leaf differed; -1 in unused slots.
+      culprits: i32 ``[16]``, the replica whose copy of the leaf differed; -1 in unused slots.
       inner_state: state of the inner transformation.
     """
 
@@ -63,7 +63,7 @@ class CheckReplicasState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``.
 
-        Until a difference is found, ``differing_replica`` is -1 and ``differing_leaf`` is 0.
+        Until a difference is detected, ``differing_replica`` is -1 and ``differing_leaf`` is 0.
         """
         return {"differing_replica": self.culprits[0], "differing_leaf": self.leaves[0]}
 
@@ -74,34 +74,35 @@ def check_replicas(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` only while all replicas have the same bits.
 
-    At each ``every``-th call, before the step, each device reduces its copies of params and state,
-    as words :math:`b_i` of 32 bits, to two sums, and the devices compare their sums:
+    At each ``every``-th call, before the step, each device reads its copies of params and state as
+    words :math:`b_i` of 32 bits and computes two sums, and the devices compare the sums:
 
     .. math:: \textstyle \sum_i b_i \text{ and } \sum_i (2i + 1)\, b_i \mod 2^{32}
 
-    A single flipped bit always changes the second sum. Checksums of package versions, of the types
-    of the batch, and of the programs of loss and update are also compared, so different code on two
-    processes is found at the first call. A shard is compared with the copies of the same shard; a
-    leaf without copies (FSDP over all devices) is not compared. Arrays in a ``PerReplica`` may
-    differ.
+    A single flipped bit always changes the second sum. The devices also compare checksums: of the
+    package versions, of the batch's types, and of the programs of loss and update. So different
+    code on two processes is detected at the first call. A shard is compared with the copies of the
+    same shard; a leaf without copies (FSDP over all devices) is not compared. Arrays in a
+    ``PerReplica`` may differ.
 
-    A step with a difference is skipped: params, state and schedules stay unchanged, bit for bit.
-    Replicas that differ stay different, so all further calls with a comparison are skipped:
+    A step with a difference is skipped: params, state and schedules are unchanged, bit for bit.
+    Replicas that differ remain different, so all further calls with a comparison are skipped.
     ``boostax.precision.raise_if_diverged(state)`` raises an error with the names of leaves and
-    replicas. Put the check outside all other gates: ``check_replicas(dynamic_loss_scale(...))``.
+    replicas. Place the check outside all other gates: ``check_replicas(dynamic_loss_scale(...))``.
 
     Args:
       inner: the optimizer, with a reduction inside.
-      every: calls between two comparisons of params and state.
+      every: a comparison of params and state is made at each ``every``-th call.
       axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. With ``None``, a train step
-        supplies its own axis if a part inside reduces; elsewhere there is no axis.
+        supplies its axis if a part inside reduces; elsewhere there is no axis.
 
     Returns:
       A gate with a ``CheckReplicasState``. Cost: 141 bytes of state; one read of params and state
       at each ``every``-th call; each call gathers 8 bytes from each device for each distinct
-      sharding among the leaves, and, if these differ, the sums of all leaves. ``make_train_step``
-      passes ``update`` the loss's program. In your own loop the loss and the types of the batch are
-      compared if you pass ``loss_program=str(jax.make_jaxpr(grad_fn.loss_at(batch))(params))``.
+      sharding among the leaves, and the sums of all leaves if the 8 bytes differ.
+      ``make_train_step`` passes the loss's program to ``update``. To compare the loss and the types
+      of the batch in your own loop, pass
+      ``loss_program=str(jax.make_jaxpr(grad_fn.loss_at(batch))(params))``.
 
     Raises:
       ValueError, TypeError: an argument out of range.
@@ -115,7 +116,9 @@ def check_replicas(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    every = checks.positive_int(_WHO, "every", every, "1 compares before every step.")
+    every = checks.positive_int(
+        _WHO, "every", every, "With 1, every step starts with a comparison."
+    )
 
     def init_fn(params: PyTree) -> CheckReplicasState:
         calls, skipped, compared = (jnp.zeros((), jnp.int32) for _ in range(3))
@@ -146,10 +149,10 @@ def check_replicas(
         count = placed.replicas if placed is not None else axes.size(names) if names else 1
         state = state._replace(compared=jnp.asarray(count, jnp.int32))
         rows = [*_CHECKSUMS, *(name for name, _ in leaves_of(*arrays))]
-        # Differing leaves are recorded if there are any.
         crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
 
         def different() -> list[jax.Array]:
+            """Return the checksums and culprits of leaves that differ, and fill unused slots."""
             (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
             return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((crcs, 0), (culprits, -1))]
 
@@ -164,13 +167,14 @@ def check_replicas(
 
 
 def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
-    """Raise an error with leaves and replicas if ``check_replicas`` has found a difference.
+    """Raise an error with leaves and replicas if ``check_replicas`` detected a difference.
 
-    Call this function every so many steps, because it reads the state and so waits for the step.
+    Call this function only every so many steps, because the call reads the state and so waits for
+    the end of the step.
 
     Args:
       state: a train state, or an optimizer state.
-      params: the params, if ``state`` is an optimizer state; the error names their leaves.
+      params: the params, if ``state`` is an optimizer state; the error names leaves of the params.
 
     Raises:
       RuntimeError: replicas differed.
@@ -182,7 +186,9 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
       >>> tx = boostax.precision.check_replicas(optax.sgd(1.0))
       >>> boostax.precision.raise_if_diverged(tx.init(jnp.float32(1.0)))
     """
-    check = trees.state_of("raise_if_diverged", state, CheckReplicasState, "Put one in the chain.")
+    who = "raise_if_diverged"
+    hint = "Wrap the optimizer: tx = boostax.precision.check_replicas(tx)."
+    check = trees.state_of(who, state, CheckReplicasState, hint)
     params = getattr(state, "params", None) if params is None else params
     names = [*_CHECKSUMS, "value", *(name for name, _ in leaves_of(params, check))]
     used = len(check.calls.sharding.device_set)
@@ -191,30 +197,29 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
         check = jax.tree.map(lambda x: x[0], check._replace(inner_state=()))
     compared = int(check.compared)
     ok = used == 1 or compared > 1 or not int(check.calls)
-    got = f"one that compared {compared} on {used} devices"
-    allowed = "one that compared the replicas"
+    got = f"a check that compared {compared} on {used} devices"
     hint = "Wrap the chain in boostax.on_mesh, or pass axis_name= in a shard_map of your own."
-    checks.require(ok, "raise_if_diverged", "check_replicas", got=got, allowed=allowed, hint=hint)
+    checks.require(ok, who, "check_replicas", got, "a check that compared the replicas", hint)
     if int(check.culprits[0]) < 0:
         return
     known = {_checksum(name): name for name in names}
     pairs = zip(np.asarray(check.culprits), np.asarray(check.leaves), strict=True)
     rows = "\n".join(f"  replica {i}: {known.get(int(x), 'a param')}" for i, x in pairs if i >= 0)
     raise RuntimeError(
-        f"check_replicas: replicas must be equal, got different ones at call {int(check.calls)}:\n"
-        f"{rows}\nGo back to the last checkpoint without them, which Checkpointer saved before. Of "
-        "two replicas the second is named, although the first may be at fault."
+        "check_replicas: replicas must be equal, got different replicas at call "
+        f"{int(check.calls)}:\n{rows}\nRestore the last checkpoint that was saved before the "
+        "difference. If two replicas differ, the second is named, but the first may be wrong."
     )
 
 
-# Names of the checksums that processes compare; the loss's program contains the batch's types.
+# The checksums that processes compare. The loss's program contains the batch's types.
 _CHECKSUMS = "versions", "batch or loss", "update"
 
 
 def _checksum(text: str) -> int:
     """Return the CRC-32 of the sorted words of a text, without the addresses of functions.
 
-    The words are sorted because JAX prints sets in varying order.
+    The words are sorted because JAX prints sets in a varying order.
     """
     words = re.split(r"[\s,(){}\[\]]+", re.sub(r" at 0x[0-9a-f]+", "", text))
     return zlib.crc32(" ".join(sorted(words)).encode())
@@ -233,16 +238,17 @@ def compare(
 ) -> Copies:
     """Compare the copies of params and state, and numbers of each process, over the replicas.
 
-    Arrays in a ``PerReplica`` may differ, and so may params that each replica owns. A shard of a
-    leaf is compared with the copies of the same shard.
+    Arrays in a ``PerReplica`` may differ, and params that each replica owns may differ. A shard of
+    a leaf is compared with the copies of the same shard.
 
     Args:
       arrays: the params, a state whose arrays outside a ``PerReplica`` are equal on all replicas,
-        and the loss or ``None``. With a loss the comparison runs after the loss's all-reduce, so
+        and the loss or ``None``. With a loss, the comparison runs after the loss's all-reduce, so
         that processes with different programs still issue their collectives in the same order.
-      numbers: numbers of this process, such as checksums of its program; they come first.
-      due: bool scalar, whether to compare now.
-      names: the replica axes of a mapped function; on global arrays they come from the placement.
+      numbers: numbers of this process, such as checksums of its program. In the result, the
+        culprits of the numbers precede the culprits of the leaves.
+      due: bool scalar, whether to compare params and state in this call.
+      names: the replica axes of a mapped function; on global arrays, the placement has the axes.
     """
     placed = placement.placed_here()
     params, state, value = arrays

@@ -4,7 +4,7 @@
 import fnmatch
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,21 +22,22 @@ Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
 Noise = Callable[[Path, tuple[int, ...]], tuple[jax.Array, str]]
 Scales = dict[str, replicas.ByBlock]
-# The codes and scales of a state, and with them the params (or updates) and their low bits.
+# The codes and scales of a state.
 Coded = tuple[PyTree, Scales]
+# The params (or updates) and their low bits, and the codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], Coded]
 _WHO = "store"
-_SECOND = "store: {!r} in int8 rounds small values to 0, by which optimizers divide: take 'log8'."
+_SECOND = "store: {!r} in int8 rounds small values to 0, by which optimizers divide: use 'log8'."
 
 
 class StoreState(NamedTuple):
     """State of ``store``.
 
     Attributes:
-      steps: i32, number of applied steps, which seeds the rounding noise.
-      inner_state: state of the inner transformation, with codes for the arrays that are stored low.
-      scales: for each field of the state, a ``ByBlock`` of a tree like the params with the f32
-        scales of its arrays, one per block.
+      steps: i32, number of applied steps, from which the seeds of the rounding noise are computed.
+      inner_state: state of the inner transformation, in which codes replace the encoded arrays.
+      scales: for each field of the state, a ``ByBlock`` of a tree like the params. The tree has the
+        f32 scales of the field's arrays, one scale per block.
       low: i16, a tree like the params: the 16 bits of f32 that bf16 params lack; ``()`` unless
         ``params="remainder"``.
     """
@@ -48,36 +49,36 @@ class StoreState(NamedTuple):
     holds = Holds(("steps", "low"), params=True)
 
     def master_params(self, params: PyTree) -> PyTree:
-        """Return the params that the optimizer gets: f32, with the bits that bf16 params lack."""
-        return _masters(params, self.low)
-
-
-def _is_store(node: object) -> bool:
-    return isinstance(node, StoreState)
+        """Return the params that the optimizer receives: f32, with the bits that bf16 lacks."""
+        if not jax.tree.leaves(self.low):
+            return trees.at_least_float32(params)
+        return jax.tree.map(
+            lambda p, x: formats.joined(p, x) if jax.tree.leaves(x) else trees.at_least_float32(p),
+            params,
+            self.low,
+        )
 
 
 def widened(opt_state: PyTree) -> PyTree:
-    """Return a state with arrays decoded to f32 and without scales."""
-
-    def wide(node: PyTree) -> PyTree:
-        if not _is_store(node):
-            return node
-        return node._replace(inner_state=_decoded(node.inner_state, node.scales), scales={})
-
-    return jax.tree.map(wide, opt_state, is_leaf=_is_store)
+    """Return a state whose arrays are decoded to f32, without scales."""
+    nodes, treedef = jax.tree.flatten(opt_state, is_leaf=lambda x: isinstance(x, StoreState))
+    for i, node in enumerate(nodes):
+        if isinstance(node, StoreState):
+            decoded = _decoded(node.inner_state, node.scales)
+            nodes[i] = node._replace(inner_state=decoded, scales={})
+    return treedef.unflatten(nodes)
 
 
 def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
     """Return a state from ``widened``, encoded in the formats of the state ``like``."""
-
-    def narrow(old: PyTree, node: PyTree) -> PyTree:
-        if not _is_store(old):
-            return node
-        noise = _noise_of(node.steps, {})
-        codes, scales = _encoded(node.inner_state, old.inner_state, old.scales, noise)
-        return node._replace(inner_state=codes, scales=scales)
-
-    return jax.tree.map(narrow, like, opt_state, is_leaf=_is_store)
+    olds, treedef = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, StoreState))
+    nodes = treedef.flatten_up_to(opt_state)
+    for i, (old, node) in enumerate(zip(olds, nodes, strict=True)):
+        if isinstance(old, StoreState):
+            noise = _noise_of(node.steps, ())
+            codes, scales = _encoded(node.inner_state, old.inner_state, old.scales, noise)
+            nodes[i] = node._replace(inner_state=codes, scales=scales)
+    return treedef.unflatten(nodes)
 
 
 @checks.arguments
@@ -88,10 +89,10 @@ def store(
     moments: Moments | Mapping[str, Moments] | None = None,
     least: int = 4096,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep bf16 params and the state of ``inner`` in fewer bytes, and compute in f32.
+    r"""Store bf16 params and the state of ``inner`` in fewer bytes, and compute in f32.
 
-    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes the results,
-    which are rounded up or down at random, so that the mean is kept:
+    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes the results.
+    The results are rounded up or down at random, so that the mean is preserved:
 
     .. math::
       u, m' = \text{inner}(g, D(m), D(p)), \qquad
@@ -102,16 +103,16 @@ def store(
     hash of the element's index, the param's path and the number of applied steps. So skipped steps
     do not change the noise, and a resumed run or another placement draws the same noise.
 
-    Put ``store`` directly around the optimizer, inside all gates. A window has its own dtype:
+    Place ``store`` directly around the optimizer, inside all gates. A window has a separate dtype:
     ``accumulate(store(adamw(1e-3), params="stochastic"), 16, dtype="bfloat16",
     rounding="stochastic")``.
 
     ============== ===== ==========================================================================
     ``params``     bytes what
     ============== ===== ==========================================================================
-    ``None``       as is in the given dtype, rounded to nearest
+    ``None``       as is in the dtype of the param, rounded to nearest
     "stochastic"   2     bf16, rounded at random
-    "remainder"    4     bf16 and the 16 bits it lacks of f32: f32 masters, exact in every bit
+    "remainder"    4     bf16 and the other 16 bits of f32: f32 masters, exact in every bit
     ============== ===== ==========================================================================
 
     ============== ===== ==========================================================================
@@ -125,26 +126,26 @@ def store(
     ============== ===== ==========================================================================
 
     A block has 128 elements of the last dimension, or a few more over several dimensions if 128
-    does not divide the last dimension. Codes are sharded like the array, and scales only along
-    dimensions in which shards have whole blocks.
+    does not divide the last dimension. Codes are sharded like the array, but scales only along
+    dimensions in which no block is divided between shards.
 
     Args:
-      inner: the optimizer, without gates; it receives f32 gradients, params and state.
-      params: the format for bf16 params; other params stay unchanged. Cast params to bf16 before
+      inner: the optimizer, without gates, which receives f32 gradients, params and state.
+      params: the format for bf16 params; other params are unchanged. Cast params to bf16 before
         ``init``.
       moments: the format for f32 arrays of the state that belong to a param and have its shape.
-        Give one format for all arrays, or a format for each pattern of the state's fields,
+        Pass one format for all arrays, or a format for each pattern of the state's fields,
         ``{"*mu": "int8", "*nu": "log8"}``; the first match applies, and a field without a match
-        stays f32.
-      least: arrays with fewer elements, such as norms and biases, stay f32.
+        remains f32.
+      least: arrays with fewer elements, such as norms and biases, remain f32.
 
     Returns:
       A gate that never skips a step, with a ``StoreState``. Cost: the bytes above, 4 bytes per
       block for 8-bit formats, and the time to decode and encode each stored element. With
       ``boostax.apply_gradients``, an elementwise optimizer reads the stored arrays twice (on TPUs
-      once) and writes them once; other optimizers need one f32 array at a time. The pure ``update``
-      returns updates in the dtype of the params, so after a step of more than 256 units in the last
-      place, ``params + updates`` may differ from the drawn number by one unit.
+      once) and writes the arrays once; other optimizers need one f32 array at a time. The pure
+      ``update`` returns updates in the dtype of the params, so after a step of more than 256 units
+      in the last place, ``params + updates`` may differ from the drawn number by one unit.
 
     Raises:
       ValueError, TypeError: ``inner`` is not a transformation, or has a gate; an unknown format; at
@@ -170,20 +171,13 @@ def store(
     tx = checks.transformation(_WHO, "inner", inner)
     kind = params
     if params is not None:
-        hint = "'stochastic' takes 2 bytes a param, 'remainder' keeps exact f32 masters."
+        hint = "'stochastic' stores 2 bytes per param, and 'remainder' stores exact f32 masters."
         checks.choice(_WHO, "params", params, Params, hint)
     by_field = {} if moments is None else moments
     rules: dict[str, Moments] = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
     for name in rules.values():
-        checks.choice(_WHO, "moments", name, Moments, "None keeps f32.")
-    checks.positive_int(_WHO, "least", least, "1 stores every array low.")
-
-    def init_fn(params: PyTree) -> StoreState:
-        _require_low(kind, params)
-        codes, scales = _first(gate.init_optimizer(_WHO, tx, params), params, rules, least)
-        low = params if kind == "remainder" else ()
-        low = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if _is_low(p) else (), low)
-        return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
+        checks.choice(_WHO, "moments", name, Moments, "With None, the state is stored in f32.")
+    checks.positive_int(_WHO, "least", least, "With 1, arrays of every size are encoded.")
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
     def step_fn(
@@ -196,18 +190,18 @@ def store(
             """Return new params (``apply``) or updates, their low bits, and codes and scales."""
             (value, low), (codes, scales) = old
             params = value if apply else params
-            masters = _masters(params, low)
-            noise = _noise_of(steps, _shapes(params))
+            masters = StoreState(steps, codes, scales, low).master_params(params)
+            noise = _noise_of(steps, params)
             updates, new_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
 
             def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> PyTree:
-                if kind is None or not _is_low(p):
+                if kind is None or jnp.result_type(p) != jnp.bfloat16:
                     return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
                 exact = kind == "remainder"
                 draw = formats.FORMATS["bfloat16"].encode
                 new = formats.nearest(wide) if exact else draw(wide, *noise(path, p.shape))[0]
                 moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
-                # Without ``apply`` the low bits are those of ``p + update``, which the caller
+                # Without ``apply``, the low bits belong to ``p + update``, which the caller
                 # computes.
                 value, stored = (new, new) if apply else (moved, p + moved)
                 return value, formats.remainder(wide, stored) if exact else ()
@@ -226,19 +220,23 @@ def store(
         steps = jnp.asarray(optax.safe_increment(state.steps))
         return (placement.settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
-    # No window is open in an optimizer without gates.
-    return gate.gated(init_fn, step_fn, lambda state, params, **extra: (params, state))
+    return gate.gated(
+        lambda params: _first(gate.init_optimizer(_WHO, tx, params), params, kind, rules, least),
+        step_fn,
+        # No window is open in an optimizer without gates.
+        lambda state, params, **extra: (params, state),
+    )
 
 
 def masters(params: types.State, opt_state: PyTree) -> types.State:
-    """Return the params that the optimizer gets: f32, with the bits that bf16 params lack.
+    """Return the params that the optimizer receives: f32, with the bits that bf16 params lack.
 
     Use the result for evaluation, for export, and before ``migrate_state`` to a chain without
     ``store``.
 
     Args:
       params: the trained params.
-      opt_state: the optimizer state; ``store`` may be nested anywhere in it.
+      opt_state: the optimizer state; ``store`` may be nested anywhere in the state.
 
     Returns:
       A tree like the params, in f32 or wider.
@@ -252,29 +250,18 @@ def masters(params: types.State, opt_state: PyTree) -> types.State:
       (1.0, 0.999755859375)
     """
     mismatch.require_order("masters", "masters(params, opt_state)", params=params)
-    states = trees.find(opt_state, _is_store)
-    return _masters(params, states[0].low if states else ())
-
-
-def _masters(params: PyTree, low: PyTree) -> PyTree:
-    """Return params in f32, with the bits in ``low`` added."""
-    if not jax.tree.leaves(low):
-        return trees.at_least_float32(params)
-
-    def joined(p: jax.Array, low: jax.Array | tuple[()]) -> jax.Array:
-        return trees.at_least_float32(p) if isinstance(low, tuple) else formats.joined(p, low)
-
-    return jax.tree.map(joined, params, low)
+    states = trees.find(opt_state, lambda x: isinstance(x, StoreState))
+    return states[0].master_params(params) if states else trees.at_least_float32(params)
 
 
 def _order(params: PyTree, least: int, tree: PyTree) -> PyTree:
     """Return the order in which arrays are written: each param, then the fields of its state.
 
-    The end of an array's path names its param. All small params together form one leaf. Per-replica
-    arrays are written together with the collectives, because a branch after such an array would
-    have a condition that differs per replica.
+    The end of an array's path is the path of its param. All small params together form one leaf.
+    Per-replica arrays are written together with the collectives, because a branch after such an
+    array would have a condition that differs per replica.
     """
-    owners = _shapes(params)
+    owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     large = [path for path, shape in owners.items() if math.prod(shape) >= least]
     numbers = {path: number + 1 for number, path in enumerate(large)}
     shardings = {path: placement.cut(path, owners[path]) for path in large}
@@ -296,36 +283,29 @@ def _order(params: PyTree, least: int, tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(position, tree, is_leaf=replicas.is_per_replica)
 
 
-def _require_low(kind: Params | None, params: PyTree) -> None:
-    is_valid = kind is None or any(map(_is_low, jax.tree.leaves(params)))
-    allowed = "None where no param is bf16"
+def _first(
+    state: PyTree, params: PyTree, kind: Params | None, rules: dict[str, Moments], least: int
+) -> StoreState:
+    """Return the first state of ``store``, given the first state of ``inner``."""
+    is_low = jax.tree.map(lambda p: jnp.result_type(p) == jnp.bfloat16, params)
+    is_valid = kind is None or any(jax.tree.leaves(is_low))
     hint = (
-        "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
-        "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
+        "Cast the params before init, or pass policy('params=bfloat16,...') to the train step. "
+        "Inside a gate, wrap the complete chain: store(chain(all_reduce(...), adamw(...)))."
     )
-    checks.require(is_valid, _WHO, "params", got=kind, allowed=allowed, hint=hint)
-
-
-def _shapes(params: PyTree) -> dict[Path, tuple[int, ...]]:
-    return {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
-
-
-def _is_low(x: jax.Array) -> bool:
-    return jnp.result_type(x) == jnp.bfloat16
-
-
-def _first(state: PyTree, params: PyTree, rules: dict[str, Moments], least: int) -> Coded:
-    """Return the codes of a new state, and for each field a tree like the params with scales."""
-    owners = _shapes(params)
+    checks.require(is_valid, _WHO, "params", kind, "None where no param is bf16", hint)
+    low: PyTree = ()
+    if kind == "remainder":
+        low = jax.tree.map(lambda p, x: jnp.zeros(p.shape, jnp.int16) if x else (), params, is_low)
+    owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
 
-    def is_placeholder(node: PyTree) -> bool:
-        """Return whether ``optax.tree_map_params`` put ``node`` in the place of params."""
-        return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
+    # ``optax.tree_map_params`` replaces params by a stand-in, of a type without arrays.
+    stand_in = None if params is None or jax.tree.leaves(params) else type(params)
 
     def stored(path: Path, x: jax.Array) -> jax.Array:
-        empty = is_placeholder(x)
+        empty = type(x) is stand_in
         starts = [i for i in range(len(path) + 1) if empty or owners.get(path[i:]) == jnp.shape(x)]
         if not starts or not (empty or jnp.result_type(x) == jnp.float32):
             return x
@@ -340,55 +320,77 @@ def _first(state: PyTree, params: PyTree, rules: dict[str, Moments], least: int)
             scales[field, path[starts[0] :]] = of_blocks
         return codes
 
-    codes = jax.tree_util.tree_map_with_path(stored, state, is_leaf=is_placeholder)
-    for unused in sorted(set(rules) - set(fields.values())) if fields else ():
+    codes = jax.tree_util.tree_map_with_path(stored, state, is_leaf=lambda x: type(x) is stand_in)
+    for rule in sorted(set(rules) - set(fields.values())) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
-        raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
+        raise ValueError(checks.message(_WHO, "moments", allowed, rule, "'*' matches all fields."))
     scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scale]
     by_field = {f: [scales.get((f, path), ()) for path in owners] for f in sorted(scaled)}
     unflatten = jax.tree.structure(params).unflatten
-    return codes, {field: replicas.ByBlock(unflatten(x)) for field, x in by_field.items()}
+    blocks = {field: replicas.ByBlock(unflatten(x)) for field, x in by_field.items()}
+    return StoreState(jnp.zeros((), jnp.int32), codes, blocks, low)
 
 
-def _by_field(scales: Scales) -> dict[tuple[str, Path] | None, jax.Array]:
-    """Return the scales of each array, keyed by the array's field and its param's path."""
-    return {(path[0].key, path[2:]): x for path, x in jax.tree_util.tree_leaves_with_path(scales)}
+class _Entry(NamedTuple):
+    """An array of the stored state.
+
+    Attributes:
+      path: the path of the array in the state.
+      codes: the codes, or an array that is not encoded.
+      kind: the format of the codes; ``None`` for an array that is not encoded.
+      key: the array's field and the path of its param, if the array has scales.
+      scales: f32, the scales of the array's blocks.
+    """
+
+    path: Path
+    codes: jax.Array
+    kind: formats.Format | None
+    key: tuple[str, Path] | None
+    scales: jax.Array | None
+
+
+def _entries(state: PyTree, scales: Scales) -> Iterator[_Entry]:
+    """Yield the arrays of a stored state, with their formats and scales."""
+    table = {(x[0].key, x[2:]): y for x, y in jax.tree_util.tree_leaves_with_path(scales)}
+    for path, codes in jax.tree_util.tree_leaves_with_path(state):
+        keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
+        key = next((key for key in keys if key in table), None)
+        kinds = (x for x in formats.FORMATS.values() if key or not x.scale)
+        kind = next((x for x in kinds if x.dtype == codes.dtype), None)
+        yield _Entry(path, codes, kind, key, table[key] if key else None)
 
 
 def _decoded(state: PyTree, scales: Scales) -> PyTree:
-    """Return the state in f32, as ``inner`` receives it."""
-    table = _by_field(scales)
-
-    def decoded(path: Path, codes: jax.Array) -> jax.Array:
-        key, kind = _coding(table, path, codes)
-        return codes if kind is None else kind.decode(codes, table.get(key))
-
-    return jax.tree_util.tree_map_with_path(decoded, state)
+    """Return the state in f32, for ``inner``."""
+    arrays = [
+        x.codes if x.kind is None else x.kind.decode(x.codes, x.scales)
+        for x in _entries(state, scales)
+    ]
+    return jax.tree.structure(state).unflatten(arrays)
 
 
 def _require_blocks(state: StoreState) -> None:
-    """Refuse shards whose blocks do not match the scales, as far as types show it.
+    """Refuse shards whose blocks do not match the scales, as far as types show a mismatch.
 
     If a block were sharded, its shards would share one scale, and with ``check_vma=False`` each
-    device would overwrite the scale with its own.
+    device would overwrite the scale with another number.
     """
-    table = _by_field(state.scales)
     allowed = "sharded along dimensions that have no blocks in a shard_map of your own"
-    hint = "make_train_step(param_specs=...) and on_mesh shard any; moments='bfloat16' has none."
-    for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state):
-        scale = table.get(_coding(table, path, x)[0])
-        if scale is None:
-            continue
-        ok = formats.scales_of(x.shape) == scale.shape and axes.varying(x) <= axes.varying(scale)
-        got = trees.path_name(path)
-        checks.require(ok, _WHO, "arrays of 8 bits", got=got, allowed=allowed, hint=hint)
+    hint = "Use on_mesh, make_train_step(param_specs=...), or moments='bfloat16' without blocks."
+    for x in _entries(state.inner_state, state.scales):
+        if x.scales is not None:
+            ok = formats.scales_of(x.codes.shape) == x.scales.shape
+            ok &= axes.varying(x.codes) <= axes.varying(x.scales)
+            name = trees.path_name(x.path)
+            checks.require(ok, _WHO, "arrays of 8 bits", name, allowed, hint)
 
 
-def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
-    """Return a function that gives the noise of an array, and a salt, from its path and shape.
+def _noise_of(steps: jax.Array, params: PyTree) -> Noise:
+    """Return a function that returns the noise of an array, and a salt, from its path and shape.
 
     Arrays of the same param share the noise, because a hash costs as much as the rest of a step.
     """
+    owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     made: dict[Path, jax.Array] = {}
 
     def noise(path: Path, shape: tuple[int, ...]) -> tuple[jax.Array, str]:
@@ -403,25 +405,11 @@ def _noise_of(steps: jax.Array, owners: dict[Path, tuple[int, ...]]) -> Noise:
 
 def _encoded(state: PyTree, like: PyTree, scales: Scales, noise: Noise) -> Coded:
     """Return the codes and scales of a state, in the formats of the codes ``like``."""
-    table = _by_field(scales)
     new_scales = dict[Any, jax.Array | None]()
-
-    def encoded(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
-        key, kind = _coding(table, path, old)
-        if kind is None:
-            return new
-        codes, new_scales[key] = kind.encode(new.astype(jnp.float32), *noise(path, new.shape))
-        return codes
-
-    codes = jax.tree_util.tree_map_with_path(encoded, like, state)
+    arrays, treedef = jax.tree.flatten(state)
+    for i, (old, x) in enumerate(zip(_entries(like, scales), arrays, strict=True)):
+        if old.kind is not None:
+            wide = x.astype(jnp.float32)
+            arrays[i], new_scales[old.key] = old.kind.encode(wide, *noise(old.path, x.shape))
+    codes = treedef.unflatten(arrays)
     return codes, jax.tree_util.tree_map_with_path(lambda x, _: new_scales[x[0].key, x[2:]], scales)
-
-
-def _coding(
-    table: dict[tuple[str, Path] | None, jax.Array], path: Path, codes: jax.Array
-) -> tuple[tuple[str, Path] | None, formats.Format | None]:
-    """Return the key of an array's scale, and the array's format; either may be ``None``."""
-    keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
-    key = next((key for key in keys if key in table), None)
-    kind = next((x for x in formats.FORMATS.values() if x.dtype == codes.dtype), None)
-    return key, None if kind is None or (kind.scale and key is None) else kind

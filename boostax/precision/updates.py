@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether the updates of an optimizer are finite.
 
-A loss scaler checks gradients only. From finite gradients an optimizer can still compute an
+A loss scaler checks only gradients. From finite gradients, an optimizer can still compute an
 infinity or a NaN, for example an update beyond the range of the params' dtype, 0/0 with a norm of
 zero, or a product with an infinite param.
 """
@@ -41,37 +41,37 @@ class CheckUpdatesState(NamedTuple):
 def check_updates(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Run ``inner``, and apply its result only if every finite number stays finite.
+    r"""Run ``inner``, and apply its result only if every finite number remains finite.
 
-    With params :math:`p` and inner state :math:`m`, element by element, and :math:`p + u` computed
+    For params :math:`p` and inner state :math:`m`, element by element, with :math:`p + u` computed
     in the dtype of the params,
 
     .. math::
       u, m' = \text{inner}(g, m, p), \qquad
       \text{ok} = \text{all}\bigl(\text{finite}(p + u, m') \text{ or not } \text{finite}(p, m)\bigr)
 
-    A step that is not ok is skipped: params, moments, schedules and decay stay unchanged, bit for
-    bit, and ``skipped`` counts it. An element that was infinite before (a mask, the best loss
+    A step that is not ok is skipped: params, moments, schedules and decay are unchanged, bit for
+    bit, and ``skipped`` counts the step. An element that was infinite before (a mask, the best loss
     so far) does not cause a skip.
 
-    A scaler checks the gradients, before ``inner``, and reads them once. ``check_updates`` checks
-    the results, which need memory in addition to the old values during the check. Use
-    ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16. Put it
-    directly around the optimizer, inside scalers and windows:
+    A scaler checks the gradients before ``inner``, and reads the gradients once. ``check_updates``
+    checks the results, which need memory in addition to the old values during the check. Use
+    ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16. Place
+    ``check_updates`` directly around the optimizer, inside scalers and windows:
     ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip does not lower the loss
     scale, because a lower scale would not help.
 
     Args:
-      inner: the optimizer, which gets gradients and params in f32 or wider.
+      inner: the optimizer, which receives gradients and params in f32 or wider.
       axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` has state
-        or params that differ per replica. With ``None``, a train step supplies its own axis if a
-        part inside reduces; elsewhere there is no axis.
+        or params that differ per replica. With ``None``, a train step supplies its axis if a part
+        inside reduces; elsewhere there is no axis.
 
     Returns:
       A transformation with a ``CheckUpdatesState``. Cost: 5 bytes; a temporary copy of the params
-      and of the inner state, written and read, and one read of the old values, which is 2.2 to 2.6
-      times the memory traffic of Adam on CPU, TPU v5e and H100; an all-reduce of 4 bytes with
-      ``axis_name``.
+      and the inner state, written and read; one read of the old values; with ``axis_name``, an
+      all-reduce of 4 bytes. On CPU, TPU v5e and H100, the memory traffic is 2.2 to 2.6 times the
+      memory traffic of Adam.
 
     Raises:
       ValueError, TypeError: ``inner`` is not a transformation; at ``init``, state per replica
@@ -94,12 +94,12 @@ def check_updates(
         inner_state = gate.init_inner(tx, params)
         if not names and trees.find(inner_state, replicas.is_per_replica):
             allowed = "the replica axis around an optimizer with state per replica"
-            hint = 'Replicas must skip together: check_updates(inner, axis_name="data").'
+            hint = 'Replicas must skip together: tx = check_updates(inner, axis_name="data").'
             raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
-        """Return params (``apply``) or updates and the inner state, new if all stays finite."""
+        """Return params (``apply``) or updates, and the state, new if all values remain finite."""
         value = new[0]
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
