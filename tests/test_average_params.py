@@ -190,7 +190,7 @@ def test_it_averages_around_freezing_and_is_refused_inside():
         step = boostax.make_train_step(loss, tx, freeze_driver=driver)
         state = functools.reduce(lambda state, x: step(state, x)[0], batches, step.init(PARAMS))
         chex.assert_trees_all_close((state.params, state.opt_state), path[-1], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"not keep whole params .* Put average_params around"):
+    with pytest.raises(ValueError, match=r"not store all params .* Put average_params around"):
         boostax.scheduled_freeze(average_params(SGD), {"b": 0, "w": 1}, (0, 1)).init(PARAMS)
 
 

@@ -475,7 +475,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: init(window, GROUPS, 1, moments="per_group"), "without a loss scaler or a window"),
         (lambda: init(optax.flatten(adamw()), GROUPS, [0, 1]), "keeps its state leaf by leaf"),
         (lambda: init(local, GROUPS, [0, 1]), "params equal on all replicas"),
-        (lambda: init(recorded, GROUPS, [0, 1]), "not keep whole params for a schedule that"),
+        (lambda: init(recorded, GROUPS, [0, 1]), "not store all params for a schedule that"),
         (lambda: init(optax.MultiSteps(adamw(), 2), GROUPS, [0, 1]), "optax.MultiSteps"),
         (lambda: make(boostax.dynamic_loss_scale(tx)), "Put it outermost"),
         (lambda: make(hidden).init(params), "scheduled_freeze must be outermost"),

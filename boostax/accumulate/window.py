@@ -317,7 +317,7 @@ class _Windows(NamedTuple):
             checks.absent(_WHO, "weight", weight, allowed, hint)
             return Window(grads, None)
         hint = "Call update(..., weight=aux.weight) with the aux of boostax.value_and_grad."
-        allowed = f"the counts of {self.terms or 'tokens'} with this normalize"
+        allowed = f"given as the counts of {self.terms or 'tokens'} with this normalize"
         terms = tuple(sorted(weight)) if isinstance(weight, dict) else ()
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
