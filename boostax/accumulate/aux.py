@@ -191,13 +191,11 @@ def of_slice(
     got = tuple(terms)
     allowed = f"{window or 'none'}, the terms of the window around all gradients, without carry"
     hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
-    is_valid = window in (None, got)
-    checks.require(is_valid, _WHO, "the terms of the loss", got=got, allowed=allowed, hint=hint)
+    checks.require(window in (None, got), _WHO, "the terms of the loss", got, allowed, hint)
     means = pairs(_WHO, "Aux.means", known.means)
     if terms:
         twice = [*means.keys() & terms, *["weight"] * (known.weight is not None)]
-        allowed = "without a weight, and without means that have the name of a term"
-        hint = "Each term already has its count."
+        allowed, hint = "without a weight or means named like a term", "Each term has its count."
         checks.require(not twice, _WHO, "Aux with terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError
@@ -211,8 +209,7 @@ def of_slice(
 def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     """Return the loss, a scalar in f32 or wider or a dict of terms, and the aux."""
     is_pair = isinstance(result, tuple) and len(result) == 2
-    loss: PyTree = result[0] if has_aux and is_pair else result
-    aux = result[1] if has_aux and is_pair else Aux()
+    loss, aux = result if has_aux and is_pair else (result, Aux())
     checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
     if is_pair == has_aux and hasattr(loss, "items") and loss:
         terms = pairs(_WHO, "the terms of the loss", loss)

@@ -107,8 +107,7 @@ def carry(
     hint = "Write rules={'router/bias': 'last'}, for example."
     by_words: dict[str, Rule] = dict(rules) if isinstance(cast(object, rules), Mapping) else {}
     is_valid = bool(by_words) and all(words.strip("/") for words in by_words)
-    allowed = "a mapping of paths to rules"
-    checks.require_type(is_valid, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
+    checks.require_type(is_valid, _WHO, "rules", rules, "a mapping of paths to rules", hint)
     for rule in by_words.values():
         checks.choice(_WHO, "rules", rule, Rule, hint)
     part = _Carry(tx, {words.strip("/"): rule for words, rule in by_words.items()}, names)
@@ -145,8 +144,7 @@ class _Carry(NamedTuple):
         hint = "Write carry(dynamic_loss_scale(...)), and call boostax.apply_gradients."
         allowed = "set by boostax.apply_gradients with carry outermost"
         got = "a wrapper that multiplies gradients or adds updates"
-        is_valid = apply and not grads.factors
-        checks.require(is_valid, _WHO, "carried leaves", got=got, allowed=allowed, hint=hint)
+        checks.require(apply and not grads.factors, _WHO, "carried leaves", got, allowed, hint)
         rules = resolve(self.rules, params)
         new = values(grads.raw, rules)
         if self.names:
@@ -175,16 +173,15 @@ class _Carry(NamedTuple):
         window: dict[Rule, PyTree] = {}
         for rule, tree in state.window.items():
             window[rule] = _map(lambda name, old: jnp.where(is_used, combined[name], old), tree)
-        is_open = was_open | is_used
-        is_applied = gate.passed(inner) & is_open
-        return _closed(trained, params, CarryState(is_open, window, inner), is_applied)
+        state = CarryState(was_open | is_used, window, inner)
+        return _closed(trained, params, state, gate.passed(inner) & state.open)
 
     def flush(self, state: CarryState, params: PyTree, **extra: PyTree) -> Stepped:
         """Close the open windows inside ``inner``, and set the carried leaves."""
         others = without(params, resolve(self.rules, params))
         trained, inner = gate.flush_inner(self.tx, state.inner_state, others, extra)
-        is_applied = state.open & gate.passed(inner)
-        return _closed(trained, params, state._replace(inner_state=inner), is_applied)
+        state = state._replace(inner_state=inner)
+        return _closed(trained, params, state, state.open & gate.passed(inner))
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
@@ -198,8 +195,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
     got = f"one that treats the new values {sorted(missing)} as gradients"
-    allowed = "the state of an optimizer with boostax.carry"
-    hint = "Wrap the optimizer: tx = boostax.carry(tx)."
+    allowed, hint = "a state of boostax.carry", "Wrap the optimizer: tx = boostax.carry(tx)."
     checks.require(not missing, who, "opt_state", got=got, allowed=allowed, hint=hint)
     return rules
 

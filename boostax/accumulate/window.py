@@ -238,8 +238,7 @@ class _Windows(NamedTuple):
         carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
         allowed = "without carry, which must be outermost"
         hint = "Write boostax.carry(accumulate(...))."
-        got = "a wrapper that sums new values"
-        checks.require(not carries, _WHO, "inner", got=got, allowed=allowed, hint=hint)
+        checks.require(not carries, _WHO, "inner", "a wrapper that sums new values", allowed, hint)
         window = None
         # Only a Python 1 needs no buffer; a schedule or a traced value may become larger.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
@@ -332,14 +331,10 @@ class _Windows(NamedTuple):
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
         """Close the window if ``ends``; otherwise return the inner state and False: not applied."""
+        unchanged = call.state.inner_state, jnp.asarray(False)
+        how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
         return gate.run_or_hold(
-            ends,
-            lambda: self._close(sums, count, call),
-            call.params,
-            (call.state.inner_state, jnp.asarray(False)),
-            apply=call.apply,
-            who=_WHO,
-            names=self.names,
+            ends, lambda: self._close(sums, count, call), call.params, unchanged, **how
         )
 
     def _close(self, window: Window, count: jax.Array, call: _Call) -> Stepped:
@@ -446,8 +441,7 @@ def has_updated(opt_state: PyTree) -> jax.Array:
       >>> bool(boostax.train.has_updated(state))
       False
     """
-    hint = "Wrap the optimizer in boostax.accumulate."
-    trees.state_of("has_updated", opt_state, AccumulateState, hint)
+    trees.state_of("has_updated", opt_state, AccumulateState, "Wrap the optimizer in accumulate.")
     return gate.passed(opt_state)
 
 

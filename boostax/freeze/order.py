@@ -50,7 +50,7 @@ def forward_order(
       ['stem', 'body', 'head']
     """
     names = trees.names(params)
-    hint = "Pass the batch as an argument of forward_order, not in the closure of the function."
+    hint = "Pass the batch to forward_order as an argument, not in the closure of the function."
     program, data = interpret.of_data("forward_order", fn, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
 

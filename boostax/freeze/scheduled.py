@@ -324,8 +324,7 @@ def scheduled_freeze(
       ``GradientFreeze`` and ``FreezeOpt``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "'shared' stores one state for all depths."
-    checks.choice(_WHO, "moments", moments, Moments, hint)
+    checks.choice(_WHO, "moments", moments, Moments, "'shared' stores one state for all depths.")
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 

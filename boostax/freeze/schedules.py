@@ -294,7 +294,7 @@ class Plan:
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
-        got = f"{length} steps, after which the run continues"
+        got = f"{length} steps and one more step of the run"
         allowed = "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
         checks.require(steps < length or self._repeat, _WRAPPER, "schedule", got, allowed, hint)
@@ -358,6 +358,5 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
         depths = [operator.index(depth) for depth in np.atleast_1d(listed)]
     except (TypeError, ValueError) as error:
         raise TypeError(checks.message(_WRAPPER, "schedule", allowed, schedule, hint)) from error
-    is_valid = min(depths, default=-1) >= 0
-    checks.require(is_valid, _WRAPPER, "schedule", schedule, allowed, hint)
+    checks.require(min(depths, default=-1) >= 0, _WRAPPER, "schedule", schedule, allowed, hint)
     return freeze_schedule(depths.__getitem__, total_steps=len(depths)), repeat or len(depths) == 1
