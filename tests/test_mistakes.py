@@ -152,7 +152,7 @@ MISTAKES = {
     "two scalers": (lambda: step(scaler(SCALED)), "Leave one of them out"),
     "two means": (lambda: step(chain(all_reduce(), MEAN), mesh=MESH), "Leave one of them out"),
     "int8 of the mean": (lambda: run(chain(all_reduce(), INT8), mesh=MESH), "leave out what re"),
-    "freezing inside": (lambda: step(scaler(FROZEN)), r"Put it outermost: scheduled_freeze\("),
+    "freezing inside": (lambda: step(scaler(FROZEN)), r"freeze outermost: scheduled_freeze\("),
     "f16 without a scale": (lambda: step(policy="O2"), r"boostax\.dynamic_loss_scale\(tx\)"),
     # Windows and scales
     "every=4.0": (lambda: accumulate(ADAM, 4.0), "counts micro-steps per update"),

@@ -181,8 +181,8 @@ def test_missing_directions_are_named_and_zero_inside_jit():
         pca_basis(line, 2)
     assert str(error.value) == (
         "pca_basis: n_components must be at most 1, the number of directions in which these "
-        "snapshots differ beyond their rounding, got 2. Choose fewer, or snapshots that are further "
-        "from each other."
+        "snapshots differ beyond their rounding, got 2. Choose fewer, or snapshots that are "
+        "further from each other."
     )
     got = jax.jit(lambda x: pca_basis(x, 2))(line)
     np.testing.assert_allclose(got.components["w"], [[0.6, 0.8, 0], [0, 0, 0]], atol=1e-6)
