@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.order.parts import CLIPS, MEMORIES, ROLES, UNKNOWN, Row, number, read, rows, sign
+from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign
 
 
 class Finding(NamedTuple):
@@ -38,14 +38,15 @@ class Finding(NamedTuple):
 
 _WORDS = checks.table("boostax.order", "orders")
 # The roles behind each name for several roles in ``orders.toml``.
-_SEVERAL = ROLES["several"]
+_SEVERAL = checks.table("boostax.order", "roles")["several"]
 
 
 def findings(parts: Sequence[Row], step: Any = None) -> list[Finding]:
     """Return all findings of a chain, and of a step around the chain."""
+    pairs = ((a, b) for a, b in itertools.combinations(parts, 2) if a not in b.holders)
     # Parts on different sides of a partition receive different params.
-    pairs = ((a, b) for a, b in itertools.combinations(parts, 2) if a.meets(b))
-    listed = [*_broken("after", ((a, b) for a, b in pairs if a not in b.holders))]
+    met = ((a, b) for a, b in pairs if all(dict(b.sides).get(x, i) == i for x, i in a.sides))
+    listed = [*_broken("after", met)]
     listed += _broken("inside", ((a, b) for b in parts for a in b.holders))
     listed += settings(parts, step is not None and bool(step.names))
     listed += directions(parts)

@@ -46,9 +46,6 @@ MEMORIES = ("momentum", "moments")
 # Optax's combinators that pass only some of the params on.
 _MASKS = ("masked", "partition")
 
-# The roles of Optax's factories, and names for several roles.
-ROLES = checks.table("boostax.order", "roles")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
@@ -134,7 +131,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
         return (_HIDDEN,)
     inside = [_injected(values)] if name == "inject_hyperparams" else values.values()
     parts = tuple(read(tx) for tx in inside if isinstance(tx, optax.GradientTransformation))
-    return parts or (_HIDDEN,) * (name in ROLES["wrappers"].split())
+    return parts or (_HIDDEN,) * (name in _table()["wrappers"].split())
 
 
 def _injected(values: Mapping[str, Any]) -> object:
@@ -153,6 +150,12 @@ def _injected(values: Mapping[str, Any]) -> object:
         return None
 
 
+@functools.cache
+def _table() -> Mapping[str, Any]:
+    """Return the table of Optax's factories."""
+    return checks.table("boostax.order", "roles")
+
+
 def role(part: Part) -> str:
     """Return a part's role, from its description or from the table of Optax's factories."""
     if part.description is not None:
@@ -162,7 +165,7 @@ def role(part: Part) -> str:
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
     default = "moments" if part.name.startswith("scale_by_") else UNKNOWN
-    roles = (role for role, names in ROLES["optax"].items() if part.name in names.split())
+    roles = (role for role, names in _table()["optax"].items() if part.name in names.split())
     return next(roles, default)
 
 
@@ -216,10 +219,6 @@ class Row:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which the part reduces or agrees."""
         return () if self.part.description is None else self.part.description.axes
-
-    def meets(self, other: "Row") -> bool:
-        """Return whether both parts receive the same params."""
-        return all(dict(other.sides).get(partition, side) == side for partition, side in self.sides)
 
 
 def rows(part: Part) -> list[Row]:

@@ -396,13 +396,12 @@ def _gram_of(rows: PyTree) -> jax.Array:
 @jax.jit
 def _signed(components: PyTree) -> PyTree:
     """Choose the sign of each row so that its largest element is positive."""
-
-    def extremes(p: jax.Array) -> jax.Array:
+    extremes: list[jax.Array] = []
+    for p in jax.tree.leaves(components):
         inner = tuple(range(1, p.ndim))
         low = jnp.minimum(p.real, p.imag).min(inner, initial=0.0)
-        return jnp.stack([jnp.maximum(p.real, p.imag).max(inner, initial=0.0), -low])
-
-    high, low = jnp.stack(jax.tree.leaves(jax.tree.map(extremes, components))).max(0)
+        extremes.append(jnp.stack([jnp.maximum(p.real, p.imag).max(inner, initial=0.0), -low]))
+    high, low = jnp.stack(extremes).max(0)
     sign = jnp.where(high >= low, 1.0, -1.0)
     return jax.tree.map(lambda p: p * _along_rows(sign, p), components)
 

@@ -145,9 +145,8 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
     state = trees.state_of("trajectory", opt_state, TrajectoryState, _HINT)
     size = len(jax.tree.leaves(state.snapshots)[0])
     recorded = int(state.recorded)
-    first = max(recorded - size, 0)
-    order = np.arange(first, recorded) % size
-    return jax.tree.map(lambda x: x[order], state.snapshots), recorded - first
+    order = np.arange(max(recorded - size, 0), recorded) % size
+    return jax.tree.map(lambda x: x[order], state.snapshots), len(order)
 
 
 def trajectory_basis(
