@@ -172,7 +172,7 @@ def any_items(weight: PyTree) -> jax.Array:
 
 
 class UncountedError(Exception):
-    """Signal that ends the first of two traces of a loss of terms."""
+    """Signal that ends the first trace of a loss of terms; the second trace has the counts."""
 
 
 def of_slice(
@@ -218,7 +218,7 @@ def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     valid = isinstance(loss, float) or (is_scalar and is_pair == has_aux)
     allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
-    hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
+    hint = "Return the mean over the batch; return (loss, aux) exactly if has_aux=True."
     checks.require_type(valid, _WHO, "the result of loss_fn", got=got, allowed=allowed, hint=hint)
     return trees.at_least_float32(jnp.asarray(loss)), aux
 

@@ -194,7 +194,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     windows = [window for state in states for window in state.window.items()]
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
-    got = f"one that treats the new values {sorted(missing)} as gradients"
+    got = f"a state that treats the new values {sorted(missing)} as gradients"
     allowed, hint = "a state of boostax.carry", "Wrap the optimizer: tx = boostax.carry(tx)."
     checks.require(not missing, who, "opt_state", got=got, allowed=allowed, hint=hint)
     return rules
@@ -219,7 +219,7 @@ def values(tree: PyTree, names: Container[str]) -> Carried:
 
 
 def restored(tree: PyTree, carried: Carried) -> PyTree:
-    """Return a tree from ``without`` with the carried leaves put back."""
+    """Insert the carried leaves into a tree from ``without``."""
     return _map(lambda name, x: carried.get(name, x), tree, is_leaf=trees.is_masked)
 
 

@@ -23,7 +23,7 @@ _WHO = "microbatch"
 Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
 Shape = tuple[int, ...]
-PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
+PAD = "Pad the batch, and count only real rows in boostax.Aux.weight."
 SAME = "Pass values that all rows share to the loss by keyword: step(state, batch, beta=0.1)."
 
 
@@ -68,7 +68,7 @@ def microbatch(
         is already split, as for ``lax.scan``: ``[k, rows, ...]``.
       has_aux: as in ``jax.value_and_grad``. The docstring of ``boostax.Aux`` states how the fields
         of an ``Aux`` are combined.
-        Any other aux is stacked, so its leaves get a leading dimension ``[microbatches]``. If a
+        Any other aux is stacked, so its leaves have a leading dimension ``[microbatches]``. If a
         leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores
         the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
@@ -104,7 +104,7 @@ def microbatch(
     def wrapped(params: PyTree, batch: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         slices, number, axis = _split(batch, count)
         key = kwargs.pop("key", None)
-        # A micro-batch gets these keyword arguments from the previous micro-batch.
+        # The previous micro-batch returns these keyword arguments.
         init = {k: x for k in ("model_state", "threaded") if (x := kwargs.pop(k, None)) is not None}
         last_aux: PyTree = Aux()
 
@@ -174,8 +174,8 @@ def require_count(who: str, microbatches: Count) -> Count:
 def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
 
-    Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the
-    rows.
+    Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which preserves a sharding of
+    the rows.
     """
     arrays = jax.tree.map(jnp.asarray, batch)
     if count == "stacked":

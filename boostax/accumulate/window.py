@@ -88,7 +88,7 @@ class AccumulateState(NamedTuple):
         return self.micro_step > 0
 
     def summed_parts(self) -> list[PerReplica]:
-        """Return the window if ``reshard_state`` must keep the sum over replicas, not the mean."""
+        """Return the window if ``reshard_state`` must preserve the sum over replicas."""
         if not isinstance(self.window, PerReplica):
             return []
         sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
@@ -190,7 +190,7 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "It counts micro-steps per update; a schedule may be a function."
+    hint = "every counts micro-steps per update; a schedule may be a function."
     every = every if callable(every) else checks.positive_int(_WHO, "every", every, hint)
     hint = "Use 'weight' for losses that are means over a varying number of tokens."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()

@@ -71,7 +71,7 @@ def prefix_groups(
     joined: dict[KeyPath, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
-        # A layer that has only vectors joins the previous layer, or the next if it comes first.
+        # A layer that has only vectors joins the previous layer; the first layer joins the next.
         if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
             last.extend(members)
         else:
@@ -226,7 +226,7 @@ def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]
     if jax.tree_util.all_leaves([node]):
         yield path, node
         return
-    # The registry's flatten_one_level gives all fields of a NamedTuple the name of the first.
+    # The registry's flatten_one_level names all fields of a NamedTuple like the first field.
     children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     if [key for key, _ in children] == [(GetAttrKey("value"),)]:
         # A box (an NNX variable, or a Flax param with its partitioning) is not a module.

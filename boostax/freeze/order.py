@@ -34,7 +34,7 @@ def forward_order(
 
     Returns:
       One name per leaf, such as ``block_0/kernel``. Leaves that the same operation reads are
-      in the order of the tree. Leaves that are never read come last, in the order of the tree.
+      in the order of the tree. Leaves that are never read are last, in the order of the tree.
       Params that are raveled into one vector count as read together. Cost: one trace; nothing is
       compiled.
 

@@ -198,7 +198,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     wide = gate.params_for(freezing.tx, params)
     masked = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
     states = tuple(trees.first_state(freezing.tx, x) for x in masked[: 1 if is_shared else None])
-    # Some inner states would go wrong while leaves are frozen.
+    # Some inner states would become wrong while leaves are frozen.
     changes = len(plan.drawn) > 1
     wrong = {
         "gates": not is_shared and gate.gates_in(states),
@@ -231,9 +231,9 @@ def _following(
 
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
-    """Set the counts of schedules in the state of one depth to the number of steps of the run."""
-    # These are the states of optax.scale_by_schedule, optax.add_decayed_weights and
-    # optax.inject_hyperparams.
+    """Set the schedules' counts in one depth's state to the number of steps in the run."""
+    # optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams have these
+    # states.
     classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
     return jax.tree.map(
         lambda x: x._replace(count=step) if type(x).__name__ in classes else x,
@@ -254,9 +254,9 @@ def scheduled_freeze(
     r"""Train only the groups from the scheduled depth on; freeze the groups before it.
 
     At a step of depth :math:`d` the leaves of groups :math:`0 \dots d-1` are frozen. Their params,
-    moments, accumulated gradients and residuals keep their bits. ``inner`` receives an
+    moments, accumulated gradients and residuals stay unchanged bit for bit. ``inner`` receives an
     ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
-    decay, checks of finiteness and reductions. Later steps of smaller depth continue from the kept
+    decay, checks of finiteness and reductions. Later steps of smaller depth continue from these
     values.
 
     Put ``scheduled_freeze`` around scalers and windows, and put ``average_params`` and ``on_mesh``

@@ -345,7 +345,7 @@ class HostDepth:
 
 
 def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
-    """Return a user's schedule, given in any form, and whether it repeats at its end."""
+    """Convert a user's schedule of any form, and return whether the schedule repeats."""
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):

@@ -112,8 +112,8 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
         read = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
         inputs = list(dict.fromkeys(x for x in read if x not in made))
-        # The inputs of a stage are outputs of stages with larger indices, which come later in this
-        # loop.
+        # The inputs of a stage are outputs of stages with larger indices, which this loop
+        # reaches later.
         stages.insert(0, (level, (inputs, [x for x in made if x in used], eqns)))
         used.update(inputs)
     return stages

@@ -98,7 +98,7 @@ def average_params(
     start: int = 0,
     dtype: DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep an average of the params in the state; ``averaged_params`` reads it.
+    r"""Average the params in the state; ``averaged_params`` reads the average.
 
     The params are sampled after the applied steps :math:`\text{start} + 1 + i \cdot \text{every}`,
     counted from 1. The n-th sample gives
@@ -154,7 +154,7 @@ def average_params(
       (4.0, 3.0)
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    checks.choice(_WHO, "kind", kind, Kind, "'ema' is the usual one.")
+    checks.choice(_WHO, "kind", kind, Kind, "'ema' is usual.")
     allowed = f"left out with kind {kind!r}"
     for name, value, only in (("decay", decay, "ema"), ("size", size, "lawa")):
         unused = None if kind == only else value

@@ -70,7 +70,7 @@ def centralize_gradients(
     Centralization projects the gradient so that the sum of the weights into each unit stays
     constant. With plain or momentum SGD the sum stays constant in any order, and with Adam only
     after ``scale_by_adam``. The projection is linear, so it may precede or follow a mean over
-    replicas or micro-batches. Its order with weight decay is a choice.
+    replicas or micro-batches. The order with weight decay is a choice.
     ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also centralizes the decay, as
     MindSpore does; in the other order, or with decoupled decay, the decay is unchanged.
 

@@ -93,10 +93,10 @@ def adagc(
     far. A leaf whose running norm is zero is not clipped. In a loop over layers
     (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
 
-    Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite;
-    without a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the
-    norms are of global arrays, for any sharding. In our record, the loss of a text model is 0.055
-    nats higher than with a clip by the global norm.
+    Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite.
+    Without a gate, ``adagc`` passes such gradients on, and its state stays unchanged. In plain
+    ``jit`` the norms are of global arrays, for any sharding. In our record, the loss of a text
+    model is 0.055 nats higher than with a clip by the global norm.
 
     Args:
       factor: :math:`\lambda`, >= 1.

@@ -140,7 +140,7 @@ def examine(
     Raises:
       ValueError: no array in ``data``.
     """
-    allowed = "a sample of the inputs that the module takes"
+    allowed = "a sample of the module's inputs"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
     program, count = interpret.of_data("less_bn", apply, fixed, data, allowed, hint)
     # The last inputs of the program are the data.
@@ -238,10 +238,10 @@ def less_bn(
       **kwargs: like ``args``.
 
     Returns:
-      The model and a ``LessBNReport``. For linen the model is a linen module, whose variables keep
-      their paths; for NNX it is a changed copy, which keeps the head's kernel. The given model and
-      its class stay unchanged. Cost: one trace of the model, nothing compiled; a step saves the
-      cost of the removed norms.
+      The model and a ``LessBNReport``. For linen, the model is a linen module, and the paths of
+      variables stay the same; for NNX, the model is a changed copy with the head's kernel. The
+      given model and its class stay unchanged. Cost: one trace of the model, nothing compiled; a
+      step saves the cost of the removed norms.
 
     Raises:
       TypeError: ``module`` is not a Flax module, or is a result of ``less_bn``; ``remove`` of

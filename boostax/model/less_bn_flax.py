@@ -40,7 +40,7 @@ class LessBN(nn.Module):
     multiplier: float = 1.0
 
     def setup(self) -> None:
-        """Keep the paths of the params."""
+        """Share the scope of the module, so that the paths of its params stay the same."""
         nn.share_scope(self, self.module)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:

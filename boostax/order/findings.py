@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
     Attributes:
       what: the part and its position.
-      why: what goes wrong.
+      why: what is wrong.
       fix: what to write instead.
       certain: whether every run is wrong: replicas diverge or hang, gradients remain multiplied by
         the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses

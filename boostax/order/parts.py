@@ -137,7 +137,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
 def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
-    Optax takes the numbers from the state; here each number is its default, or 1.
+    Optax reads the numbers from the state; here each number is the default, or 1.
     """
     arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
@@ -227,7 +227,7 @@ def rows(part: Part) -> list[Row]:
 
     def visit(row: Row) -> None:
         part = row.part
-        # A combinator whose parts are unknown gets a row itself.
+        # A combinator whose parts are unknown has its own row.
         is_listed = row.role != COMBINATOR or not part.inner
         if is_listed:
             listed.append(row)

@@ -367,7 +367,8 @@ def dim_reduce(
     Args:
       basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of ``(k,
         *leaf.shape)`` with orthonormal rows; or a function of the params that returns a basis. The
-        state has a copy of the basis; ``replace_basis`` exchanges it without a recompilation.
+        state has a copy of the basis; ``replace_basis`` exchanges the basis without a
+        recompilation.
       residual: any Optax optimizer, for the part of the gradient outside the span.
       rule: ``"boostax"``; ``"mindspore"`` for the exact rule of MindSpore 2.10; or your own
         ``SubspaceRule``.
@@ -471,8 +472,8 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
 
     Returns:
       The state, in the same shapes and dtypes, so that a compiled step accepts both. Counters and
-      the residual optimizer's state stay unchanged. This works inside ``jit``. Cost: one copy of
-      the basis.
+      the residual optimizer's state stay unchanged. ``replace_basis`` also works inside ``jit``.
+      Cost: one copy of the basis.
 
     Raises:
       ValueError: the state has no ``DimReduceState``, or the new basis does not fit.

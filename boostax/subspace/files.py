@@ -117,14 +117,14 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
         steps. ImportError: orbax is not installed.
     """
     folder = pathlib.Path(directory).absolute()
-    # This sorts step_9 before step_10.
+    # The natural order has step_9 before step_10.
     paths = sorted(folder.glob("*"), key=lambda path: natural(path.name))
     archives = [x for x in paths if x.suffix == ".npz"]
     steps = [x for x in paths if x.name.isdecimal()]
     is_valid = bool(archives) != bool(steps)
     got = f"{'both' if steps else 'none'} in {folder}"
     allowed = "a folder of .npz files, or of a subdirectory for each step"
-    hint = "pca_basis accepts a list of trees, which safetensors.numpy.load_file gives."
+    hint = "pca_basis accepts a list of trees, each from safetensors.numpy.load_file."
     error = ValueError if steps else FileNotFoundError
     checks.require(is_valid, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)
     if steps:

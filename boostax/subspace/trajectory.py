@@ -47,7 +47,7 @@ class TrajectoryState(NamedTuple):
 def record_trajectory(
     size: int, *, every: int = 1, start: int = 0, dtype: Dtype = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep the last ``size`` snapshots of the params; pass the updates through.
+    r"""Store the last ``size`` snapshots of the params; pass the updates through.
 
     At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params in the
     call of ``update`` are stored, which are the params *before* that update. A full buffer
