@@ -200,8 +200,8 @@ REFUSED = {
     "dim_reduce: basis must be a tree like the params, PyTreeDef(": (
         lambda _: make({"w": BASIS}).init(PAIR)
     ),
-    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). boostax.subspace.pca_basis"
-    "(snapshots, k) of the same params.": lambda _: make(BASIS).init(jnp.zeros(4)),
+    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). Pass boostax.subspace."
+    "pca_basis(snapshots, k) of the same params.": lambda _: make(BASIS).init(jnp.zeros(4)),
     "dim_reduce: basis must be shaped (3, 3) at 'b', got (2, 3). ": (
         lambda _: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
     ),
