@@ -33,7 +33,7 @@ Gradients stay local to each replica: replica :math:`r` multiplies its gradient 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +209,7 @@ def of_slice(
 def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     """Return the loss, a scalar in f32 or wider or a dict of terms, and the aux."""
     is_pair = isinstance(result, tuple) and len(result) == 2
-    loss, aux = result if has_aux and is_pair else (result, Aux())
+    loss, aux = cast(PyTree, result if has_aux and is_pair else (result, Aux()))
     checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
     if is_pair == has_aux and hasattr(loss, "items") and loss:
         terms = pairs(_WHO, "the terms of the loss", loss)
