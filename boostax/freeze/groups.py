@@ -36,7 +36,7 @@ def prefix_groups(
       n: number of groups, at most the number of layers.
       order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, as
         ``forward_order`` returns them. The first entry that matches one of a layer's leaves
-        determines the position of the layer. ``None`` stands for the order of the tree: lists by
+        determines the position of the layer. ``None`` means the order of the tree: lists by
         index, dicts by key with numbers in numerical order (``block_2`` before ``block_10``). The
         order of the tree is the forward order only if the names are numbered so.
       level: number of leading path components that make a layer. With 1, ``block_0`` is one layer;
