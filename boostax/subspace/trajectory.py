@@ -120,13 +120,12 @@ def record_trajectory(
 
 def _record(state: TrajectoryState, params: PyTree) -> TrajectoryState:
     """Return the state with one more snapshot."""
-    snapshots = jax.tree.map(
-        lambda x, p: jax.lax.dynamic_update_index_in_dim(
-            x, index=state.recorded % len(x), update=p.astype(x.dtype), axis=0
-        ),
-        state.snapshots,
-        params,
-    )
+
+    def write(x: jax.Array, p: jax.Array) -> jax.Array:
+        slot = state.recorded % x.shape[0]
+        return jax.lax.dynamic_update_index_in_dim(x, p.astype(x.dtype), slot, 0)
+
+    snapshots = jax.tree.map(write, state.snapshots, params)
     return state._replace(recorded=state.recorded + 1, snapshots=snapshots)
 
 
