@@ -179,7 +179,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         """Return the arguments of ``scheduled_freeze``."""
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
-        allowed = "the function that scheduled_freeze made"
+        allowed = "the one that scheduled_freeze returned"
         hint = "Wrap the transformation inside scheduled_freeze instead."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
