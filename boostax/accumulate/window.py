@@ -452,7 +452,7 @@ def flush(
     """Apply the last, partial window, normalised by its number of micro-steps.
 
     Call ``flush`` where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel
-    step), or use ``TrainStep.flush``. If no window is open, the call changes nothing.
+    step), or use ``TrainStep.flush``. If no window is open, nothing happens.
 
     Args:
       tx: the transformation that made the state; a window must not be inside an Optax wrapper.
