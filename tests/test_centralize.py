@@ -372,5 +372,5 @@ def test_rules_that_do_not_fit_are_refused_at_init(axes, got):
 
 def test_gradients_of_other_shapes_than_the_params_are_refused():
     tx, params = centralize_gradients(), {"w": jnp.ones((16, 4))}
-    with pytest.raises(ValueError, match=r"shaped \(16, 4\) at 'w', got \(2, 4\)\. Put it before"):
+    with pytest.raises(ValueError, match=r"shaped \(16, 4\) at 'w', got \(2, 4\)\. Put centralize"):
         tx.update({"w": jnp.ones((2, 4))}, tx.init(params), params)

@@ -169,14 +169,14 @@ WRONG = {
         ("scaler without the axis 'data'", scaled(mean, adam), scaled(mean, adam, **AXIS)),
         ("accumulate without the axis 'data'", window(adasum, adam), window(adasum, adam, **AXIS)),
     ],
-    "before the learning rate": [("decay after the learning rate", decayed, adamw)],
-    "before the optimizer": [("clip after the learning rate", clipped, chain(clip, adam))],
-    "as residual=": [
+    "Put {0} before the learning rate": [("decay after the learning rate", decayed, adamw)],
+    "Put {0} before the optimizer": [("clip after the learning rate", clipped, chain(clip, adam))],
+    "or pass {1} as residual=": [
         ("dim_reduce after clip", chain(clip, finish), finish),
         ("dim_reduce after adasum", chain(adasum, finish), ends(adasum, sgd)),
     ],
     "Use boostax.accumulate": [("mean inside MultiSteps", multi(mean, adam), averaged)],
-    "Put it outermost": [("scheduled_freeze inside the chain", scaled(frozen), freezes)],
+    "Put {0} outermost": [("scheduled_freeze inside the chain", scaled(frozen), freezes)],
     "boostax.scheduled_freeze": [("set_to_zero in a partition", sides(zero), freeze(sgd))],
     "Leave one learning rate out": [("the whole chain", chain(adam, sgd), adam)],
     "End the chain with optax.scale_by_learning_rate": [("the whole chain", moments, adam)],
@@ -220,7 +220,7 @@ def test_a_wrong_order_is_named_with_its_fix_and_the_fixed_is_not(wrong, right, 
 elsewhere = boostax.all_reduce("other")
 LACKING = {
     "all_reduce inside MultiSteps": multi(mean, adam),
-    "no part that reduces over the axis 'data' of the step, but one over 'other'": elsewhere,
+    "no reduction over the axis 'data' of the step, but over 'other'": elsewhere,
 }
 
 

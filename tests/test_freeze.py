@@ -477,7 +477,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: init(local, GROUPS, [0, 1]), "params equal on all replicas"),
         (lambda: init(recorded, GROUPS, [0, 1]), "not store all params for a schedule that"),
         (lambda: init(optax.MultiSteps(adamw(), 2), GROUPS, [0, 1]), "optax.MultiSteps"),
-        (lambda: make(boostax.dynamic_loss_scale(tx)), "Put it outermost"),
+        (lambda: make(boostax.dynamic_loss_scale(tx)), "scheduled_freeze outermost"),
         (lambda: make(hidden).init(params), "scheduled_freeze must be outermost"),
         (lambda: boostax.freeze.active_groups(adamw().init(params)), "ScheduledFreezeState"),
         (lambda: oracle(params, (), batch, active=[1, 2]), "active must be"),

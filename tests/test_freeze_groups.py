@@ -419,12 +419,12 @@ given_as = functools.partial(tree_of, "prefix_groups")
 PAIR = [1.0, 2.0]
 ODD, TWICE = ["z", "q", "m", "a", "m/k"], [["m", "z"], "*/bias"]
 REFUSED = [
-    (lambda: prefix(4), r"n must be at most .+ layers, 3, got 4\. They are 'a', 'm', 'z', each"),
+    (lambda: prefix(4), r"n must be at most .+ layers, 3, got 4\. Layers are 'a', 'm', 'z', each"),
     (lambda: prefix_groups(NAMES, 10), r"n must be .+, 8, got 10\. .+ 'layer_5' and 2 more"),
     (lambda: prefix_groups({}, 1), r"n must be at most .+, 0, got 1\. Params are empty"),
-    (lambda: prefix(2, order="z"), r"order must be .+, got 'z'\. None matches 'a', 'm'"),
+    (lambda: prefix(2, order="z"), r"order must be .+, got 'z'\. No entry matches 'a', 'm'"),
     (lambda: prefix(2, order=ODD), r"order must .+, got \['q', 'm/k'\]\. .+match no .+ 'a/bias'"),
-    (lambda: prefix(2, order=["z/bias"]), r"order must be .+\. None matches 'a', 'm'\. Say where"),
+    (lambda: prefix(2, order=["z/bias"]), r"order must be .+\. No entry matches 'a', 'm'\. Add"),
     (lambda: given_as([0, True], PAIR), r"groups must be integers, got True\. .+ group of '1'"),
     (lambda: given_as([0, np.bool_(True)], PAIR), r"groups must be integers, got np\.True_\. "),
     (lambda: given_as(lambda *_: 0.5, ZMA), r"groups must be integers, got 0\.5\. .+ 'a/bias'"),
@@ -544,10 +544,10 @@ def test_params_that_are_listed_twice_or_not_at_all_are_refused():
     first, rest = params["conv1"], [params["fc*"], params["fc[0]"]]
     shared = jnp.ones(2)
     for lists, words in (
-        ([first], r"none with 'fc\*', 'fc\[0\]/kernel'"),
-        ([first, rest, first["bias"]], "an array that is none, in group 2"),
-        ([first, rest, jnp.ones(3)], "an array that is none, in group 2"),
-        (["conv1", rest], "an array that is none, in group 0"),
+        ([first], r"no group with 'fc\*', 'fc\[0\]/kernel'"),
+        ([first, rest, first["bias"]], "an array in group 2 that is no param"),
+        ([first, rest, jnp.ones(3)], "an array in group 2 that is no param"),
+        (["conv1", rest], "an array in group 0 that is no param"),
     ):
         with pytest.raises(ValueError, match=f"^param_groups: groups must be .*, got {words}"):
             param_groups(params, lists)

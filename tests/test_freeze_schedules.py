@@ -226,16 +226,16 @@ def test_groups_are_a_positive_number(groups):
 
 CALLED = "must be left out with a callable kind, got"
 MESSAGES = [
-    ({"kind": abs, "frozen_fraction": 0.3}, f"frozen_fraction {CALLED} 0.3. It is given"),
-    ({"kind": abs, "seed": 0}, f"seed {CALLED} 0. It is given"),
-    ({"kind": abs, "freeze_p": 0.7}, f"freeze_p {CALLED} 0.7. It is given"),
+    ({"kind": abs, "frozen_fraction": 0.3}, f"frozen_fraction {CALLED} 0.3. A callable receives"),
+    ({"kind": abs, "seed": 0}, f"seed {CALLED} 0. A callable receives"),
+    ({"kind": abs, "freeze_p": 0.7}, f"freeze_p {CALLED} 0.7. A callable receives"),
     (
         {"kind": "continuous", "frozen_fraction": 0.8},
         "frozen_fraction must be at most 0.75 for 'continuous' over 4 groups, got 0.8. A cycle",
     ),
     (
         {"freeze_p": 0.7, "frozen_fraction": 0.3},
-        "frozen_fraction must be left out with freeze_p, got 0.3. It is the share of the steps",
+        "frozen_fraction must be left out with freeze_p, got 0.3. freeze_p is the share of steps",
     ),
     (
         {"kind": "ramp", "freeze_p": 0.7},

@@ -152,7 +152,7 @@ MISTAKES = {
     "two scalers": (lambda: step(scaler(SCALED)), "Leave one of them out"),
     "two means": (lambda: step(chain(all_reduce(), MEAN), mesh=MESH), "Leave one of them out"),
     "int8 of the mean": (lambda: run(chain(all_reduce(), INT8), mesh=MESH), "leave out what re"),
-    "freezing inside": (lambda: step(scaler(FROZEN)), r"Put it outermost: scheduled_freeze\("),
+    "freezing inside": (lambda: step(scaler(FROZEN)), r"freeze outermost: scheduled_freeze\("),
     "f16 without a scale": (lambda: step(policy="O2"), r"boostax\.dynamic_loss_scale\(tx\)"),
     # Windows and scales
     "every=4.0": (lambda: accumulate(ADAM, 4.0), "counts micro-steps per update"),
@@ -172,8 +172,8 @@ MISTAKES = {
     # Losses, terms, weights
     "an aux, no has_aux": (lambda: run(loss_fn=lambda p, x: (loss(p, x), {})), "if has_aux=True"),
     "has_aux, no aux": (lambda: run(has_aux=True), r"return \(loss, aux\) exactly"),
-    "a vector": (lambda: run(loss_fn=lambda p, x: x["x"] @ p["w"]), "Take the mean over the batch"),
-    "a gradient for a loss": (lambda: run(loss_fn=jax.value_and_grad(loss)), "Take the mean over"),
+    "vector": (lambda: run(loss_fn=lambda p, x: x["x"] @ p["w"]), "Return the mean over the batch"),
+    "gradient for a loss": (lambda: run(loss_fn=jax.value_and_grad(loss)), "Return the mean over"),
     "no batch": (lambda: run(loss_fn=lambda p: jnp.sum(p["w"])), "Let loss_fn take the batch"),
     "a key, not given": (lambda: run(loss_fn=lambda p, x, key: loss(p, x)), "step.init takes key="),
     "a weight per row": (lambda: with_aux(Aux(weight=jnp.ones(8))), r"\.sum\(\) of more"),
@@ -184,7 +184,7 @@ MISTAKES = {
     "a mean in terms": (lambda: run(TERMS), r"accumulate\(\.\.\., normalize='mean'\)"),
     "terms and a weight": (lambda: with_aux(Aux(weight=3.0), value=terms), "Each term has its cou"),
     # Batches and keywords of a call
-    "6 rows on 8": (lambda: run(MEAN, x=ROWS, mesh=MESH), r"give the padding no weight \(boostax"),
+    "6 rows on 8": (lambda: run(MEAN, x=ROWS, mesh=MESH), r"count only real rows in boostax\.Aux"),
     "8 rows, 16 slices": (lambda: run(microbatches=16), "choose another number"),
     "2.0 slices": (lambda: step(microbatches=2.0), r"x\.reshape\(-1"),
     "a stacked batch": (lambda: step(microbatches="stacked"), r"x\.reshape\(-1"),

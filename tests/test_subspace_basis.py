@@ -181,8 +181,8 @@ def test_missing_directions_are_named_and_zero_inside_jit():
         pca_basis(line, 2)
     assert str(error.value) == (
         "pca_basis: n_components must be at most 1, the number of directions in which these "
-        "snapshots differ beyond their rounding, got 2. Take fewer, or snapshots that are further "
-        "from each other."
+        "snapshots differ beyond their rounding, got 2. Choose fewer, or snapshots that are "
+        "further from each other."
     )
     got = jax.jit(lambda x: pca_basis(x, 2))(line)
     np.testing.assert_allclose(got.components["w"], [[0.6, 0.8, 0], [0, 0, 0]], atol=1e-6)
@@ -200,13 +200,13 @@ REFUSED = {
     "dim_reduce: basis must be a tree like the params, PyTreeDef(": (
         lambda _: make({"w": BASIS}).init(PAIR)
     ),
-    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). boostax.subspace.pca_basis"
-    "(snapshots, k) of the same params is one.": lambda _: make(BASIS).init(jnp.zeros(4)),
+    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). Pass boostax.subspace."
+    "pca_basis(snapshots, k) of the same params.": lambda _: make(BASIS).init(jnp.zeros(4)),
     "dim_reduce: basis must be shaped (3, 3) at 'b', got (2, 3). ": (
         lambda _: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
     ),
     "dim_reduce: update must be given params, value, value_fn, got no value. make_train_step "
-    "gives value and value_fn, the loss of the batch at other params.": lambda _: step(),
+    "passes value and value_fn, the loss of the batch at other params.": lambda _: step(),
     "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
         lambda _: step(value=1.0)
     ),
@@ -226,7 +226,7 @@ REFUSED = {
     ),
     "trajectory: opt_state must be one with a TrajectoryState, got no such. Put "
     "boostax.subspace.": lambda x: trajectory(optax.sgd(0.1).init(x)),
-    "record_trajectory: params must be given to update, got None. They are what is recorded.": (
+    "record_trajectory: params must be given to update, got None. The params are recorded.": (
         lambda x: record_trajectory(3).update(x, record_trajectory(3).init(x))
     ),
 }

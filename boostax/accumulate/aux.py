@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Combine the auxiliary results of a loss over micro-batches, replicas and calls.
 
-All means follow one rule: weighted values and weights are summed, and divided once.
+All means follow one rule: weighted values and weights are summed, and the sums are divided once.
 
 The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. Slice
 :math:`i` has the mean :math:`x_i` over a number :math:`w_i` of tokens, its weight. The mean over
@@ -21,10 +21,10 @@ replicas of a step           local; then the mean over the    by ``value_and_gra
 calls of a window            either of these                  by ``accumulate``, at its end
 ============================ ================================ ===================================
 
-A loss of several terms :math:`t`, each a sum :math:`s_{t,i}` with a count :math:`n_{t,i}` of its
-own, is :math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of one call are summed before its
-backward pass, so one backward pass is enough. The counts of a window are known only at its end, so
-a window keeps a separate gradient sum for each term.
+A loss of several terms :math:`t`, each a sum :math:`s_{t,i}` with its count :math:`n_{t,i}`, is
+:math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of one call are summed before the
+backward pass, so one backward pass is enough. The counts of a window are known only at the end of
+the window, so a window stores a separate gradient sum for each term.
 
 Gradients stay local to each replica: replica :math:`r` multiplies its gradient by :math:`n\,w_r /
 \sum_r w_r`, so that a *mean* over the :math:`n` replicas is the mean over all tokens.
@@ -33,7 +33,7 @@ Gradients stay local to each replica: replica :math:`r` multiplies its gradient 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ class Aux(NamedTuple):
         wider, and integers are summed.
       means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
         Sums and counts, of any shapes that broadcast, are summed over micro-batches and replicas,
-        and divided once; a count of 0 gives 0. The returned ``Aux`` has the quotients, also of each
-        term of a loss of terms.
+        and divided once; a count of 0 gives 0. The returned ``Aux`` has the quotients, also for
+        each term of the loss.
 
     Example:
       >>> import boostax
@@ -100,12 +100,12 @@ def as_given(aux: Aux, other: PyTree, like: PyTree) -> PyTree:
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:
-    """Return ``aux`` if it is an ``Aux``, else an ``Aux`` with its scalars as metrics."""
+    """Return ``aux`` if it is an ``Aux``; otherwise return its scalars as metrics of an ``Aux``."""
     if isinstance(aux, Aux):
         return aux
-    hint = "boostax.Aux(metrics=...) averages arrays; boostax.value_and_grad returns any aux."
+    hint = "Pass arrays in boostax.Aux(metrics=...); boostax.value_and_grad returns any aux."
     for name, leaf in trees.named(aux):
-        allowed = f"boostax.Aux, or a scalar to average at {name or 'the root'!r}"
+        allowed = f"a boostax.Aux, or a tree with a scalar at {name or 'the root'!r}"
         shape = jnp.shape(leaf)
         checks.require_type(not shape, who, "aux", got=shape, allowed=allowed, hint=hint)
     return Aux(metrics=aux)
@@ -126,7 +126,7 @@ def pairs(who: str, argument: str, tree: PyTree) -> dict[str, tuple[jax.Array, j
 
 
 def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
-    """Return ``aux`` with quotients of the summed pairs, and the terms' counts as its weight."""
+    """Return ``aux`` with quotients of the summed pairs, and the terms' counts as the weight."""
     combined = as_aux(aux)
     weight = {name: combined.means[name][1] / replicas for name in terms} or combined.weight
     means = {name: drop_empty(divide(x, n), n) for name, (x, n) in combined.means.items()}
@@ -172,30 +172,30 @@ def any_items(weight: PyTree) -> jax.Array:
 
 
 class UncountedError(Exception):
-    """Signal that ends the first of two traces of a loss of terms."""
+    """Signal that ends the first trace of a loss of terms; the second trace has the counts."""
 
 
 def of_slice(
     result: PyTree, counts: PyTree, window: tuple[str, ...] | None = None, least: float = 1.0
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return the loss of a slice (the mean over slices is the full loss), its terms, and the aux.
+    """Return the loss of a slice, the terms of this loss, and the aux.
 
-    ``window`` names the terms of the window in the state; ``None`` without a window. A window
-    divides at its end, so here its terms ``[terms]`` with count 0 are divided by ``least``.
+    The mean of the loss over all slices is the full loss. ``window`` has the names of the terms
+    that the window in the state sums, or is ``None`` without a window. A window divides at its end,
+    so here the terms ``[terms]`` with count 0 are divided by ``least``.
     """
     loss, aux = result
     by_term = loss
     known = as_aux(aux)
     terms = loss if isinstance(loss, dict) else {}
     got = tuple(terms)
-    allowed = f"those of the window around all gradients, without carry: {window or 'none'}"
+    allowed = f"{window or 'none'}, the terms of the window around all gradients, without carry"
     hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
-    is_valid = window in (None, got)
-    checks.require(is_valid, _WHO, "the terms of the loss", got=got, allowed=allowed, hint=hint)
+    checks.require(window in (None, got), _WHO, "the terms of the loss", got, allowed, hint)
     means = pairs(_WHO, "Aux.means", known.means)
     if terms:
         twice = [*means.keys() & terms, *["weight"] * (known.weight is not None)]
-        allowed, hint = "without a weight and the names of terms", "Each term has its count."
+        allowed, hint = "without a weight or means named like a term", "Each term has its count."
         checks.require(not twice, _WHO, "Aux with terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError
@@ -207,10 +207,9 @@ def of_slice(
 
 
 def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
-    """Return the loss (a scalar in f32 or wider, or a dict of terms) and the aux; refuse others."""
+    """Return the loss, a scalar in f32 or wider or a dict of terms, and the aux."""
     is_pair = isinstance(result, tuple) and len(result) == 2
-    loss: PyTree = result[0] if has_aux and is_pair else result
-    aux = result[1] if has_aux and is_pair else Aux()
+    loss, aux = cast(PyTree, result if has_aux and is_pair else (result, Aux()))
     checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
     if is_pair == has_aux and hasattr(loss, "items") and loss:
         terms = pairs(_WHO, "the terms of the loss", loss)
@@ -219,7 +218,7 @@ def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     valid = isinstance(loss, float) or (is_scalar and is_pair == has_aux)
     allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
-    hint = "Take the mean over the batch; return (loss, aux) exactly if has_aux=True."
+    hint = "Return the mean over the batch; return (loss, aux) exactly if has_aux=True."
     checks.require_type(valid, _WHO, "the result of loss_fn", got=got, allowed=allowed, hint=hint)
     return trees.at_least_float32(jnp.asarray(loss)), aux
 
@@ -227,7 +226,7 @@ def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
 def over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Average loss and ``Aux`` by the replicas' weights; weight gradients, but keep them local."""
+    """Average loss and ``Aux`` by the replicas' weights; weight the gradients, which stay local."""
     combined = as_aux(aux)
     weight = combined.weight
     local = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
@@ -257,7 +256,7 @@ def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
 
 
 def addends(tree: PyTree, narrow: jnp.dtype) -> PyTree:
-    """Cast gradients to the dtype of weighting and adding: f32, or the sum's dtype if it is wider.
+    """Cast gradients to f32, or to the dtype of the sum if that dtype is wider.
 
     Then a sum narrower than f32 rounds once per addition. If the gradient were rounded before its
     weight is applied, the weight would multiply the rounding error, and values that are small

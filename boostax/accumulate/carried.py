@@ -60,8 +60,8 @@ def carry(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Set carried leaves to their "gradients", and pass all other leaves to ``inner``.
 
-    A carried leaf's cotangent :math:`v` is its new value. The values of the micro-steps :math:`i`
-    of a window and of the replicas :math:`r` are combined by the leaf's rule,
+    The cotangent :math:`v` of a carried leaf is the new value of the leaf. The values of the
+    micro-steps :math:`i` of a window and of the replicas :math:`r` are combined by the leaf's rule,
 
     .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
 
@@ -70,16 +70,16 @@ def carry(
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines micro-batches by the same rules.
 
-    Put ``carry`` outermost; only ``scheduled_freeze`` may be around it. It needs
-    ``boostax.apply_gradients``, which can set params; the sum of a param and an update would be
-    rounded.
+    Put ``carry`` outermost; only ``scheduled_freeze`` may be around ``carry``. Apply the result
+    with ``boostax.apply_gradients``, which can set params; the sum of a param and an update would
+    be rounded.
 
     Args:
       inner: the optimizer, its gates included.
       rules: ``"max"``, ``"sum"`` or ``"last"`` by path. ``"router/bias"`` sets the rule of every
         leaf whose path contains these components in a row. The first matching rule applies. The
         default is ``"max"`` for Flax's fp8 metadata.
-      axis_name: replica axis (or axes) over which values are combined; ``"last"`` takes the value
+      axis_name: replica axis (or axes) over which values are combined; ``"last"`` selects the value
         of the last replica. With ``None``, a train step supplies its own axis if a part inside
         reduces; elsewhere there is no axis.
 
@@ -104,11 +104,10 @@ def carry(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    hint = "Try {'router/bias': 'last'}."
+    hint = "Write rules={'router/bias': 'last'}, for example."
     by_words: dict[str, Rule] = dict(rules) if isinstance(cast(object, rules), Mapping) else {}
     is_valid = bool(by_words) and all(words.strip("/") for words in by_words)
-    allowed = "a mapping of paths to rules"
-    checks.require_type(is_valid, _WHO, "rules", got=rules, allowed=allowed, hint=hint)
+    checks.require_type(is_valid, _WHO, "rules", rules, "a mapping of paths to rules", hint)
     for rule in by_words.values():
         checks.choice(_WHO, "rules", rule, Rule, hint)
     part = _Carry(tx, {words.strip("/"): rule for words, rule in by_words.items()}, names)
@@ -126,9 +125,9 @@ class _Carry(NamedTuple):
     def init(self, params: PyTree) -> CarryState:
         """Return the first state, without an open window."""
         unused = [words for words in self.rules if not resolve({words: "last"}, params)]
-        # scheduled_freeze calls init with only some of the params; the others are masked.
+        # scheduled_freeze calls init with only some of the params; the other params are masked.
         is_valid = not unused or any(map(trees.is_masked, trees.nodes(params)))
-        hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
+        hint = "Pass components of a path, such as 'router/bias'; the default is flax.linen's fp8."
         checks.require(is_valid, _WHO, "rules", got=unused, allowed="paths of params", hint=hint)
         rules = resolve(self.rules, params)
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -142,16 +141,14 @@ class _Carry(NamedTuple):
         self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> Stepped:
         """Run the inner step on the leaves that are not carried, then set the carried leaves."""
-        hint = "Write carry(dynamic_loss_scale(...)), and boostax.apply_gradients for tx.update."
+        hint = "Write carry(dynamic_loss_scale(...)), and call boostax.apply_gradients."
         allowed = "set by boostax.apply_gradients with carry outermost"
         got = "a wrapper that multiplies gradients or adds updates"
-        is_valid = apply and not grads.factors
-        checks.require(is_valid, _WHO, "carried leaves", got=got, allowed=allowed, hint=hint)
+        checks.require(apply and not grads.factors, _WHO, "carried leaves", got, allowed, hint)
         rules = resolve(self.rules, params)
         new = values(grads.raw, rules)
         if self.names:
-            axes.require_bound(self.names, _WHO)
-            new = {name: _over_replicas(rules[name], x, self.names) for name, x in new.items()}
+            new = _over_replicas(rules, new, self.names)
         old_inner = state.inner_state
         # The caller may have replaced the inner state by one without an open window.
         was_open = state.open & gate.held_open(old_inner)
@@ -176,20 +173,19 @@ class _Carry(NamedTuple):
         window: dict[Rule, PyTree] = {}
         for rule, tree in state.window.items():
             window[rule] = _map(lambda name, old: jnp.where(is_used, combined[name], old), tree)
-        is_open = was_open | is_used
-        params = _set_carried(trained, params, window, gate.passed(inner) & is_open)
-        return params, CarryState(is_open & gate.held_open(inner), window, inner)
+        state = CarryState(was_open | is_used, window, inner)
+        return _closed(trained, params, state, gate.passed(inner) & state.open)
 
     def flush(self, state: CarryState, params: PyTree, **extra: PyTree) -> Stepped:
-        """Close the open windows inside, and set their carried leaves."""
+        """Close the open windows inside ``inner``, and set the carried leaves."""
         others = without(params, resolve(self.rules, params))
         trained, inner = gate.flush_inner(self.tx, state.inner_state, others, extra)
-        params = _set_carried(trained, params, state.window, state.open & gate.passed(inner))
-        return params, state._replace(open=state.open & gate.held_open(inner), inner_state=inner)
+        state = state._replace(inner_state=inner)
+        return _closed(trained, params, state, state.open & gate.passed(inner))
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
-    """Return the rules of the ``CarryState`` in a state, keyed by whole paths.
+    """Return the rules of the ``CarryState`` in a state, by complete paths.
 
     Raises:
       ValueError: the optimizer would treat leaves of Flax's collection as gradients.
@@ -198,8 +194,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     windows = [window for state in states for window in state.window.items()]
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
-    got = f"one that takes the new values {sorted(missing)} for gradients"
-    allowed, hint = "one of boostax.carry", "Wrap the optimizer: tx = boostax.carry(tx)."
+    got = f"a state that treats the new values {sorted(missing)} as gradients"
+    allowed, hint = "a state of boostax.carry", "Wrap the optimizer: tx = boostax.carry(tx)."
     checks.require(not missing, who, "opt_state", got=got, allowed=allowed, hint=hint)
     return rules
 
@@ -223,12 +219,12 @@ def values(tree: PyTree, names: Container[str]) -> Carried:
 
 
 def restored(tree: PyTree, carried: Carried) -> PyTree:
-    """Return a tree from ``without`` with the carried leaves put back."""
+    """Insert the carried leaves into a tree from ``without``."""
     return _map(lambda name, x: carried.get(name, x), tree, is_leaf=trees.is_masked)
 
 
 def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Combine the values of two micro-batches, the later one second."""
+    """Combine the values of an earlier and a later micro-batch by a rule."""
     return jnp.maximum(old, new) if rule == "max" else old + new if rule == "sum" else new
 
 
@@ -246,22 +242,30 @@ def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: ArrayLike)
     return {name: jnp.where(jnp.asarray(weight) > 0, x, empty[name]) for name, x in new.items()}
 
 
-def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    if rule == "max":
-        # The maximum of XLA:CPU's all-reduce loses a NaN.
-        return axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
-    if rule == "last":
-        x = jnp.where(axes.index(names) == axes.size(names) - 1, x, 0)
-    return jax.lax.psum(axes.to_varying(x, names), names)
+def _over_replicas(rules: Rules, new: Carried, names: tuple[str, ...]) -> Carried:
+    """Combine the replicas' values by the rules of the leaves."""
+    axes.require_bound(names, _WHO)
+    combined: Carried = {}
+    for name, x in new.items():
+        if rules[name] == "max":
+            # The maximum of XLA:CPU's all-reduce loses a NaN.
+            combined[name] = axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
+            continue
+        if rules[name] == "last":
+            x = jnp.where(axes.index(names) == axes.size(names) - 1, x, 0)
+        combined[name] = jax.lax.psum(axes.to_varying(x, names), names)
+    return combined
 
 
-def _set_carried(trained: PyTree, params: PyTree, window: PyTree, is_applied: jax.Array) -> PyTree:
-    """Return the ``trained`` params with the carried values of a closed window."""
-    new = {name: x for tree in window.values() for name, x in trees.named(tree)}
+def _closed(trained: PyTree, params: PyTree, state: CarryState, is_applied: jax.Array) -> Stepped:
+    """Set the carried leaves if ``is_applied``; the window is open if one inside is open."""
+    new = {name: x for tree in state.window.values() for name, x in trees.named(tree)}
     old = values(params, new)
     chosen = {name: jnp.where(is_applied, x, old[name]) for name, x in new.items()}
     # Per-replica params have a varying type.
-    return restored(trained, axes.unify(chosen, old))
+    params = restored(trained, axes.unify(chosen, old))
+    is_open = state.open & gate.held_open(state.inner_state)
+    return params, state._replace(open=is_open)
 
 
 def _map(fn: Callable[..., PyTree], tree: PyTree, is_leaf: Callable | None = None) -> PyTree:

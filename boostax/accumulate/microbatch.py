@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient accumulation inside one step: a scan over slices of the batch.
+"""Gradient accumulation inside one step: a scan over micro-batches.
 
-The result equals that of the whole batch, with the activations of one slice in memory. Gradients
-are summed locally in f32, so a reduction over replicas runs once, after the scan.
+The result equals the result for the whole batch, with the activations of one micro-batch in memory.
+Gradients are summed locally in f32, so a reduction over replicas runs once, after the scan.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ _WHO = "microbatch"
 Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
 Shape = tuple[int, ...]
-PAD = "Pad the batch and give the padding no weight (boostax.Aux.weight)."
-SAME = "Pass to the loss by keyword what is the same for all rows: step(state, batch, beta=0.1)."
+PAD = "Pad the batch, and count only real rows in boostax.Aux.weight."
+SAME = "Pass values that all rows share to the loss by keyword: step(state, batch, beta=0.1)."
 
 
 class _Sums(NamedTuple):
@@ -37,7 +37,7 @@ class _Sums(NamedTuple):
     means: PyTree
 
 
-# The sums over micro-batches, the carried values, the threaded values, and other aux.
+# The sums over micro-batches, the carried values, the threaded values, and the other aux.
 _Terms = tuple[_Sums, carried.Carried, dict[str, PyTree], PyTree]
 
 
@@ -51,23 +51,24 @@ def microbatch(
     dtype: jax.typing.DTypeLike = jnp.float32,
     rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    r"""Evaluate a ``value_and_grad`` function on slices of the batch and combine the results.
+    r"""Evaluate a ``value_and_grad`` function on micro-batches, and combine the results.
 
     .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
 
     where :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So a
     mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the batch
-    is stacked, micro-batch ``i`` of ``k`` takes the rows ``i, i + k, ...``. So splitting a batch
-    that is sharded along its first dimension moves no data between devices.
+    is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. So no data moves between
+    devices if the batch is sharded along its first dimension.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
         ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      microbatches: number of slices; must divide the leading dimension of every batch leaf. With 1
-        the function is returned unchanged. ``"stacked"`` for a batch that is already split, as for
-        ``lax.scan``: ``[k, rows, ...]``.
-      has_aux: as in ``jax.value_and_grad``. A ``boostax.Aux`` is combined as its docstring says.
-        Any other aux is stacked, so its leaves get a leading dimension ``[microbatches]``. If a
+      microbatches: number of micro-batches, which must divide the leading dimension of every leaf
+        in the batch. With 1 the function is returned unchanged. Use ``"stacked"`` for a batch that
+        is already split, as for ``lax.scan``: ``[k, rows, ...]``.
+      has_aux: as in ``jax.value_and_grad``. The docstring of ``boostax.Aux`` states how the fields
+        of an ``Aux`` are combined.
+        Any other aux is stacked, so its leaves have a leading dimension ``[microbatches]``. If a
         leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores
         the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
@@ -75,14 +76,14 @@ def microbatch(
         complex. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the
         division.
       rules: rules of ``boostax.carry`` for leaves whose gradient is their new value; such leaves
-        are combined by their rule instead of averaged.
+        are combined by their rule, and not averaged.
 
     Returns:
       A function with the same signature and results; gradients are in the accumulator dtype, loss
       and floating metrics in f32 or wider. A keyword argument ``key`` is folded with the
       micro-batch's index. A keyword argument ``model_state`` is passed from one micro-batch to the
-      next through ``Aux.model_state``, and ``threaded`` through a third result. Cost: one copy of
-      the gradients; activations of one micro-batch; no collective.
+      next through ``Aux.model_state``, and a keyword argument ``threaded`` through a third result.
+      Cost: one copy of the gradients; activations of one micro-batch; no collective.
 
     Raises:
       ValueError: the batch is not divisible, or an argument is out of range.
@@ -103,7 +104,7 @@ def microbatch(
     def wrapped(params: PyTree, batch: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         slices, number, axis = _split(batch, count)
         key = kwargs.pop("key", None)
-        # A micro-batch gets these keyword arguments from the previous micro-batch.
+        # The previous micro-batch returns these keyword arguments.
         init = {k: x for k in ("model_state", "threaded") if (x := kwargs.pop(k, None)) is not None}
         last_aux: PyTree = Aux()
 
@@ -144,8 +145,7 @@ def _scan(
     replay, (like, new, after, _) = trees.trace_once(fn, jnp.int32(0), first)
     state = axes.unify(first, after)
     if axes.types(state) != axes.types(first):
-        # The new model state varies over replicas, so the initial state must have a varying type,
-        # too.
+        # The new model state varies over replicas, so the initial state needs a varying type, too.
         replay, (like, new, *_) = trees.trace_once(fn, jnp.int32(0), state)
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
@@ -167,20 +167,20 @@ def require_count(who: str, microbatches: Count) -> Count:
     """Return a checked number of micro-batches."""
     if microbatches == "stacked":
         return microbatches
-    hint = "1 does not split the batch, 'stacked' is for one with a dimension of micro-batches."
+    hint = "1 does not split the batch; pass 'stacked' for a batch with a micro-batch dimension."
     return checks.positive_int(who, "microbatches", microbatches, hint)
 
 
 def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
 
-    Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the
-    rows.
+    Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which preserves a sharding of
+    the rows.
     """
     arrays = jax.tree.map(jnp.asarray, batch)
     if count == "stacked":
         return arrays, stacked_count(batch, _WHO), 0
-    hint = f"{PAD} Or choose another number; microbatches='stacked' takes [slices, rows, ...]."
+    hint = f"{PAD} Or choose another number. 'stacked' is for a batch [micro-batches, rows, ...]."
     for path, x in tree_leaves_with_path(arrays):
         require_even(_WHO, path, x.shape, count, f"microbatches={count}", hint=hint)
     slices = jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays)
@@ -190,7 +190,7 @@ def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
 def require_even(
     who: str, path: KeyPath, shape: Shape, count: int, by: str, dim: int = 0, hint: str = PAD
 ) -> None:
-    """Refuse a leaf of a batch whose rows, or slices, do not divide by ``count``."""
+    """Refuse a leaf of a batch if ``count`` does not divide the size of the dimension ``dim``."""
     if len(shape) > dim and shape[dim] > 0 and not shape[dim] % count:
         return
     place = f"dimension {dim}" if dim else "leading dimension"
@@ -203,6 +203,6 @@ def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
     shapes = {name: jnp.shape(x) for name, x in trees.named(batch)}
     numbers = {shape[:1] for shape in shapes.values()}
     valid = len(numbers) == 1 and (0,) not in numbers and min(map(len, shapes.values())) >= least
-    allowed = "[micro-batches, rows, ...] in every leaf, of one number of micro-batches"
+    allowed = "[micro-batches, rows, ...] in every leaf, with the same number of micro-batches"
     checks.require(valid, who, "a stacked batch", got=shapes, allowed=allowed, hint=SAME)
     return numbers.pop()[0]

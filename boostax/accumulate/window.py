@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
-The first micro-step of a window overwrites the sum, and later micro-steps add to it, so no branch
-resets the buffer, and the compilers for CPU, TPU v5e and H100 add in place. A NaN cannot outlive
-its window, as it would if the sum were reset by a multiplication with zero. The inner
-transformation with its collectives is compiled into a branch that only the last micro-step takes.
+The first micro-step of a window overwrites the sum, and later micro-steps add to the sum, so no
+branch resets the buffer, and the compilers for CPU, TPU v5e and H100 add in place. A NaN does not
+pass into the next window, as it would if a multiplication with zero reset the sum. The inner
+transformation is compiled, with its collectives, into a branch that only the last micro-step runs.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from boostax.accumulate.carried import CarryState
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
 
-# A tuple or list has the names of the terms of a loss.
+# A tuple or list contains the names of the terms of a loss.
 Kind = Literal["mean", "sum", "weight"]
 Normalize = Kind | tuple[str, ...] | list[str]
 Rounding = Literal["nearest", "stochastic"]
@@ -35,13 +35,15 @@ Sums = Literal["local", "sharded"]
 Every = int | Callable[[jax.Array], jax.Array | int]
 
 _WHO = "accumulate"
-# A scaler accepts gradients below 2**48, whose products with weights below _MOST have a finite sum
-# in f32. The reciprocal of _LEAST is finite.
+# A scaler accepts gradients below 2**48. The sum of their products with weights below _MOST is
+# finite in f32, and so is the reciprocal of _LEAST.
 _LEAST, _MOST = 2.0**-64, 2.0**64
 
 
 class Window(NamedTuple):
-    """The sums of a window; stale while ``micro_step`` is 0, because the next call overwrites them.
+    """The sums of a window.
+
+    The sums are stale while ``micro_step`` is 0, and the next call then overwrites them.
 
     Attributes:
       grads: tree like the params, in the accumulator dtype; with terms each leaf is
@@ -59,8 +61,8 @@ class AccumulateState(NamedTuple):
     Attributes:
       micro_step: i32, number of micro-steps in the open window; 0 if none is open.
       optimizer_steps: i32, number of applied windows, the argument of an ``every`` schedule.
-      skipped: i32, calls since the start that closed a window without applying it, because its
-        weights or sums were not usable or ``inner`` skipped it.
+      skipped: i32, calls since the start that closed a window without applying the result, because
+        its weights or sums were not usable or ``inner`` skipped the step.
       applied: bool, whether the last call closed a window and applied its result.
       window: a ``Window``, inside a ``PerReplica`` if sums are local to replicas; ``None`` for
         ``every=1``.
@@ -86,7 +88,7 @@ class AccumulateState(NamedTuple):
         return self.micro_step > 0
 
     def summed_parts(self) -> list[PerReplica]:
-        """Return the window if ``reshard_state`` must keep the sum over replicas, not the mean."""
+        """Return the window if ``reshard_state`` must preserve the sum over replicas."""
         if not isinstance(self.window, PerReplica):
             return []
         sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
@@ -127,32 +129,33 @@ def accumulate(
     ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and the counts in
     ``Aux.weight``. Terms with the same count are cheaper as one term.
 
-    A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if
-    all weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the
-    range of f16 (if ``inner`` has a gate, that gate decides).
+    A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if all
+    weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the range of f16. If
+    ``inner`` has a gate, the gate decides about such an overflow.
 
     A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
-    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the bad micro-batch, and the window takes
-    one more call. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window and is cheaper.
+    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the bad micro-batch, and the window ends
+    one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window and is
+    cheaper.
 
     Args:
       inner: the optimizer with its collectives; it receives gradients in f32 or wider.
       every: number of micro-steps per window, or a function from ``optimizer_steps`` to this
         number.
-      normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of terms, such as ``("ce",
-        "z")``.
+      normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of the loss's terms, such as
+        ``("ce", "z")``.
       dtype: dtype of the sums; sums of f64 and complex gradients stay f64 and complex.
         A gradient is added in f32 or wider, and the sum is rounded once. In f16 the sum of
         :math:`w_i g_i` overflows at 65504, even if the mean does not, and the window is then
         dropped.
       rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that the
         expected value of the sum is exact for any number of gradients. With ``"nearest"`` a
-        gradient of less than a 512th of the sum does not change it.
-      sums: ``"local"`` keeps each replica's own sum (``PerReplica``) and reduces once per window.
-        ``"sharded"`` averages the gradients of each call over the replicas before it adds them, and
+        gradient of less than a 512th of the sum does not change the sum.
+      sums: ``"local"`` stores a sum for each replica (``PerReplica``) and reduces once per window.
+        ``"sharded"`` averages the gradients of each call over the replicas before the addition, and
         shards the sum like the params (FSDP, tensor parallel) or like the optimizer's state
         (``shard_optimizer``). Then ``all_reduce()`` inside sends nothing, other reductions are
-        refused, and norms are of the mean gradient. In your own ``shard_map`` or ``pmap`` use
+        refused, and norms are norms of the mean gradient. In your own ``shard_map`` or ``pmap`` use
         ``"local"``, because the sum is not sharded there.
       axis_name: replica axis (or axes). Gradients must then be local; see
         ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if a part
@@ -163,15 +166,15 @@ def accumulate(
       ``dtype`` per device, or per all devices with ``sums="sharded"`` (none for
       ``every=1``). The collectives of ``inner`` run once per window; with ``sums="sharded"`` a mean
       runs in each call instead. ``"weight"`` and f16 sums need a collective of 4 bytes per window,
-      and f16 sums one more read. ``boostax.apply_gradients`` makes no temporary copy on CPU, TPU
-      v5e and H100; the pure ``update`` makes a copy of the params. K terms take K copies and K
+      and f16 sums are read once more. ``boostax.apply_gradients`` makes no temporary copy on CPU,
+      TPU v5e and H100; the pure ``update`` makes a copy of the params. K terms need K copies and K
       backward passes per call, and on CPU a temporary copy if ``inner`` is a gate.
 
     Raises:
-      ValueError, TypeError: an argument is out of range; in ``init``, sharded sums around a
-        reduction other than ``all_reduce()``; at trace time, a missing or unused ``weight``,
-        already reduced gradients, an unbound axis, integer gradients, a line search inside a window
-        of several calls.
+      ValueError, TypeError: an argument out of range; in ``init``, sharded sums around a reduction
+        other than ``all_reduce()``; at trace time, a missing or unused ``weight``, already reduced
+        gradients, an unbound axis, integer gradients, or a line search in a window of several
+        calls.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -187,17 +190,17 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "It counts micro-steps per update; a schedule may be a function."
+    hint = "every counts micro-steps per update; a schedule may be a function."
     every = every if callable(every) else checks.positive_int(_WHO, "every", every, hint)
-    hint = "Losses that are means over a varying number of tokens need 'weight'."
+    hint = "Use 'weight' for losses that are means over a varying number of tokens."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
     kind: PyTree = "weight" if terms else normalize
     checks.choice(_WHO, "normalize", kind, Kind, hint)
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
-    hint = "Only dtype='bfloat16' can be 'stochastic' too."
+    hint = "Only sums with dtype='bfloat16' can also be rounded 'stochastic'."
     roundings = Rounding if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
-    hint = "'sharded' keeps 1/n of the sums on a device, and reduces in each call."
+    hint = "'sharded' stores 1/n of the sums on each device, and reduces in each call."
     checks.choice(_WHO, "sums", sums, Sums, hint)
     names = axes.canonical(_WHO, axis_name)
     local, averaged = (names, ()) if sums == "local" else ((), names)
@@ -235,12 +238,11 @@ class _Windows(NamedTuple):
         carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
         allowed = "without carry, which must be outermost"
         hint = "Write boostax.carry(accumulate(...))."
-        got = "a wrapper that sums new values"
-        checks.require(not carries, _WHO, "inner", got=got, allowed=allowed, hint=hint)
+        checks.require(not carries, _WHO, "inner", "a wrapper that sums new values", allowed, hint)
         window = None
         # Only a Python 1 needs no buffer; a schedule or a traced value may become larger.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
-            # Around optax.lookahead, gradients are of the fast params only.
+            # Around optax.lookahead, only the fast params have gradients.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             weight: PyTree = jnp.float32(0) if self.normalize == "weight" else None
             weight = {x: jnp.float32(0) for x in self.terms} or weight
@@ -255,7 +257,7 @@ class _Windows(NamedTuple):
         """Add a gradient, and close the window if this was its last micro-step."""
         axes.require_local(grads.raw, self.names + self.averaged, _WHO)
         if self.averaged and self.normalize != "weight":
-            # The raw gradient is sent, because the product with its factors would first be written
+            # The raw gradient is sent, because its product with the factors would first be written
             # to memory.
             raw = trees.at_least_float32(grads.raw)
             mean = jax.tree.map(lambda x: reduced(x, self.averaged, "after"), raw)
@@ -296,7 +298,7 @@ class _Windows(NamedTuple):
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside checked the mark of these gradients when they were added.
+        # A scaler inside checked the mark of these gradients before the addition.
         sums = state.window.local if isinstance(state.window, PerReplica) else state.window
         sums = handshake.assume_scaled(sums, state.inner_state)
         ends = state.is_open()
@@ -310,11 +312,11 @@ class _Windows(NamedTuple):
         """Return the sums of a window that contains only this gradient."""
         if self.normalize != "weight":
             allowed = f"left out with normalize={self.normalize!r}"
-            hint = "normalize='weight' averages by it: boostax.Aux(weight=...) asks for that."
+            hint = "Use normalize='weight' to average by boostax.Aux(weight=...)."
             checks.absent(_WHO, "weight", weight, allowed, hint)
             return Window(grads, None)
         hint = "Call update(..., weight=aux.weight) with the aux of boostax.value_and_grad."
-        allowed = f"given (counts of {self.terms or 'tokens'}) with this normalize"
+        allowed = f"given as the counts of {self.terms or 'tokens'} with this normalize"
         terms = tuple(sorted(weight)) if isinstance(weight, dict) else ()
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
@@ -328,23 +330,22 @@ class _Windows(NamedTuple):
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
-        """Close the window if ``ends``; else return the inner state, which is not applied."""
+        """Close the window if ``ends``; otherwise return the inner state and False: not applied."""
         unchanged = call.state.inner_state, jnp.asarray(False)
-        return self._run_if(ends, lambda: self._close(sums, count, call), unchanged, call)
-
-    def _run_if(self, ok: jax.Array, work: Callable, state: PyTree, call: _Call) -> Stepped:
         how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
-        return gate.run_or_hold(ok, work, call.params, state, **how)
+        return gate.run_or_hold(
+            ends, lambda: self._close(sums, count, call), call.params, unchanged, **how
+        )
 
     def _close(self, window: Window, count: jax.Array, call: _Call) -> Stepped:
         """Normalise the sums, and run ``inner`` on them if they are usable.
 
-        The result has the inner state, and a flag: whether the window's result was applied.
+        The result contains the inner state and a flag, which is True if the result was applied.
         """
         state, params, apply, extra = call
         inner = state.inner_state
-        # With the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
-        # must get such a sum, because a scaler needs overflows to lower the scale.
+        # In the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
+        # must receive such a sum, because a scaler lowers the scale after an overflow.
         is_checked = float(jnp.finfo(self.narrow).max) < _MOST and not gate.gates_in(inner)
         ok = norms.all_finite(window.grads) if is_checked else jnp.asarray(True)
         factors = [1.0 / count.astype(jnp.float32)] if self.normalize == "mean" else []
@@ -362,7 +363,7 @@ class _Windows(NamedTuple):
         elif is_checked:
             ok = axes.agree(ok, self.names)
 
-        def run_inner() -> Stepped:
+        def work() -> Stepped:
             grads = Pending(window.grads, tuple(factors))
             if self.terms:
                 # XLA fuses a sum term by term with the optimizer, but writes the result of a
@@ -375,17 +376,18 @@ class _Windows(NamedTuple):
             with averaged(self.averaged):
                 return gate.call(self.tx, grads, inner, params, apply=apply, extra=extra)
 
+        how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": self.names}
         is_sure = window.weight is None and not is_checked
-        value, new = run_inner() if is_sure else self._run_if(ok, run_inner, inner, call)
+        value, new = work() if is_sure else gate.run_or_hold(ok, work, params, inner, **how)
         # The flag is computed outside the branch: XLA:GPU copies all operands of a branch that
         # returns a constant flag.
         return value, (new, ok & gate.passed(new))
 
 
 def _refused(params: PyTree) -> PyTree:
-    """Refuse a line search: it would get the last micro-batch's loss and the window's gradient."""
-    got = "a window of several calls, whose other micro-batches are gone"
-    hint = "make_train_step(microbatches=...) keeps them: there the loss is that of all."
+    """Refuse a line search: the last micro-batch's loss does not fit the window's gradient."""
+    got = "a window of several calls, whose earlier micro-batches are no longer in memory"
+    hint = "With make_train_step(microbatches=...) the loss is that of all micro-batches."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
 
 
@@ -407,7 +409,7 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
 def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
     """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
     if trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState)):
-        hint = "It weighs all micro-steps alike: use boostax.accumulate(..., normalize='weight')."
+        hint = "MultiSteps weighs all calls alike: use boostax.accumulate(..., normalize='weight')."
         checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
 
 
@@ -419,9 +421,9 @@ def _next(state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
-    """Return whether the last call changed the params: a window closed and was not skipped.
+    """Return whether the last call changed the params by a window that closed and was applied.
 
-    Schedules, EMAs and logging outside the transformation should count these calls, not all calls.
+    Schedules, EMAs and logging outside the transformation should count only these calls.
 
     Args:
       opt_state: any state that contains a state of ``accumulate``.
@@ -439,8 +441,7 @@ def has_updated(opt_state: PyTree) -> jax.Array:
       >>> bool(boostax.train.has_updated(state))
       False
     """
-    hint = "Wrap the optimizer in boostax.accumulate."
-    trees.state_of("has_updated", opt_state, AccumulateState, hint)
+    trees.state_of("has_updated", opt_state, AccumulateState, "Wrap the optimizer in accumulate.")
     return gate.passed(opt_state)
 
 
@@ -485,7 +486,7 @@ def flush(
 
 @contextlib.contextmanager
 def averaged(names: tuple[str, ...]) -> Generator[None]:
-    """Call inner parts on gradients averaged over these axes; report the axes to outer gates."""
+    """Call inner parts on gradients averaged over ``names``; report these axes to outer gates."""
     if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(names)
     with axes.binding(names, averaged=True) if names else contextlib.nullcontext():

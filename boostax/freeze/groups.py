@@ -24,8 +24,8 @@ def prefix_groups(
 
     Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
     layer at most. Groups have equally many layers, not elements, because a frozen prefix saves the
-    backward pass of its layers: convolutions take most of the time and have few elements, while an
-    embedding takes none and has many.
+    backward pass of its layers. Convolutions need most of the time and have few elements, while an
+    embedding needs no time and has many elements.
 
     Leaves that share a parent module, such as a kernel and its bias, form a layer. A module with
     only vectors and scalars (a norm) joins the previous layer, or the next if it is the first. Each
@@ -33,12 +33,12 @@ def prefix_groups(
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
-      n: groups, at most as many as there are layers.
+      n: number of groups, at most the number of layers.
       order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, as
-        ``forward_order`` returns them. The first entry that matches one of a layer's leaves gives
-        the position of the layer. ``None`` takes the order of the tree: lists by index, dicts by
-        key with numbers in numerical order (``block_2`` before ``block_10``). It is the forward
-        order only if the names are numbered so.
+        ``forward_order`` returns them. The first entry that matches one of a layer's leaves
+        determines the position of the layer. ``None`` means the order of the tree: lists by
+        index, dicts by key with numbers in numerical order (``block_2`` before ``block_10``). The
+        order of the tree is the forward order only if the names are numbered so.
       level: number of leading path components that make a layer. With 1, ``block_0`` is one layer;
         with ``None``, each module inside ``block_0`` is.
 
@@ -71,14 +71,14 @@ def prefix_groups(
     joined: dict[KeyPath, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
-        # A layer that has only vectors joins the previous layer, or the next if it comes first.
+        # A layer that has only vectors joins the previous layer; the first layer joins the next.
         if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
             last.extend(members)
         else:
             last = joined[path] = [*members, *([] if joined else last)]
     layers = joined or layers
     words = few([trees.path_name(path) for path in layers])
-    hint = f"They are {words}, each with the norms after it." if layers else "Params are empty."
+    hint = f"Layers are {words}, each with the next norms." if layers else "Params are empty."
     allowed = f"at most the number of layers, {len(layers)}"
     checks.require(n <= len(layers), who, "n", n, allowed, hint)
     labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}
@@ -90,11 +90,11 @@ def mindspore_groups(
 ) -> Labels:
     """Return groups for which depth ``i`` trains the params that MindSpore trains at index ``i``.
 
-    Params go into buckets in their order, the vectors of a module last. A vector goes into the last
-    bucket. Any other param, including a scalar, opens a new bucket if the last one has three params
-    or more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than
-    ``n`` all leaves are in the last group, so every depth trains all leaves, as in MindSpore.
-    ``prefix_groups`` refuses fewer layers than groups.
+    Params fill buckets in their order, the vectors of a module last. A vector is added to the last
+    bucket. Any other param, including a scalar, opens a new bucket if the last bucket has three
+    params or more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer
+    buckets than ``n``, all leaves are in the last group, so every depth trains all leaves, as in
+    MindSpore. ``prefix_groups`` refuses fewer layers than groups.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
@@ -104,7 +104,7 @@ def mindspore_groups(
         bias MindSpore keeps among the params. ``order`` may name them.
 
     Returns:
-      The ``groups`` for ``scheduled_freeze``; depths go from 0 to ``n - 1``. With
+      The ``groups`` for ``scheduled_freeze``; depths are 0 to ``n - 1``. With
       ``moments="per_group"`` each depth has its own optimizer state, even if all depths train all
       params. Cost: none; no array is read.
 
@@ -166,7 +166,7 @@ def param_groups(params: PyTree, groups: Sequence[PyTree]) -> list[list[str]]:
       ``mindspore.boost.GroupLossScaleManager``, whose ``loss_scale_groups`` are such lists.
     """
     who = "param_groups"
-    allowed = "lists that together hold every param once"
+    allowed = "lists that together contain every param once"
     names: dict[int, list[str]] = {}
     for name, leaf in trees.named(params):
         names.setdefault(id(leaf), []).append(name)
@@ -174,13 +174,13 @@ def param_groups(params: PyTree, groups: Sequence[PyTree]) -> list[list[str]]:
     for i, group in enumerate(groups):
         for leaf in jax.tree.leaves(group):
             known = names.pop(id(leaf), [])
-            got = f"{known} as one array" if known else f"an array that is none, in group {i}"
-            hint = "Give the arrays of these params, each once; or patterns of their names."
+            got = f"{known} as one array" if known else f"an array in group {i} that is no param"
+            hint = "Pass the array of each param once, or pass patterns of param names."
             checks.require(len(known) == 1, who, "groups", got, allowed, hint)
             # A path may contain characters that are wildcards in a pattern.
             labels[i].append(glob.escape(known[0]))
-    got = f"none with {few([name for known in names.values() for name in known])}"
-    checks.require(not names, who, "groups", got, allowed, "Add them to a group.")
+    got = f"no group with {few([name for known in names.values() for name in known])}"
+    checks.require(not names, who, "groups", got, allowed, "Add these params to a group.")
     return labels
 
 
@@ -203,20 +203,20 @@ def _layers(
         keys = {path: [*map(natural, trees.path_name(path).split("/"))] for path in layers}
         paths = sorted(layers, key=keys.__getitem__) if removed else layers
         return {path: layers[path] for path in paths}
-    allowed = "path names or prefixes of them, in the order of the forward pass"
-    # A layer is placed by the first entry that matches one of its leaves. If an entry occurs twice,
-    # the first one gives the position.
+    allowed = "path names, or prefixes of path names, in the order of the forward pass"
+    # The first entry that matches one of a layer's leaves determines the layer's position. If an
+    # entry occurs twice, the first occurrence counts.
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
     prefixes = [[*itertools.accumulate(name.split("/"), "{}/{}".format)] for name in names]
     idle = sorted(places.keys() - {*itertools.chain(*prefixes)}, key=places.__getitem__)
-    hint = f"They match no param; params are {few(names)}."
+    hint = f"These entries match no param. Params are {few(names)}."
     checks.require(not idle, who, "order", idle, allowed, hint)
     positions = {
         path: [places[x] for leaf in members for x in prefixes[leaf] if x in places]
         for path, members in layers.items()
     }
     missed = [trees.path_name(path) for path, entries in positions.items() if not entries]
-    hint = f"None matches {few(missed)}. Say where in the order they come."
+    hint = f"No entry matches {few(missed)}. Add these layers to the order."
     checks.require(not missed, who, "order", order, "entries that together match every layer", hint)
     return {path: layers[path] for path in sorted(layers, key=lambda path: min(positions[path]))}
 
@@ -226,7 +226,7 @@ def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]
     if jax.tree_util.all_leaves([node]):
         yield path, node
         return
-    # The registry's flatten_one_level gives all fields of a NamedTuple the name of the first.
+    # The registry's flatten_one_level names all fields of a NamedTuple like the first field.
     children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     if [key for key, _ in children] == [(GetAttrKey("value"),)]:
         # A box (an NNX variable, or a Flax param with its partitioning) is not a module.

@@ -21,7 +21,7 @@ def forward_order(
     with a value that depends on ``args`` or ``kwargs``. Arithmetic among params alone (a cast, a
     reshape, a slice) does not count, so a precision policy that first casts all params does not
     change the order. The bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and
-    ``shard_map`` are searched too.
+    ``shard_map`` are searched, too.
 
     Pass the result to ``prefix_groups`` if the layers' names are not in forward order.
 
@@ -33,9 +33,10 @@ def forward_order(
       **kwargs: like ``args``.
 
     Returns:
-      One name per leaf, such as ``block_0/kernel``. Leaves read by the same operation keep the
-      order of the tree. Leaves that are never read come last, in the order of the tree. Params that
-      are raveled into one vector count as read together. Cost: one trace; nothing is compiled.
+      One name per leaf, such as ``block_0/kernel``. Leaves that the same operation reads are
+      in the order of the tree. Leaves that are never read are last, in the order of the tree.
+      Params that are raveled into one vector count as read together. Cost: one trace; nothing is
+      compiled.
 
     Raises:
       ValueError: ``args`` and ``kwargs`` have no array; data in the closure of ``fn`` would look
@@ -49,7 +50,7 @@ def forward_order(
       ['stem', 'body', 'head']
     """
     names = trees.names(params)
-    hint = "Pass the batch to forward_order; do not let the function close over it."
+    hint = "Pass the batch to forward_order as an argument, not in the closure of the function."
     program, data = interpret.of_data("forward_order", fn, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
 

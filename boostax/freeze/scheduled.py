@@ -96,13 +96,13 @@ class Freezing:
         places = {(path, x.shape, x.dtype): i for i, (path, x) in enumerate(leaves)}
         some = jax.tree_util.tree_leaves_with_path(state)
         lost = [path_name(path) for path, x in some if (path, x.shape, x.dtype) not in places]
-        hint = "These depend on which leaves exist, as optax.flatten's do: use it on the leaves."
+        hint = "These leaves change with the active params. Use an optimizer without flatten."
         allowed = "an optimizer that keeps its state leaf by leaf"
         checks.require(not lost, _WHO, "inner", got=lost[:6], allowed=allowed, hint=hint)
         return Pruning(full, part, tuple(places[path, x.shape, x.dtype] for path, x in some))
 
     def find(self, state: PyTree) -> ScheduledFreezeState:
-        """Return the state of ``scheduled_freeze``, which ``average_params`` may hold."""
+        """Return the state of ``scheduled_freeze``, which ``average_params`` may wrap."""
         return state if isinstance(state, ScheduledFreezeState) else self.find(state.inner_state)
 
     def choice(self, params: PyTree, state: PyTree) -> Choice:
@@ -121,10 +121,11 @@ class Freezing:
         return state._replace(inner_state=self.pruning(params, depth).take(state.inner_state))
 
     def changed(self, params: PyTree, depth: int | None, change: Change, old: Stepped) -> Stepped:
-        """Return params and state after a change at a depth, by default the schedule's.
+        """Return params and state after a change at ``depth``, by default at the schedule's depth.
 
         Each depth has its own branch, which receives the active leaves and writes them in place. A
-        single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy its results.
+        single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy the results
+        of such a switch.
         """
         value, state = old
         plan = self.plan(params)
@@ -132,13 +133,12 @@ class Freezing:
         depths = plan.drawn
         if depth is not None:
             allowed = f"a depth that the schedule draws, one of {list(depths)}, as a Python integer"
-            hint = "Make it a static argument of your jitted step."
+            hint = "Make the depth a static argument of your jitted step."
             depths = (checks.integer(_WHO, "depth", depth, allowed, hint),)
             checks.require(depths[0] in plan.drawn, _WHO, "depth", depth, allowed, hint)
         for place, at in enumerate(depths):
             pruning = self.pruning(params, at)
-            # A train step may have taken out this depth's part already; then the train step puts it
-            # back.
+            # A train step may pass only this depth's part, and then writes the part back itself.
             is_part = jax.tree.structure(state.inner_state) == pruning.part
             inner = state.inner_state if is_part else pruning.take(state.inner_state)
             active = trees.masked(value, plan.active(at))
@@ -179,8 +179,8 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         """Return the arguments of ``scheduled_freeze``."""
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
-        allowed = "the one that it was made with"
-        hint = "Wrap what is inside scheduled_freeze."
+        allowed = "the one that scheduled_freeze returned"
+        hint = "Wrap the transformation inside scheduled_freeze instead."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
@@ -198,7 +198,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     wide = gate.params_for(freezing.tx, params)
     masked = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
     states = tuple(trees.first_state(freezing.tx, x) for x in masked[: 1 if is_shared else None])
-    # Some inner states would go wrong while leaves are frozen.
+    # Some inner states would become wrong while leaves are frozen.
     changes = len(plan.drawn) > 1
     wrong = {
         "gates": not is_shared and gate.gates_in(states),
@@ -231,23 +231,15 @@ def _following(
 
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
-    """Set the counts of schedules in the state of one depth to the number of steps of the run."""
-    # These are the states of optax.scale_by_schedule, optax.add_decayed_weights and
-    # optax.inject_hyperparams.
+    """Set the schedules' counts in one depth's state to the number of steps in the run."""
+    # optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams have these
+    # states.
     classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
-
-    def with_step(node: PyTree) -> PyTree:
-        return node._replace(count=step) if type(node).__name__ in classes else node
-
-    return jax.tree.map(with_step, state, is_leaf=lambda x: type(x).__name__ in classes)
-
-
-def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
-    """Refuse gradients that were masked for another depth."""
-    holes = jax.tree.map(lambda keep, x: keep and isinstance(x, optax.MaskedNode), active, grads)
-    allowed = f"those that depth {depth} trains"
-    hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-    checks.require(not any(jax.tree.leaves(holes)), _WHO, "gradients", "masked ones", allowed, hint)
+    return jax.tree.map(
+        lambda x: x._replace(count=step) if type(x).__name__ in classes else x,
+        state,
+        is_leaf=lambda x: type(x).__name__ in classes,
+    )
 
 
 @checks.arguments
@@ -262,40 +254,40 @@ def scheduled_freeze(
     r"""Train only the groups from the scheduled depth on; freeze the groups before it.
 
     At a step of depth :math:`d` the leaves of groups :math:`0 \dots d-1` are frozen. Their params,
-    moments, accumulated gradients and residuals keep their bits. ``inner`` receives an
+    moments, accumulated gradients and residuals stay unchanged bit for bit. ``inner`` receives an
     ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
-    decay, checks of finiteness and reductions. Later steps of smaller depth continue from the kept
+    decay, checks of finiteness and reductions. Later steps of smaller depth continue from these
     values.
 
-    Put ``scheduled_freeze`` around scalers and windows, and ``average_params`` and ``on_mesh``
-    around it. ``make_train_step`` compiles one step for each depth that the schedule draws. Each
-    step differentiates only the active leaves, so the backward pass ends at the first active layer.
-    In your own loop, pass the depth, a Python integer, to both functions; ``tx`` may wrap
-    ``freeze``, which this function returned::
+    Put ``scheduled_freeze`` around scalers and windows, and put ``average_params`` and ``on_mesh``
+    around ``scheduled_freeze``. ``make_train_step`` compiles one step for each depth that the
+    schedule draws. Each step differentiates only the active leaves, so the backward pass ends at
+    the first active layer. In your own loop, pass the depth as a Python integer to both functions.
+    Here ``freeze`` is the result of this function, and ``tx`` may wrap ``freeze``::
 
       active = freeze.active(params, depth)
       loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
       params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
 
-    Without ``depth`` the compiled program looks up the depth, and gradients must have every leaf.
+    Without ``depth``, the compiled program looks up the depth, and gradients must have every leaf.
     With ``active=freeze.choice(params, opt_state)`` that program also ends the backward pass at the
     depth. Use this form for ``jax.lax.scan`` over steps.
 
-    The schedule counts applied steps, so it waits for an accumulation window to close, and a step
-    that a loss scaler skips is repeated at the same depth.
+    The schedule counts applied steps, so the depth changes only when an accumulation window closes,
+    and a step that a loss scaler skips is repeated at the same depth.
 
     Args:
       inner: the optimizer with its gates and reductions; its state must have a separate array per
         leaf.
       groups: the result of ``prefix_groups``, ``param_groups`` or ``mindspore_groups``; any tree of
-        integers 0, 1, ... like the params, or a prefix of one; a function ``(path, leaf) ->
-        group``; or a list with a pattern of paths, or a list of patterns, for each group; leaves
+        integers 0, 1, ... like the params, or a prefix of such a tree; a function ``(path, leaf) ->
+        group``; or a list with a pattern of paths, or a list of patterns, for each group. Leaves
         without a match form one more group.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
-        depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` takes more); a
-        sequence of depths; or one depth, which freezes its groups permanently and keeps no moments
-        for them.
-      moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does. The
+        depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` allows more); a
+        sequence of depths; or one depth, which freezes the groups before it permanently and stores
+        no moments for these groups.
+      moments: ``"per_group"`` stores an optimizer state for each depth, as MindSpore does. The
         counters and moments of a depth change only in steps of that depth, but the optimizer's
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
         ``"per_group"`` with optimizers that keep a copy of the params (schedule-free), because the
@@ -332,12 +324,11 @@ def scheduled_freeze(
       ``GradientFreeze`` and ``FreezeOpt``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "'shared' keeps one state, in which frozen leaves stay."
-    checks.choice(_WHO, "moments", moments, Moments, hint)
+    checks.choice(_WHO, "moments", moments, Moments, "'shared' stores one state for all depths.")
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
-    # A tuple of states is not an inner state, so its field must have another name.
+    # A tuple of states is not an inner state, so the field of a tuple must have another name.
     @describe(_WHO, "freeze", inner={"inner_state" if moments == "shared" else "inner_states": tx})
     def step_fn(
         grads: gate.Pending,
@@ -348,14 +339,19 @@ def scheduled_freeze(
         depth: int | None = None,
         **extra: Any,
     ) -> Stepped:
-        trees.require_params(params, _WHO, "They show which leaves exist.")
+        trees.require_params(params, _WHO, "The params show which leaves exist.")
         outside = state
 
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Stepped:
             handshake.hand_on_state(outside, state)
             plan = freezing.plan(params)
             active = plan.active(depth)
-            _require_present(grads.raw, active, depth)
+            # The caller may have masked the gradients for another depth.
+            holes = jax.tree.map(lambda x, g: x and trees.is_masked(g), active, grads.raw)
+            is_valid = not any(jax.tree.leaves(holes))
+            allowed = f"those that depth {depth} trains"
+            hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
+            checks.require(is_valid, _WHO, "gradients", "masked leaves", allowed, hint)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
@@ -375,7 +371,7 @@ def scheduled_freeze(
             before = gate.held_open(state.inner_state)
             value, new = gate.flush_inner(tx, state.inner_state, value, extra)
             # A window that was open and is now closed was applied, unless a scaler inside skipped
-            # it.
+            # the step.
             ok = before & gate.passed(new)
             return value, _following(freezing.plan(params), state, depth, ok, new)
 

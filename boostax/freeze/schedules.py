@@ -26,7 +26,7 @@ _WRAPPER = "scheduled_freeze"
 
 @dataclasses.dataclass(frozen=True)
 class FreezeSchedule:
-    """The depth of every optimizer step; ``freeze_schedule`` makes one.
+    """The depth of every optimizer step, made by ``freeze_schedule``.
 
     Two schedules are equal if they were made from equal arguments (a callable equals only itself).
 
@@ -72,7 +72,7 @@ class FreezeSchedule:
           >>> schedule.depths(4).tolist()
           [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
         """
-        hint = "It counts the parts that freeze one after the other."
+        hint = "Pass the number of parts that freeze one after the other."
         groups = checks.positive_int("FreezeSchedule.depths", "groups", groups, hint)
         if groups not in self._tables:
             self._tables[groups] = _table(self, groups)
@@ -108,7 +108,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
 def _continuous(groups: int, freeze_p: float, fraction: float | None, length: int) -> Depths:
     """Repeat cycles of some steps at depth 0 and one step at each other depth, ascending."""
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
-    hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
+    hint = "A cycle would never end. Use 'interval', which freezes nothing with freeze_p=1."
     checks.require(freeze_p < 1, _WHO, "freeze_p", freeze_p, allowed, hint)
     # The steps of a cycle that train all groups, rounded as in MindSpore.
     unfrozen = int(freeze_p * (groups - 1) // (1 - freeze_p))
@@ -118,7 +118,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
     else:
         most = (groups - 1) / groups
         allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
-        hint = "A cycle has a step that trains all; 'interval' freezes more often."
+        hint = "A cycle has a step that trains all groups. Use 'interval' to freeze more often."
         checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
         # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
         unfrozen = min(max(1, unfrozen), length)
@@ -132,7 +132,7 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> De
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
         count += frozen[-1]
-    # RandomState.choice draws by the same computation, so the depths are equal.
+    # RandomState.choice draws by the same computation, so the depths equal MindSpore's.
     cdf = (np.arange(1, groups) / (groups * (groups - 1) // 2)).cumsum()
     cdf /= cdf[-1]
     draws = np.random.RandomState(seed).random_sample(count)
@@ -224,25 +224,25 @@ def freeze_schedule(
       MindSpore 2.10, ``mindspore.boost.GradientFreeze``.
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017.
     """
-    hint = "It counts the optimizer steps of the whole training."
+    hint = "Pass the number of optimizer steps in the whole training run."
     total_steps = checks.positive_int(_WHO, "total_steps", total_steps, hint)
     if callable(kind):
-        hint = "It is given the step and nothing else."
+        hint = "A callable receives the step and nothing else."
         settings = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
         for argument, value in settings.items():
             checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
-    hint = "A callable from the step to the depth is a schedule too."
+    hint = "A callable from the step to the depth is a schedule, too."
     checks.choice(_WHO, "kind", kind, Kind, hint)
     hint = "The same seed draws the same depths on all hosts."
     seed = _below(2**32, "seed", 0 if seed is None else seed, hint)
     seed = seed if kind == "interval" else None
     if freeze_p is not None:
-        hint = "MindSpore has no other kind."
+        hint = "MindSpore has no other kinds."
         checks.choice(_WHO, "kind with freeze_p", kind, get_args(Kind)[:2], hint)
-        hint = "It is the share of the steps that train all, 1 - frozen_fraction."
+        hint = "freeze_p is the share of steps that train all groups, 1 - frozen_fraction."
         checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
-        hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30%."
+        hint = "0.7 trains all groups on about 70% of steps, and freezes a prefix on the others."
         share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
         return FreezeSchedule(kind, total_steps, None, seed, float(share))
     fraction = 0.3 if frozen_fraction is None else frozen_fraction
@@ -264,6 +264,7 @@ class Plan:
       groups: number of groups.
       depths: i32 ``[steps]``, the depth of every step.
       drawn: the depths that occur, ascending.
+      changes: the steps at which the depth changes, and the number of steps.
     """
 
     def __init__(self, labels: PyTree, groups: int, schedule: FreezeSchedule, repeat: bool):
@@ -272,7 +273,7 @@ class Plan:
         self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
         self._labels, self._repeat = labels, repeat
         # The end of the table counts as a change: the first depth may differ from the last.
-        self._changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
+        self.changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
 
     def active(self, depth: int) -> PyTree:
         """Return a tree of bools that are True for the leaves trained at this depth."""
@@ -293,16 +294,11 @@ class Plan:
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
-        got = f"{length} steps and one more to take"
+        got = f"{length} steps and one more step of the run"
         allowed = "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
         checks.require(steps < length or self._repeat, _WRAPPER, "schedule", got, allowed, hint)
         return int(self.depths[steps % length])
-
-    def until(self, steps: int) -> int:
-        """Return the next count of applied steps at which the depth may change."""
-        start = steps - steps % len(self.depths)
-        return start + int(self._changes[np.searchsorted(self._changes, steps - start, "right")])
 
 
 class HostDepth:
@@ -332,8 +328,13 @@ class HostDepth:
         if unknown or self._most >= self._until:
             if unknown or gate.gates_in(state.inner_state):
                 self._most = int(state.steps)
-            self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
-            # From here on this state is followed instead of the earlier state.
+            self._depth = self._plan.known(self._most)
+            # The next count of applied steps at which the depth may change.
+            changes = self._plan.changes
+            start = self._most - self._most % int(changes[-1])
+            place = np.searchsorted(changes, self._most - start, "right")
+            self._until = start + int(changes[place])
+            # From now on this state is followed, and no longer the earlier state.
             self._last = state.steps
         return self._depth
 
@@ -344,19 +345,18 @@ class HostDepth:
 
 
 def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
-    """Return a user's schedule, given in any form, and whether it repeats at its end."""
+    """Convert a user's schedule of any form, and return whether the schedule repeats."""
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):
-        # MindSpore's length.
+        # The length of MindSpore's schedules.
         return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=65536), repeat
-    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen permanently."
+    hint = "Pass boostax.freeze_schedule(...); 2 freezes the first two groups permanently."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:
         listed = list(schedule) if isinstance(schedule, Iterable) else schedule
         depths = [operator.index(depth) for depth in np.atleast_1d(listed)]
     except (TypeError, ValueError) as error:
         raise TypeError(checks.message(_WRAPPER, "schedule", allowed, schedule, hint)) from error
-    is_valid = min(depths, default=-1) >= 0
-    checks.require(is_valid, _WRAPPER, "schedule", schedule, allowed, hint)
+    checks.require(min(depths, default=-1) >= 0, _WRAPPER, "schedule", schedule, allowed, hint)
     return freeze_schedule(depths.__getitem__, total_steps=len(depths)), repeat or len(depths) == 1

@@ -2,9 +2,9 @@
 """End a backward pass at a depth that the program chooses, and compile each operation once.
 
 The gradients of earlier groups need all operations that compute the gradients of later groups, and
-more. So the operations of the backward pass fall into stages: a stage is needed at all depths up to
-the stage's own. Each stage is a branch, so an operation is compiled once; a switch over complete
-backward passes would compile it once per depth.
+more. So the operations of the backward pass form stages, and a stage is needed at all depths up to
+the stage's own depth. Each stage is a branch, so an operation is compiled once; a switch over
+complete backward passes would compile an operation once per depth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from boostax._core.types import PyTree
 # The level of an unused value.
 NEVER = -1
 
-# The inputs and outputs of the operations of a stage, and these operations.
+# The inputs, the outputs and the operations of a stage.
 _Stage: TypeAlias = "tuple[list[jaxprs.Var], list[jaxprs.Var], list[jaxprs.JaxprEqn]]"
 
 
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 def staged(fn: Callable[[], PyTree], levels: Sequence[int], index: jax.Array) -> list[jax.Array]:
-    """Return the results of ``fn()`` that ``index`` needs; run only the operations for them.
+    """Return the results of ``fn()`` that ``index`` needs; run no operations for other results.
 
     Args:
       fn: a function that computes all results.
@@ -80,7 +80,7 @@ def _or_zeros(predicate: jax.Array, stage: Callable[..., PyTree], arguments: PyT
 
 
 def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
-    """Return the stages of a program, ordered by the largest index that needs them, descending."""
+    """Return the stages of a program, in descending order of the largest index that needs each."""
     operations: dict[int, list[jaxprs.JaxprEqn]] = {}
     # The level of a value is the highest level of its consumers.
     known: dict[jaxprs.Atom, int] = {}
@@ -93,7 +93,7 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
     need(jaxpr.outvars, levels)
     # Results that no index needs are not outputs of a stage.
     used = {x for x, level in known.items() if level > NEVER}
-    # Bodies are not entered: an equation with a body has one level.
+    # An equation with a body has one level, so bodies are not searched.
     for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
         level = max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER)
         # Operations with effects always run. Operations on PRNG keys run too, because keys have no
@@ -112,8 +112,8 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
         read = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
         inputs = list(dict.fromkeys(x for x in read if x not in made))
-        # The inputs of a stage are outputs of stages with larger indices, which come later in this
-        # loop.
+        # The inputs of a stage are outputs of stages with larger indices, which this loop
+        # reaches later.
         stages.insert(0, (level, (inputs, [x for x in made if x in used], eqns)))
         used.update(inputs)
     return stages

@@ -2,8 +2,9 @@
 r"""Averages of the params for any optimizer: exponential, uniform, or of the latest snapshots.
 
 If the params move randomly around a minimum, the mean of several points has a lower loss than each
-point. A decaying learning rate removes the same noise. An average moves only with *applied* steps:
-around a scaler or a window it reads their states, and inside them it runs in their branch.
+point. A decaying learning rate removes the same noise. An average changes only in *applied* steps.
+Around a scaler or a window, the average reads the state of the gate; inside, it is computed in the
+branch of the gate.
 
 Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th sampled
 params:
@@ -43,8 +44,8 @@ class AverageParamsState(NamedTuple):
 
     Attributes:
       steps: i32, applied steps so far.
-      averaged: i32, the number of samples so far; the next snapshot goes to the slot ``averaged %
-        size``.
+      averaged: i32, the number of samples so far; the next snapshot is written to the slot
+        ``averaged % size``.
       averages: the average, a tree like the params, in f32 or wider; or the snapshots, a tree of
         ``(size, *leaf.shape)`` in the storage dtype.
       inner_state: state of the inner transformation.
@@ -67,7 +68,7 @@ class AverageParamsState(NamedTuple):
 def _sampled(
     state: AverageParamsState, inner: PyTree, due: jax.Array, new: Callable, weight: Callable | None
 ) -> PyTree:
-    """Return the averages with the new params if ``due``; without ``weight``, the snapshots."""
+    """Return the averages, or the snapshots without ``weight``, with the new params if ``due``."""
 
     def add(average: jax.Array, p: jax.Array) -> jax.Array:
         p = p.astype(average.dtype)
@@ -97,7 +98,7 @@ def average_params(
     start: int = 0,
     dtype: DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep an average of the params in the state; ``averaged_params`` reads it.
+    r"""Average the params in the state; ``averaged_params`` reads the average.
 
     The params are sampled after the applied steps :math:`\text{start} + 1 + i \cdot \text{every}`,
     counted from 1. The n-th sample gives
@@ -108,35 +109,35 @@ def average_params(
       \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
 
     with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params with
-    its bias corrected. ``"window"`` is the mean of all params since ``start``, and keeps only one
-    copy, which suits the last steps of a run of known length. ``"lawa"`` is the mean of the latest
-    ``size`` snapshots, or of fewer at the start. Before the first sample, ``averaged_params``
-    returns the params.
+    its bias corrected. ``"window"`` is the mean of all params since ``start``, and stores only one
+    copy. Use ``"window"`` for the last steps of a run with a known length. ``"lawa"`` is the mean
+    of the latest ``size`` snapshots, or of fewer at the start. Before the first sample,
+    ``averaged_params`` returns the params.
 
     Put ``average_params`` around any optimizer or gate, or inside gates. Around
-    ``boostax.precision.store`` it averages the f32 masters. A step that an inner or outer gate
+    ``boostax.precision.store``, it averages the f32 masters. A step that an inner or outer gate
     skips leaves the average unchanged bit for bit. The average is cheapest directly around the
     optimizer, where it shares the optimizer's loop:
     ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
     Args:
-      inner: the optimizer, with gates or without. Its params are equal on all replicas.
+      inner: the optimizer, with gates or without. The params must be equal on all replicas.
       kind: ``"ema"``, ``"window"`` or ``"lawa"``.
-      decay: decay of ``"ema"``, in (0, 1); 0.999 by default. Steps within about ``every / (1 -
-        decay)`` count.
+      decay: decay of ``"ema"``, in (0, 1); 0.999 by default. The average covers about the last
+        ``every / (1 - decay)`` steps.
       size: number of snapshots of ``"lawa"``; 5 by default.
       every: number of applied steps between samples.
       start: number of applied steps before the first sample.
-      dtype: dtype of the snapshots; the averages of other kinds must be f32, because they move by
-        small amounts. f64 and complex leaves stay f64 and complex.
+      dtype: dtype of the snapshots; the averages of other kinds must be f32, because
+        averages change by small amounts. f64 and complex leaves stay f64 and complex.
 
     Returns:
       A gate that never skips a step, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
       the params in f32, or ``size`` copies in ``dtype``, sharded like the params. A sampled step
       reads the params and the copy and writes the copy; with snapshots it reads the params and
       writes one snapshot. Other steps cost nothing. The write is in place on CPU, TPU v5e and H100,
-      except on CPU between a scaler and a window, where it needs a copy of the params. Around a
-      gate the pure ``update`` needs one more copy of the params than the gate alone.
+      except on CPU between a scaler and a window, where the write needs a copy of the params.
+      Around a gate the pure ``update`` needs one more copy of the params than the gate alone.
 
     Raises:
       ValueError, TypeError: an argument out of range, or for another ``kind``; at ``init``, params
@@ -153,22 +154,23 @@ def average_params(
       (4.0, 3.0)
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    checks.choice(_WHO, "kind", kind, Kind, "'ema' is the usual one.")
+    checks.choice(_WHO, "kind", kind, Kind, "'ema' is usual.")
     allowed = f"left out with kind {kind!r}"
     for name, value, only in (("decay", decay, "ema"), ("size", size, "lawa")):
-        checks.absent(_WHO, name, None if kind == only else value, allowed, f"It is for {only!r}.")
+        unused = None if kind == only else value
+        checks.absent(_WHO, name, unused, allowed, f"Only kind={only!r} uses {name}.")
     decay = 0.999 if decay is None else decay
     slots = 5 if size is None else size
     checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
-    checks.positive_int(_WHO, "size", slots, "It counts snapshots in memory; 5 are usual.")
-    checks.positive_int(_WHO, "every", every, "It counts applied steps from one to the next.")
-    checks.natural(_WHO, "start", start, "It counts applied steps before the first.")
+    checks.positive_int(_WHO, "size", slots, "size counts snapshots in memory; 5 are usual.")
+    checks.positive_int(_WHO, "every", every, "every counts applied steps between samples.")
+    checks.natural(_WHO, "start", start, "start counts applied steps before any sample.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     valid = kind == "lawa" or jnp.finfo(narrow).bits >= 32
-    allowed, hint = f"'float32' with kind {kind!r}", "A small move is rounded away."
+    allowed, hint = f"'float32' with kind {kind!r}", "Rounding would remove small changes."
     checks.require(valid, _WHO, "dtype", got=dtype, allowed=allowed, hint=hint)
-    # The logarithm is taken on the host, because rounding a decay near 1 to f32 would lose most of
-    # the digits of ``1 - decay``.
+    # The logarithm is computed on the host, because rounding a decay near 1 to f32 would lose most
+    # of the digits of ``1 - decay``.
     log = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
     # The weights of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
     weights = {"ema": lambda n: (1 - decay) / -jnp.expm1(n * log), "window": lambda n: 1 / n}
@@ -178,9 +180,8 @@ def average_params(
         inner_state = gate.init_inner(tx, params)
         allowed = "an optimizer that keeps params equal on all replicas"
         got = "local_updates or partial_average"
-        hint = "Their last synchronization averages over the replicas instead."
-        valid = not replicas.owns_params(inner_state)
-        checks.require(valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
+        hint = "The last synchronization of these parts already averages over the replicas."
+        checks.require(not replicas.owns_params(inner_state), _WHO, "inner", got, allowed, hint)
         averages = trees.buffers(params, narrow, None if weight else slots)
         return AverageParamsState(jnp.int32(0), jnp.int32(0), averages, inner_state)
 
@@ -198,11 +199,10 @@ def average_params(
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         value, inner = gate.call(tx, grads, state.inner_state, params, apply=apply, extra=extra)
-
-        def new_params() -> PyTree:
-            return value if apply else trees.applied(params, value)
-
-        return value, after(state, inner, gate.passed(inner), new_params)
+        moved = gate.passed(inner)
+        return value, after(
+            state, inner, moved, lambda: value if apply else trees.applied(params, value)
+        )
 
     def flush_fn(state: AverageParamsState, params: PyTree, **extra: PyTree) -> Stepped:
         was_open = gate.held_open(state.inner_state)
@@ -215,8 +215,8 @@ def average_params(
 def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
     """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
-    BatchNorm statistics belong to the params that they were measured with, so measure them again:
-    run the model with the averaged params over some dozens of batches.
+    BatchNorm statistics belong to the params that they were measured with, so measure the
+    statistics again: run the model with the averaged params over some dozens of batches.
 
     Args:
       params: the current params, or the whole Equinox module. The result has their dtypes; with
@@ -242,12 +242,11 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
     hint = "Put boostax.model.average_params around the optimizer."
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params = trees.arrays(params)
-    # A module has leaves besides its params.
+    # A module also has leaves that are not params.
     averages = dict(trees.named(state.averages))
     odd = sorted(averages.keys() - trees.names(params))
-    hint = "Pass the averaged params, or their module."
-    allowed = "those of the optimizer"
-    checks.require(not odd, who, "params", got=f"none at {odd[:4]}", allowed=allowed, hint=hint)
+    hint = "Pass the params of the optimizer, or the module of these params."
+    checks.require(not odd, who, "params", f"none at {odd[:4]}", "those of the optimizer", hint)
 
     def average_of(path: KeyPath, p: jax.Array) -> jax.Array:
         average = averages.get(name := trees.path_name(path))

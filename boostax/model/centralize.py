@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove from each kernel's gradient its mean over the inputs, for every output unit."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -26,7 +27,11 @@ _HINT = "0 averages over the first axis, (0, 1) over the first two, None over no
 
 
 def centralized(g: jax.Array, dims: tuple[int, ...], multiple_of: int = 1) -> jax.Array:
-    """Subtract the mean over ``dims`` if it has several elements and ``multiple_of`` fits."""
+    """Subtract the mean over ``dims``.
+
+    The gradient stays unchanged if the mean has one element, or if ``multiple_of`` does not divide
+    the size of the last dimension.
+    """
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
         return g
@@ -44,7 +49,8 @@ def _dims(rules: Any, kernels: layouts.Kernels, path: KeyPath, leaf: PyTree) -> 
     if rule is None:
         return ()
     if isinstance(rule, str):
-        return kernels.inputs(path, ndim, int(_known(rule) == "stacked"))
+        known = checks.choice(_WHO, "axes", rule, Known, _HINT)
+        return kernels.inputs(path, ndim, int(known == "stacked"))
     allowed = f"different axes of {name or 'the root'!r}, which has {ndim}"
     several = rule if isinstance(rule, (tuple, list)) else (rule,)
     numbers = [checks.integer(_WHO, "axes", dim, allowed, _HINT) for dim in several]
@@ -54,11 +60,6 @@ def _dims(rules: Any, kernels: layouts.Kernels, path: KeyPath, leaf: PyTree) -> 
     return kernels.ordered(tuple(dims))
 
 
-def _known(rule: Any) -> Any:
-    """Return a rule; a string must be ``"auto"`` or ``"stacked"``."""
-    return checks.choice(_WHO, "axes", rule, Known, _HINT) if isinstance(rule, str) else rule
-
-
 def centralize_gradients(
     *, multiple_of: int | None = None, layout: layouts.LayoutName | None = None, axes: Axes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
@@ -66,12 +67,12 @@ def centralize_gradients(
 
     .. math:: u_{io} = g_{io} - \tfrac1n \sum_{j=1}^{n} g_{jo}
 
-    Centralization projects the gradient so that the sum of the weights into each unit stays fixed:
-    always with plain or momentum SGD, with Adam only after ``scale_by_adam``. The projection is
-    linear, so it may come before or after a mean over replicas or micro-batches. Its order with
-    weight decay is a choice: ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also
-    centralizes the decay, as MindSpore does; in the other order, or with decoupled decay, the decay
-    is unchanged.
+    Centralization projects the gradient so that the sum of the weights into each unit stays
+    constant. With plain or momentum SGD the sum stays constant in any order, and with Adam only
+    after ``scale_by_adam``. The projection is linear, so it may precede or follow a mean over
+    replicas or micro-batches. The order with weight decay is a choice.
+    ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also centralizes the decay, as
+    MindSpore does; in the other order, or with decoupled decay, the decay is unchanged.
 
     ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
     ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes
@@ -87,15 +88,16 @@ def centralize_gradients(
       multiple_of: centralize only kernels whose last averaged axis, the input channels, is a
         multiple of this. MindSpore's is 16.
       layout: the library of the kernels, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
-        ``"torch"``. ``None`` recognises Equinox's modules and reads other trees in Flax's layout.
-        Outside of ``equinox.nn`` it refuses a matrix called ``weight``, whose outputs may come
+        ``"torch"``. ``None`` recognises Equinox's modules, and reads other trees in Flax's layout.
+        Outside of ``equinox.nn``, ``None`` refuses a matrix called ``weight``, whose outputs may be
         first or last.
-      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function of a
-        leaf's path name and the leaf that returns a rule. A pattern is an ``fnmatch`` on path names
-        (the name of a module matches all leaves in it). The first matching pattern decides, and
-        leaves without a match follow ``"auto"``. No pattern changes biases, scales and vectors. A
-        rule is an axis, a tuple of axes, ``None`` for no axes, ``"auto"``, or ``"stacked"``, which
-        is ``"auto"`` after one leading axis of layers (``flax.linen.scan``).
+      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function
+        that returns a rule, called with a leaf's path name and the leaf. A pattern is an
+        ``fnmatch`` on path names (the name of a module matches all leaves in it). The first
+        matching pattern decides, and leaves without a match follow ``"auto"``. No pattern changes
+        biases, scales and vectors. A rule is an axis, a tuple of axes, ``None`` for no axes,
+        ``"auto"``, or ``"stacked"``, which is ``"auto"`` after one leading axis of layers
+        (``flax.linen.scan``).
 
     Returns:
       A stateless transformation; ``optax.masked`` applies it to some of the params. Means are
@@ -129,23 +131,24 @@ def centralize_gradients(
     """
     rules: Any = {} if isinstance(axes, str) and axes == "auto" else axes
     valid = callable(rules) or isinstance(rules, Mapping)
-    allowed, hint = "'auto', a dict of rules by pattern, or a function", "Try {'*/qkv': 0}."
+    allowed, hint = "'auto', a dict of rules by pattern, or a function", "Write {'*/qkv': 0}."
     checks.require_type(valid, _WHO, "axes", got=axes, allowed=allowed, hint=hint)
-    patterns = {} if callable(rules) else {x: _known(rule) for x, rule in rules.items()}
+    patterns = {} if callable(rules) else rules
+    for rule in (x for x in patterns.values() if isinstance(x, str)):
+        checks.choice(_WHO, "axes", rule, Known, _HINT)
     if layout is not None:
-        checks.choice(_WHO, "layout", layout, layouts.LayoutName, "None reads kernels as Flax's.")
+        checks.choice(_WHO, "layout", layout, layouts.LayoutName, "None reads Flax's layout.")
     least = 1 if multiple_of is None else multiple_of
-    checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
-
-    def dims_of(tree: PyTree) -> PyTree:
-        kernels = layouts.Kernels(layout, tree)
-        return tree_map_with_path(lambda path, leaf: _dims(rules, kernels, path, leaf), tree)
+    checks.positive_int(_WHO, "multiple_of", least, "MindSpore uses 16.")
 
     @describe(_WHO, "centralize")
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, _WHO)
-        trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
-        return jax.tree.map(lambda g, x: centralized(g, x, least), updates, dims_of(updates)), state
+        hint = "Put centralize_gradients before parts that change the shapes of gradients."
+        trees.require_shapes(_WHO, "gradients", updates, params, hint)
+        dims_of = functools.partial(_dims, rules, layouts.Kernels(layout, updates))
+        dims = tree_map_with_path(dims_of, updates)
+        return jax.tree.map(lambda g, x: centralized(g, x, least), updates, dims), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
@@ -153,10 +156,9 @@ def centralize_gradients(
         masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
             valid = any(matches(name, pattern) for name in names)
-            hint = f"It matches none; there are {few(names)}."
-            allowed = "patterns that match params"
-            checks.require(valid, _WHO, "axes", got=pattern, allowed=allowed, hint=hint)
-        dims_of(params)
+            hint = f"No param matches; there are {few(names)}."
+            checks.require(valid, _WHO, "axes", pattern, "patterns that match params", hint)
+        tree_map_with_path(functools.partial(_dims, rules, layouts.Kernels(layout, params)), params)
         return optax.EmptyState()
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

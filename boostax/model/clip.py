@@ -91,12 +91,12 @@ def adagc(
     In the first ``warmup`` steps the whole gradient is clipped by its global norm, :math:`u = g
     \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least :math:`\lVert u_i \rVert` so
     far. A leaf whose running norm is zero is not clipped. In a loop over layers
-    (``boostax.train.Layers``) the warm-up clips each leaf to :math:`c`.
+    (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
 
-    Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite;
-    without a gate it passes such gradients on and leaves its state unchanged. In plain ``jit`` the
-    norms are of global arrays, for any sharding. On record it costs
-    0.055 nats of a text model compared with a clip by the global norm.
+    Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite.
+    Without a gate, ``adagc`` passes such gradients on, and its state stays unchanged. In plain
+    ``jit`` the norms are of global arrays, for any sharding. In our record, the loss of a text
+    model is 0.055 nats higher than with a clip by the global norm.
 
     Args:
       factor: :math:`\lambda`, >= 1.
@@ -127,7 +127,7 @@ def adagc(
     who = "adagc"
     checks.number(who, "factor", factor, "at least 1", lambda x: x >= 1, "1.05 is the default.")
     checks.number(who, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.98 is the default.")
-    checks.positive_int(who, "warmup", warmup, "It counts steps; 100 is the default.")
+    checks.positive_int(who, "warmup", warmup, "warmup counts steps; 100 is the default.")
     checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
 
     def init_fn(params: PyTree) -> AdaGCState:
@@ -141,7 +141,7 @@ def adagc(
         global_norm = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
-            # Where other leaves' gradients do not exist, there is no global norm.
+            # If the gradients of other leaves do not exist here, there is no global norm.
             total = size if axes.bound().partial else global_norm
             finite = jnp.isfinite(total)
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)

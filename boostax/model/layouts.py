@@ -53,9 +53,9 @@ class Kernels:
     """The kernels among the leaves of a tree, and the dimensions of their inputs.
 
     Attributes:
-      name: the name of the layout. ``None`` takes the layout of ``equinox.nn`` modules from their
-        classes and Flax's and Haiku's layout for all others; it refuses a ``weight``, whose outputs
-        may come first.
+      name: the name of the layout. ``None`` recognises ``equinox.nn`` modules by their classes, and
+        reads all other modules in the layout of Flax and Haiku. There ``None`` refuses a
+        ``weight``, whose outputs may be first.
       tree: the params, or a tree of their structure.
     """
 
@@ -95,8 +95,8 @@ class Kernels:
             return ()
         transposed = any("transpose" in module.lower() for module in modules)
         either = _EITHER.fullmatch(leaf) or (transposed and leaf == "w")
-        allowed = f"given where a kernel may be of several, as {trees.path_name(path)!r}"
-        hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
+        allowed = f"given where a kernel fits several layouts, as {trees.path_name(path)!r}"
+        hint = "Pass 'equinox' or 'torch' if outputs are first, or a rule for this leaf in axes=."
         ok = bool(self.name or classes or not either)
         checks.require(ok, "centralize_gradients", "layout", got=None, allowed=allowed, hint=hint)
         if layout == Layout() and ndim - lead == 3 and _HEADS.fullmatch("/".join(_parts(path))):
@@ -110,7 +110,7 @@ class Kernels:
         return dims if self.layout.outputs else (*dims[1:], *dims[:1])
 
     def _module(self, path: KeyPath) -> PyTree:
-        """Return the module that holds a leaf, in a tree of modules of Equinox."""
+        """Return the module that contains a leaf, in a tree of Equinox modules; otherwise None."""
         if self.layout is not LAYOUTS["equinox"]:
             return None
         node = self.tree
@@ -121,7 +121,7 @@ class Kernels:
 
 
 def _classes(node: object, within: str = "") -> set[str]:
-    """Return the names of a module's classes in Equinox, without importing it."""
+    """Return the names of a module's classes in Equinox, without importing Equinox."""
     prefix = f"equinox.{within}"
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(prefix)}
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep only the last BatchNorm of each residual branch, and normalise the head.
 
-A BatchNorm reads its input twice in the forward and twice in the backward pass, and keeps the input
-in between. One norm per branch still fixes the variance of the sum; the other norms cost as much
-without that benefit. Kernels are not rescaled, so the result is another architecture and must be
-trained from scratch.
+A BatchNorm reads its input twice in the forward and twice in the backward pass, and stores the
+input in between. One norm per branch still fixes the variance of the sum; the other norms cost as
+much without that benefit. Kernels are not rescaled, so the result is another architecture and must
+be trained from scratch.
 
 The model is traced with a mark in place of every BatchNorm. In the traced program each value has
 *nodes*: the inputs, products (convolution, matrix product) and norms from which it is computed. If
@@ -115,7 +115,7 @@ def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
 def examine(
     apply: Callable[..., PyTree], fixed: PyTree, data: PyTree, paths: Sequence[str] = ()
 ) -> LessBNReport:
-    """Keep or remove every norm of a marked model by the flow of data in its traced program.
+    """Decide by the data flow of a marked model's program which norms are removed.
 
     An addition ends a residual branch if one operand is a shortcut, with at most one product beyond
     the fork and fewer products than the other operand. A concatenation ends a branch if one operand
@@ -123,9 +123,9 @@ def examine(
 
     - a norm in the branch is kept if it reaches the end without passing another norm;
     - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
-      concatenation it is kept, because no other norm normalises the shortcut's channels.
+      concatenation the norm is kept, because no other norm normalises the shortcut's channels.
 
-    A norm in several branches is decided at the end of the innermost branch. A norm outside all
+    If a norm is in several branches, the end of the innermost branch decides. A norm outside all
     branches stays. Bodies of loops (once), branches, ``jit`` and ``remat`` are included.
 
     Args:
@@ -140,7 +140,7 @@ def examine(
     Raises:
       ValueError: no array in ``data``.
     """
-    allowed = "a sample of what the module takes"
+    allowed = "a sample of the module's inputs"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
     program, count = interpret.of_data("less_bn", apply, fixed, data, allowed, hint)
     # The last inputs of the program are the data.
@@ -219,8 +219,8 @@ def less_bn(
     the last norm of the branch stays. The other norms of the branch are removed, and so are norms
     on the shortcut of a sum. Norms outside such branches stay, as in stems, plain stacks and
     transitions. The rule covers basic and bottleneck blocks with and without downsampling, inverted
-    residuals, dense blocks and pre-activation. The tree has no params and statistics of removed
-    norms. The decision is made once, for all later calls in training and evaluation.
+    residuals, dense blocks and pre-activation. The tree of variables has no params and statistics
+    of removed norms. The decision is made once, for all later calls in training and evaluation.
 
     With ``normalized_head`` the Dense that computes the model's output becomes ``y = m (x / |x|) (W
     / |W_column|)`` with a trained scalar m and no bias: a ``NormalizedDense``. Both changes
@@ -234,15 +234,14 @@ def less_bn(
       remove: None for the rule above; or path patterns such as ``["block_*/norm_1"]``, in which *
         matches any text and a module's name matches all norms in it; or a function of a BatchNorm's
         path and the rule's verdict that returns whether to remove the norm.
-      multiplier: initial value of m. MindSpore's is 1, with which no logit exceeds 1 until m has
-        grown.
+      multiplier: initial value of m. MindSpore's is 1. Then no logit exceeds 1 until m has grown.
       **kwargs: like ``args``.
 
     Returns:
-      The model and a ``LessBNReport``. For linen the model is a linen module, whose variables keep
-      their paths; for NNX it is a changed copy, which keeps the head's kernel. The given model and
-      its class stay unchanged. Cost: one trace of the model, nothing compiled; a step saves the
-      cost of the removed norms.
+      The model and a ``LessBNReport``. For linen, the model is a linen module, and the paths of
+      variables stay the same; for NNX, the model is a changed copy with the head's kernel. The
+      given model and its class stay unchanged. Cost: one trace of the model, nothing compiled; a
+      step saves the cost of the removed norms.
 
     Raises:
       TypeError: ``module`` is not a Flax module, or is a result of ``less_bn``; ``remove`` of
@@ -269,8 +268,8 @@ def less_bn(
         head     head is a NormalizedDense
 
     References:
-      MindSpore's ``mindspore.boost.LessBN``. It matches patterns in the compiled
-      graph; see ``docs/cards/less_bn.md`` for where the two differ.
+      MindSpore's ``mindspore.boost.LessBN``, which matches patterns in the compiled graph. The page
+      ``docs/cards/less_bn.md`` lists the differences.
     """
     return changed(module, (args, kwargs), normalized_head, remove, multiplier)
 
@@ -286,23 +285,22 @@ def changed(
     """Return the result of ``less_bn``; unless ``strict``, a model may stay unchanged."""
     with checks.needing(_WHO, "Flax", "workloads"):
         from boostax.model import less_bn_flax as flax
-    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "It starts at 1.")
+    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "1 is the default.")
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
-    hint = "Pass the model itself, once; remove= chooses further norms."
+    hint = "Pass the original model; remove= can choose more norms."
     valid = isinstance(module, flax.Model) and not isinstance(module, flax.LessBN)
     checks.require_type(valid, _WHO, "module", got=type(module), allowed=allowed, hint=hint)
     report = flax.structure(module, data)
     norms = report.norms if remove is None else _chosen(report.norms, remove)
     report = LessBNReport(norms, report.head if normalized_head else None)
     allowed = "False for a model that no Dense ends"
-    hint = "Only a Dense whose result leaves the model with no other product behind it is one."
+    hint = "The head must be a Dense whose result reaches the output without another product."
     valid = not (strict and normalized_head) or report.head is not None
     checks.require(valid, _WHO, "normalized_head", got=normalized_head, allowed=allowed, hint=hint)
-    allowed = "a choice that removes a BatchNorm"
     reasons = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms) or "none"
     hint = f"Nothing would change. BatchNorms: {reasons}."
     valid = not strict or normalized_head or bool(report.removed)
-    checks.require(valid, _WHO, "remove", got=remove, allowed=allowed, hint=hint)
+    checks.require(valid, _WHO, "remove", remove, "a choice that removes a BatchNorm", hint)
     return flax.without(module, report.removed, report.head, multiplier), report
 
 
@@ -315,7 +313,6 @@ def _chosen(norms: tuple[Norm, ...], remove: Remove) -> tuple[Norm, ...]:
     reasons: dict[str, str] = {}
     for pattern in map(str, remove or ()):
         hits = [x.path for x in norms if groups.matches(x.path, pattern)]
-        allowed = "patterns that match BatchNorms"
-        checks.require(bool(hits), _WHO, "remove", got=pattern, allowed=allowed, hint=hint)
+        checks.require(bool(hits), _WHO, "remove", pattern, "patterns that match BatchNorms", hint)
         reasons = dict.fromkeys(hits, f"matches {pattern!r}") | reasons
     return tuple(Norm(x.path, x.path in reasons, reasons.get(x.path, "no match")) for x in norms)

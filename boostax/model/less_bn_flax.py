@@ -16,6 +16,7 @@ from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear
 
 Layer = nn.BatchNorm | nn.Dense | nnx.BatchNorm | nnx.Linear
 Model = nn.Module | nnx.Module
+Path = tuple[object, ...]
 _SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
 
 
@@ -39,7 +40,7 @@ class LessBN(nn.Module):
     multiplier: float = 1.0
 
     def setup(self) -> None:
-        """Keep the paths of the params."""
+        """Share the scope of the module, so that the paths of its params stay the same."""
         nn.share_scope(self, self.module)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -58,7 +59,7 @@ class LessBN(nn.Module):
 
 
 class Identity(nnx.Module):
-    """The replacement of an NNX BatchNorm, which takes the same arguments and returns its input."""
+    """The replacement of an NNX BatchNorm; it accepts the same arguments and returns the input."""
 
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: PyTree = None
@@ -71,21 +72,19 @@ def structure(module: Model, data: PyTree) -> LessBNReport:
     """Return the report of ``examine`` on ``module``, called with the arguments in ``data``."""
     paths: list[str] = []
     if isinstance(module, nn.Module):
+        init = module.init_with_output
+        with _intercepted(functools.partial(_marked, paths)):
+            return examine(lambda *args, **kw: init(*args, **kw)[0], jax.random.key(0), data, paths)
 
-        def initialized(key: jax.Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
-            with _intercepted(functools.partial(_marked, paths)):
-                return module.init_with_output(key, *args, **kwargs)[0]
-
-        return examine(initialized, jax.random.key(0), data, paths)
-
-    def marking(path: str, node: object) -> object:
+    def marking(path: Path, node: object) -> object:
         if isinstance(node, (nnx.BatchNorm, nnx.Linear)):
-            paths.extend([path] * isinstance(node, nnx.BatchNorm))
-            setattr(node, "boostax_path", path)  # noqa: B010
+            name = "/".join(map(str, path))
+            paths.extend([name] * isinstance(node, nnx.BatchNorm))
+            setattr(node, "boostax_path", name)  # noqa: B010
             object.__setattr__(node, "__class__", _marking_class(type(node)))
         return node
 
-    graph, state = nnx.split(_edited(module, marking))
+    graph, state = nnx.split(nnx.recursive_map(marking, nnx.clone(module)))
     merge = functools.partial(nnx.merge, graph)
     return examine(lambda state, *args, **kw: merge(state)(*args, **kw), state, data, paths)
 
@@ -116,18 +115,19 @@ def without(module: Model, removed: tuple[str, ...], head: str | None, multiplie
     if isinstance(module, nn.Module):
         return LessBN(module, removed, head, multiplier)
 
-    def replaced(path: str, node: Any) -> object:
-        if path in removed:
+    def replaced(path: Path, node: Any) -> object:
+        name = "/".join(map(str, path))
+        if name in removed:
             return Identity()
-        return NormalizedLinear(node, multiplier=multiplier) if path == head else node
+        return NormalizedLinear(node, multiplier=multiplier) if name == head else node
 
-    return _edited(module, replaced)
+    return nnx.recursive_map(replaced, nnx.clone(module))
 
 
 def _intercepted(replacement: Callable[..., jax.Array], root: int = 0) -> Any:
     """Call ``replacement(layer, path, x, result)`` in place of linen's BatchNorms and Denses.
 
-    Paths begin below a module whose own path has ``root`` components; ``result()`` is the layer's
+    Paths are relative to a module whose path has ``root`` components; ``result()`` is the layer's
     result.
     """
 
@@ -139,8 +139,3 @@ def _intercepted(replacement: Callable[..., jax.Array], root: int = 0) -> Any:
         return replacement(layer, "/".join(layer.path[root:]), x, lambda: call(*args, **kwargs))
 
     return nn.intercept_methods(intercept)
-
-
-def _edited(module: nnx.Module, edit: Callable[[str, object], object]) -> nnx.Module:
-    """Return a copy of an NNX model with each node replaced by ``edit(path, node)``."""
-    return nnx.recursive_map(lambda path, x: edit("/".join(map(str, path)), x), nnx.clone(module))

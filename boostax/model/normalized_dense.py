@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A head that computes cosines: inputs and weight columns of length one, and a trained factor.
 
-y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. In a network with few norms the
+y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. In a network with few norms, the
 scale of the last activations is not fixed, but these logits lie in -m..m for any scale.
 """
 

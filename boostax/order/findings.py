@@ -20,9 +20,9 @@ class Finding(NamedTuple):
 
     Attributes:
       what: the part and its position.
-      why: what goes wrong.
+      why: what is wrong.
       fix: what to write instead.
-      certain: whether every run goes wrong: replicas diverge or hang, gradients stay multiplied by
+      certain: whether every run is wrong: replicas diverge or hang, gradients remain multiplied by
         the scale, a skipped step moves params, or nothing is frozen. ``make_train_step`` refuses
         such a chain, and warns of other findings.
     """
@@ -42,15 +42,20 @@ _SEVERAL = checks.table("boostax.order", "roles")["several"]
 
 
 def findings(parts: Sequence[Row], step: Any = None) -> list[Finding]:
-    """Return all findings of a chain, and of a step around it."""
-    bound = step is not None and bool(step.names)
-    of_chain = [*orders(parts), *settings(parts, bound), *directions(parts)]
-    return of_chain if step is None else [*of_chain, *of_step(parts, step)]
+    """Return all findings of a chain, and of a step around the chain."""
+    pairs = ((a, b) for a, b in itertools.combinations(parts, 2) if a not in b.holders)
+    # Parts on different sides of a partition receive different params.
+    met = ((a, b) for a, b in pairs if all(dict(b.sides).get(x, i) == i for x, i in a.sides))
+    listed = [*_broken("after", met)]
+    listed += _broken("inside", ((a, b) for b in parts for a in b.holders))
+    listed += settings(parts, step is not None and bool(step.names))
+    listed += directions(parts)
+    return listed if step is None else [*listed, *of_step(parts, step)]
 
 
 @functools.cache
 def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
-    """Return the texts for a part ``"after"`` or ``"inside"`` another, by both parts' roles."""
+    """Return the texts for a part ``"after"`` or ``"inside"`` another part, by both roles."""
     texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
     for group in _WORDS[where]:
         for *names, why in group["pairs"]:
@@ -59,13 +64,6 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
             for pair in itertools.product(*roles):
                 texts.setdefault(pair, text)
     return texts
-
-
-def orders(parts: Sequence[Row]) -> Iterator[Finding]:
-    """Yield parts in a wrong sequence, then parts in a wrong nesting."""
-    pairs = itertools.combinations(parts, 2)
-    yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and a not in b.holders))
-    yield from _broken("inside", ((a, b) for b in parts for a in b.holders))
 
 
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
@@ -94,7 +92,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """
     for row in parts:
         name = row.part.name
-        # Freezing saves nothing.
+        # Freezing saves nothing inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
@@ -105,7 +103,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             yield finding("without_axis", name=name, axes=", ".join(map(repr, sorted(missing))))
-        # The gate gets only some of the params.
+        # The gate receives only some of the params.
         if row.masks and row.role in _SEVERAL["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
@@ -137,7 +135,7 @@ def directions(parts: Sequence[Row]) -> Iterator[Finding]:
 def scales(tx: optax.GradientTransformation) -> bool:
     """Return whether a chain has a loss scale other than a constant 1.
 
-    With carried leaves the result is False, because they may depend on the scaled cotangents.
+    With carried leaves the result is False, because the leaves may depend on scaled cotangents.
     """
     parts = rows(read(tx))
     scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in parts)

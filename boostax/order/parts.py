@@ -12,11 +12,11 @@ listed in ``_core/describe.py``; Optax's transformations have these further role
 ``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``
 ``adder``            ``optax.apply_every``: sums updates, and returns zeros in between
 ``hold``             ``optax.apply_if_finite``: skips like a scaler, but not for ever
-``condition``        runs its inside in some calls, and passes gradients unchanged in the others
-``mask``             runs its inside in some calls, and returns zeros in the others
+``condition``        runs the inner part in some calls, and passes gradients on in other calls
+``mask``             runs the inner part in some calls, and returns zeros in other calls
 ``average``          lookahead and schedule-free: averages params, around an optimizer
-``outer optimizer``  takes the gradient of every call, around another optimizer
-``call schedule``    ``optax.inject_hyperparams`` with schedules: they count calls
+``outer optimizer``  uses the gradient of every call, around another optimizer
+``call schedule``    ``optax.inject_hyperparams`` with schedules, which count calls
 ==================== ==========================================================================
 """
 
@@ -52,10 +52,10 @@ class Part:
     """A transformation, and the parts in it.
 
     Attributes:
-      name: the name of the factory that made it.
+      name: the name of the factory that made the transformation.
       package: the package of the factory, if the transformation has no description.
       what: the first line of the factory's docstring.
-      description: its own description, if there is one.
+      description: the description of the transformation, if there is one.
       settings: the values in the closure of its ``update``.
       inner: the parts inside.
       parallel: whether the parts inside work in parallel, not in sequence.
@@ -71,7 +71,7 @@ class Part:
 
 
 # This represents an unknown part of a combinator whose closure Optax has changed.
-_HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
+_HIDDEN = Part("(hidden)", "", "This version of Optax does not show the part")
 
 
 def read(tx: optax.GradientTransformation) -> Part:
@@ -113,7 +113,7 @@ def _part(update: Callable[..., object]) -> Part:
     package = str(space.get("__name__", getattr(update, "__module__", ""))).partition(".")[0]
     what = first_line(space.get(name) if owner is None else kind)
     inner = _inner(name, values) if package == "optax" else ()
-    # The second optimizer of sam also takes gradients, and its updates are subtracted.
+    # The second optimizer of sam also receives gradients, and its updates are subtracted.
     parallel = package == "optax" and name in ("partition", "sam")
     return Part(name, package, what, settings=values, inner=inner, parallel=parallel)
 
@@ -127,7 +127,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
             return tuple(read(tx) for _, tx in values["transforms"])
         if name == "partition":
             return tuple(map(read, values["transforms"].values()))
-    except KeyError:  # This version of Optax uses another name for it.
+    except KeyError:  # This version of Optax uses another name for the parts.
         return (_HIDDEN,)
     inside = [_injected(values)] if name == "inject_hyperparams" else values.values()
     parts = tuple(read(tx) for tx in inside if isinstance(tx, optax.GradientTransformation))
@@ -137,7 +137,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
 def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
-    Optax takes the numbers from the state; here each number is its default, or 1.
+    Optax reads the numbers from the state; here each number is the default, or 1.
     """
     arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
@@ -220,18 +220,14 @@ class Row:
         """The mesh axes over which the part reduces or agrees."""
         return () if self.part.description is None else self.part.description.axes
 
-    def meets(self, other: "Row") -> bool:
-        """Return whether both parts get the same params."""
-        return all(dict(other.sides).get(partition, side) == side for partition, side in self.sides)
-
 
 def rows(part: Part) -> list[Row]:
-    """List all parts, each before the parts inside it; parts that only combine are left out."""
+    """List all parts, outer parts first; parts that only combine are left out."""
     listed: list[Row] = []
 
     def visit(row: Row) -> None:
         part = row.part
-        # A combinator whose parts are unknown gets a row itself.
+        # A combinator whose parts are unknown has its own row.
         is_listed = row.role != COMBINATOR or not part.inner
         if is_listed:
             listed.append(row)

@@ -4,9 +4,9 @@
 With the m snapshots as rows of ``X`` (m, n), only matrices of m x m or m x k are decomposed. All
 work of size n is products of ``X`` with thin matrices, which are sums over leaves and keep each
 leaf's sharding. Training moves the params by much less than their size, so ``X`` is centred by
-differences to one snapshot. The Gram matrix of ``X`` gives only the first approximation: it has
-squares, so in f32 it loses directions below 3e-4 of the largest, which a product with ``X`` itself
-finds.
+differences to one snapshot. The Gram matrix of ``X`` gives only the first approximation. Its
+elements are squares, so in f32 the matrix loses directions below 3e-4 of the largest direction. A
+product with ``X`` itself finds these directions.
 """
 
 import functools
@@ -28,7 +28,7 @@ from boostax.subspace import files
 
 Dtype = DTypeLike | None
 Names = tuple[str, ...]
-_FEW = "It is the dimension of the subspace; 32 to 40 are usual."
+_FEW = "n_components is the dimension of the subspace; 32 to 40 are usual."
 # The number of additional rows, which find directions that the first product missed.
 _SPARE = 2
 
@@ -56,7 +56,7 @@ class Basis(NamedTuple):
           path: path of the file. An old file is replaced only when the new file is complete.
 
         Raises:
-          ValueError, TypeError: another suffix, or a dtype that the format does not have. OSError:
+          ValueError, TypeError: another suffix, or a dtype that the format lacks. OSError:
             no such folder, no space.
 
         Example:
@@ -94,7 +94,7 @@ class Basis(NamedTuple):
         basis = jax.tree.map(jnp.asarray, files.tree_like("Basis.load", path, like, arrays))
         if not norms.all_finite(basis):
             allowed = "a file of finite numbers"
-            hint = "Compute it from finite snapshots."
+            hint = "Compute the basis from finite snapshots."
             raise ValueError(checks.message("Basis.load", "path", allowed, str(path), hint))
         return basis
 
@@ -121,11 +121,12 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     gram = _gram_of(jax.tree.map(wide, rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
-    _require_at_most(who, n_components, k, allowed, "Take so many.")
-    # Rounding to bfloat16 leaves an error of half a percent.
+    hint = f"Pass n_components={k} or less."
+    checks.require(n_components <= k, who, "n_components", n_components, allowed, hint)
+    # Rounding to bfloat16 causes an error of half a percent.
     if not jnp.abs(gram - jnp.eye(k)).max() < 2e-2:
         allowed = "a file of orthonormal rows"
-        hint = "Distances along them would be wrong."
+        hint = "Distances along these rows would be wrong."
         raise ValueError(checks.message(who, "path", allowed, "rows that are not", hint))
     first = jax.tree.map(lambda x: x[:n_components], rows)
     return first if basis is None else Basis(first, basis.mean, basis.explained[:n_components])
@@ -138,10 +139,9 @@ def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
     ends = np.cumsum([np.size(x) for x in leaves])
     is_valid = matrix.shape[1:] == (ends[-1],) and matrix.dtype.kind == "f"
     is_valid = is_valid and not any(map(jnp.iscomplexobj, leaves))
-    got = f"{matrix.dtype} of {matrix.shape}"
     allowed = f"a file of (k, {ends[-1]}), a real number for each param"
-    hint = "They are in the order of jax.tree.leaves."
-    checks.require(is_valid, who, "path", got=got, allowed=allowed, hint=hint)
+    hint = "The numbers are in the order of jax.tree.leaves."
+    checks.require(is_valid, who, "path", f"{matrix.dtype} of {matrix.shape}", allowed, hint)
     parts = zip(np.split(matrix, ends[:-1], 1), leaves, strict=True)
     rows = [jnp.asarray(p.reshape(-1, *np.shape(x)), wide_dtype(x)) for p, x in parts]
     return treedef.unflatten(rows)
@@ -170,7 +170,8 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
     checks.positive_int(who, "n_components", n_components, _FEW)
     leaves, treedef = jax.tree.flatten(params)
     size = sum(np.size(x) for x in leaves)
-    _require_at_most(who, n_components, size, f"at most the number of params, {size}", _FEW)
+    allowed = f"at most the number of params, {size}"
+    checks.require(n_components <= size, who, "n_components", n_components, allowed, _FEW)
     key = jax.random.key(seed)
     rows = [
         jax.random.normal(jax.random.fold_in(key, i), (n_components, *np.shape(x)), wide_dtype(x))
@@ -199,8 +200,8 @@ def pca_basis(
         like the params, which are stacked.
       n_components: number of directions, less than m.
       dtype: dtype of the components; ``None`` for f32 or wider.
-      stacked: whether ``snapshots`` is one stacked tree; with ``None`` a list or an iterator is
-        many trees.
+      stacked: whether ``snapshots`` is one stacked tree; with ``None``, a list or an
+        iterator contains many trees.
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
@@ -211,7 +212,7 @@ def pca_basis(
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
         snapshots that are not finite, or that differ in fewer than ``n_components`` directions
-        beyond their rounding. Inside ``jit`` the missing components are zero.
+        beyond their rounding. Inside ``jit``, the missing components are zero.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -257,10 +258,11 @@ def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str)
     noise = jnp.sqrt(jax.tree.reduce(jnp.add, jax.tree.map(_rounding, snapshots)))
     significant = s > noise + eps * np.sqrt(m) * s[0]
     if complete and not traced:
+        count = int(significant.sum())
         which = "in which these snapshots differ beyond their rounding"
-        allowed = f"at most {significant.sum()}, the number of directions {which}"
-        hint = "Take fewer, or snapshots that are further from each other."
-        _require_at_most(who, k, int(significant.sum()), allowed, hint)
+        allowed = f"at most {count}, the number of directions {which}"
+        hint = "Choose fewer, or snapshots that are further from each other."
+        checks.require(k <= count, who, "n_components", k, allowed, hint)
     vh = jnp.where(significant[:k, None], vh[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(vh.T, z), rows)
     components = _signed(_polished(rows))
@@ -280,16 +282,13 @@ def _snapshot_count(who: str, snapshots: PyTree, n_components: int) -> int:
         raise ValueError(checks.message(who, "snapshots", allowed, counts, hint))
     m = counts[0][0]
     hint = "m snapshots differ from their mean in m - 1 directions at most."
-    _require_at_most(who, n_components, m - 1, f"below the number of snapshots, {m}", hint)
+    allowed = f"below the number of snapshots, {m}"
+    checks.require(n_components < m, who, "n_components", n_components, allowed, hint)
     return m
 
 
-def _require_at_most(who: str, count: int, limit: int, allowed: str, hint: str) -> None:
-    checks.require(count <= limit, who, "n_components", got=count, allowed=allowed, hint=hint)
-
-
 # Products with a basis are computed leaf by leaf, so each leaf keeps its shape and sharding. Narrow
-# components are widened inside the sum that reads them, so XLA makes no wide copy.
+# components are widened inside the sum, so XLA makes no wide copy.
 
 
 def project(components: PyTree, tree: PyTree, shards: Names = (), who: str = "") -> jax.Array:
@@ -325,12 +324,8 @@ def lift(components: PyTree, columns: jax.Array) -> PyTree:
 
 def stored(tree: PyTree, dtype: Dtype) -> PyTree:
     """Return a copy with real leaves in ``dtype``, or in their own dtypes for ``None``."""
-
-    def copy(p: jax.Array) -> jax.Array:
-        is_fixed = dtype is None or jnp.iscomplexobj(p)
-        return jnp.array(p, p.dtype if is_fixed else dtype, copy=True)
-
-    return jax.tree.map(copy, tree)
+    kinds = jax.tree.map(lambda p: p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype, tree)
+    return jax.tree.map(lambda p, kind: jnp.array(p, kind, copy=True), tree, kinds)
 
 
 # A stacked leaf x is (m, *leaf.shape). These functions are compiled one by one, so that outside jit
@@ -401,13 +396,12 @@ def _gram_of(rows: PyTree) -> jax.Array:
 @jax.jit
 def _signed(components: PyTree) -> PyTree:
     """Choose the sign of each row so that its largest element is positive."""
-
-    def extremes(p: jax.Array) -> jax.Array:
+    extremes: list[jax.Array] = []
+    for p in jax.tree.leaves(components):
         inner = tuple(range(1, p.ndim))
         low = jnp.minimum(p.real, p.imag).min(inner, initial=0.0)
-        return jnp.stack([jnp.maximum(p.real, p.imag).max(inner, initial=0.0), -low])
-
-    high, low = jnp.stack(jax.tree.leaves(jax.tree.map(extremes, components))).max(0)
+        extremes.append(jnp.stack([jnp.maximum(p.real, p.imag).max(inner, initial=0.0), -low]))
+    high, low = jnp.stack(extremes).max(0)
     sign = jnp.where(high >= low, 1.0, -1.0)
     return jax.tree.map(lambda p: p * _along_rows(sign, p), components)
 
@@ -421,22 +415,19 @@ def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
 _mean = jax.jit(lambda x: wide(x[0]) + (wide(x) - wide(x[:1])).mean(0))
 
 
-def _of_gaps(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Make a function of snapshots that computes a product of the centred snapshots."""
-
-    def of_snapshots(x: jax.Array, *others: jax.Array) -> jax.Array:
-        gaps = wide(x) - wide(x[:1])
-        return product(gaps - gaps.mean(0, keepdims=True), *others)
-
-    return jax.jit(of_snapshots)
+@functools.partial(jax.jit, static_argnums=0)
+def _of_gaps(product: Callable[..., jax.Array], x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return a product of the centred snapshots."""
+    gaps = wide(x) - wide(x[:1])
+    return product(gaps - gaps.mean(0, keepdims=True), *others)
 
 
 # Inner products of the snapshots: (m, m).
-_gram = _of_gaps(lambda gaps: dot(gaps, gaps))
+_gram = functools.partial(_of_gaps, lambda gaps: dot(gaps, gaps))
 # Inner products of the snapshots with rows (r, ...): (m, r).
-_coordinates = _of_gaps(dot)
+_coordinates = functools.partial(_of_gaps, dot)
 # Combinations of the snapshots, by the columns of ``u`` (m, r): (r, ...).
-_spanned = _of_gaps(lambda gaps, u: mix(u, gaps))
+_spanned = functools.partial(_of_gaps, lambda gaps, u: mix(u, gaps))
 
 
 @jax.jit

@@ -6,6 +6,7 @@ coordinates; ``dim_reduce`` makes a transformation from these functions.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -32,16 +33,17 @@ class SubspaceRule:
     r"""The constants of directions and of line searches.
 
     Attributes:
-      tries: number of step lengths that are tried: 1, shrink, shrink**2, ... ...
+      tries: number of step lengths that are tried: 1, shrink, shrink**2, and so on.
       shrink: in (0, 1).
       slope: the sufficient share of the decrease that the slope predicts (Armijo's constant).
       slack: the relative increase of the loss that is treated as rounding.
-      curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|``,
-      least_curvature: and if ``y.s`` is above this value.
+      curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|`` and ``y.s >
+        least_curvature``.
+      least_curvature: see ``curvature``.
       scaled: whether the first matrix is ``y.s / y.y`` times the identity.
       failure: the new matrix if no length is accepted: ``"reset"`` for the identity times the last
         tried length, or ``"rollback"`` for the matrix before the step.
-      towards_mean: whether the first step goes to the mean of the snapshots, if the mean is known
+      towards_mean: whether the first step leads to the mean of the snapshots, if the mean is known
         and lies downhill.
     """
 
@@ -155,7 +157,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 def conclude(
     before: Memory, memory: Memory, step: jax.Array, result: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search, with the step or by ``rule.failure``."""
+    """Return the memory after a line search, which either has the step or is ``rule.failure``'s."""
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
@@ -216,10 +218,9 @@ class DimReduceState(NamedTuple):
     def with_basis(self, basis: Basis | PyTree) -> "DimReduceState":
         """Return the state with another basis and without the learnt curvature."""
         rows, explained, _ = _parts(basis)
-        got, shapes = (jax.tree.map(jnp.shape, tree) for tree in (rows, self.basis))
-        hint = "A compiled step takes only equal shapes and dtypes."
-        allowed = f"of the shapes {shapes}"
-        checks.require(got == shapes, "replace_basis", "basis", got=got, allowed=allowed, hint=hint)
+        got, like = (jax.tree.map(jnp.shape, tree) for tree in (rows, self.basis))
+        hint = "A compiled step accepts only equal shapes and dtypes."
+        checks.require(got == like, "replace_basis", "basis", got, f"of the shapes {like}", hint)
         rows = jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis)
         explained = None if self.explained is None else explained
         memory = empty(self.memory.gradient.size, self.memory.gradient.dtype)
@@ -258,18 +259,19 @@ def _parts_for(basis: Basis | PyTree, params: PyTree, dtype: Dtype) -> Parts:
         rows = trees.masked(rows, active)
         mean = mean and trees.masked(mean, active)
     got, expected = map(jax.tree.structure, (rows, params))
-    hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
-    allowed = f"a tree like the params, {expected}"
-    checks.require(got == expected, _WHO, "basis", got=got, allowed=allowed, hint=hint)
+    hint = "Pass boostax.subspace.pca_basis(snapshots, k) of the same params."
+    checks.require(got == expected, _WHO, "basis", got, f"a tree like the params, {expected}", hint)
     k = (jnp.shape(jax.tree.leaves(rows)[0]) or (1,))[0]
     like = jax.tree.map(lambda p: jax.ShapeDtypeStruct((k, *jnp.shape(p)), jnp.float32), params)
     trees.require_shapes(_WHO, "basis", rows, like, hint)
     return stored(rows, dtype), explained, mean
 
 
-def _initial(parts: Parts, params: PyTree, residual: Residual, use_mean: bool) -> DimReduceState:
+def _initial(
+    basis: Basis | PyTree, dtype: Dtype, residual: Residual, use_mean: bool, params: PyTree
+) -> DimReduceState:
+    rows, explained, mean = _parts_for(basis, params, dtype)
     inner = () if residual is None else trees.first_state(residual, trees.at_least_float32(params))
-    rows, explained, mean = parts
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
     # Without params there is one coordinate, which is 0.
@@ -294,7 +296,8 @@ def _measured(
     squares = jnp.stack([axes.to_varying(inside @ inside, axes.varying(full)), full])
     squares = axes.mean(squares, names)
     inside = axes.mean(inside.astype(state.memory.gradient.dtype), names)
-    return inside, squares, _loss(value, names).astype(inside.dtype)
+    loss = axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
+    return inside, squares, loss.astype(inside.dtype)
 
 
 def _search_along(
@@ -314,7 +317,7 @@ def _search_along(
         # If the snapshots oscillate around a minimum, the minimum is near their mean.
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
-    # One read of the basis maps both back.
+    # One read of the basis converts both vectors to trees like the params.
     both = lift(state.basis, jnp.stack([direction, inside][: 1 if residual is None else 2], 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], both) for i in (0, -1))
     wide = trees.at_least_float32(params)
@@ -323,7 +326,7 @@ def _search_along(
         trial = jax.tree.map(
             lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype), wide, along, params
         )
-        value = _loss(loss_at(trial), names)
+        value = axes.mean(trees.at_least_float32(jnp.asarray(loss_at(trial))), names)
         axes.require_invariant(value, _WHO)
         return value
 
@@ -336,11 +339,6 @@ def _search_along(
         "length": result.length.astype(jnp.float32),
     }
     return moved, jax.tree.map(lambda w, d: result.length * d.astype(w.dtype), wide, along), shadow
-
-
-def _loss(value: ArrayLike, names: Names) -> jax.Array:
-    """Return the loss in f32 or wider, averaged over the replicas."""
-    return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
 
 
 def dim_reduce(
@@ -369,14 +367,15 @@ def dim_reduce(
     Args:
       basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of ``(k,
         *leaf.shape)`` with orthonormal rows; or a function of the params that returns a basis. The
-        state has a copy of the basis; ``replace_basis`` exchanges it without a recompilation.
+        state has a copy of the basis; ``replace_basis`` exchanges the basis without a
+        recompilation.
       residual: any Optax optimizer, for the part of the gradient outside the span.
       rule: ``"boostax"``; ``"mindspore"`` for the exact rule of MindSpore 2.10; or your own
         ``SubspaceRule``.
       dtype: floating dtype in which the basis is stored; ``None`` keeps the basis's dtypes.
-      axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
-        averaged over these axes, and a ``residual`` must reduce the remainder of the local
-        gradients, :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"),
+      axis_name: replica axis, or axes, over which gradients are local. Coordinates and losses are
+        averaged over these axes. A ``residual`` must reduce the remainder of the local gradients,
+        :math:`g_r - P^\top P \bar g`, for example ``residual=chain(all_reduce("data"),
         adamw(...))``. Use ``None`` after a reduction.
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
@@ -418,9 +417,6 @@ def dim_reduce(
     narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
     outside = None if residual is None else checks.transformation(_WHO, "residual", residual)
 
-    def init_fn(params: PyTree) -> DimReduceState:
-        return _initial(_parts_for(basis, params, narrow), params, outside, constants.towards_mean)
-
     @describe(_WHO, "subspace", names, inner={} if outside is None else {"residual_state": outside})
     def update_fn(
         updates: PyTree,
@@ -435,9 +431,8 @@ def dim_reduce(
         raw = updates if grad is None else grad
         required = {"params": params, "value": value, "value_fn": value_fn}
         missing = next((f"no {name}" for name, x in required.items() if x is None), "")
-        allowed = f"given {', '.join(required)}"
-        hint = "make_train_step gives value and value_fn, the loss of the batch at other params."
-        checks.require(not missing, _WHO, "update", got=missing, allowed=allowed, hint=hint)
+        hint = "make_train_step passes value and value_fn, the loss of the batch at other params."
+        checks.require(not missing, _WHO, "update", missing, f"given {', '.join(required)}", hint)
         axes.require_local(raw, names, _WHO)
         inside, squares, now = _measured(state, raw, value, names, shards)
         fields = {name: getattr(state, name) for name in _UNCHANGED}
@@ -463,6 +458,7 @@ def dim_reduce(
         fields |= {"skipped": state.skipped + ~finite, "applied": finite}
         return total, moved._replace(**fields)
 
+    init_fn = functools.partial(_initial, basis, narrow, outside, constants.towards_mean)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
@@ -475,8 +471,9 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
         old dtypes.
 
     Returns:
-      The state, in the same shapes and dtypes, so that a compiled step takes both. Counters and the
-      residual optimizer's state are kept. This works inside ``jit``. Cost: one copy of the basis.
+      The state, in the same shapes and dtypes, so that a compiled step accepts both. Counters and
+      the residual optimizer's state stay unchanged. ``replace_basis`` also works inside ``jit``.
+      Cost: one copy of the basis.
 
     Raises:
       ValueError: the state has no ``DimReduceState``, or the new basis does not fit.
@@ -489,8 +486,8 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
     """
     hint = "Put boostax.dim_reduce into the chain."
     trees.state_of("replace_basis", opt_state, DimReduceState, hint)
-
-    def replaced(node: PyTree) -> PyTree:
-        return node.with_basis(basis) if isinstance(node, DimReduceState) else node
-
-    return jax.tree.map(replaced, opt_state, is_leaf=lambda node: isinstance(node, DimReduceState))
+    return jax.tree.map(
+        lambda node: node.with_basis(basis) if isinstance(node, DimReduceState) else node,
+        opt_state,
+        is_leaf=lambda node: isinstance(node, DimReduceState),
+    )

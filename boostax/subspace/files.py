@@ -25,8 +25,8 @@ def by_name(who: str, tree: PyTree) -> dict[str, PyTree]:
     """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
     names = trees.names(tree)
     shared = [x for x in names if names.count(x) > 1]
-    hint = "A file holds one array for each."
-    checks.require(not shared, who, "params", got=shared, allowed="of different paths", hint=hint)
+    hint = "A file contains one array for each path."
+    checks.require(not shared, who, "params", shared, "leaves with different paths", hint)
     return dict(trees.named(tree))
 
 
@@ -34,14 +34,14 @@ def write(who: str, path: Path, arrays: PyTree) -> None:
     """Write arrays to a ``.npz`` file, which appears only when it is complete."""
     target = pathlib.Path(path)
     if target.suffix != ".npz":
-        hint = "It has that suffix."
+        hint = "Add the suffix .npz to the path."
         raise ValueError(checks.message(who, "path", "a .npz file", str(path), hint))
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
         # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
         if x.dtype.isbuiltin != 1 and x.dtype != jnp.bfloat16:
             allowed = "of NumPy's dtypes or bfloat16"
-            hint = "Give the basis another dtype=."
+            hint = "Compute the basis with another dtype=."
             raise TypeError(checks.message(who, "path", allowed, f"{x.dtype} at {name!r}", hint))
     unfinished = target.with_name(f"{target.name}.tmp")
     with unfinished.open("wb") as file:
@@ -57,7 +57,7 @@ def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None
     Raises:
       FileNotFoundError, ValueError: no such file, another suffix, or a broken file.
     """
-    # NumPy does not close a file that it cannot read.
+    # NumPy does not close the file after an error.
     with pathlib.Path(path).open("rb") as raw:
         try:
             file = np.load(raw, allow_pickle=False)
@@ -102,10 +102,10 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
     checkpoint, does not matter.
 
     Args:
-      directory: directory of a ``Checkpointer``, with one subdirectory for each step, named by its
-        number. Or a folder of ``.npz`` files, one file per step, in the order of the numbers in the
-        files' names, with an array for each path in the params, ``layer/kernel``; other arrays and
-        files are ignored.
+      directory: directory of a ``Checkpointer``, with one subdirectory for each step, named by the
+        number of the step. Or a folder of ``.npz`` files, one file per step, in the order of the
+        numbers in the files' names, with an array for each path in the params, ``layer/kernel``;
+        other arrays and files are ignored.
       params: a tree of arrays or shapes, for names, shapes and dtypes.
 
     Returns:
@@ -117,14 +117,14 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
         steps. ImportError: orbax is not installed.
     """
     folder = pathlib.Path(directory).absolute()
-    # This sorts step_9 before step_10.
+    # The natural order has step_9 before step_10.
     paths = sorted(folder.glob("*"), key=lambda path: natural(path.name))
     archives = [x for x in paths if x.suffix == ".npz"]
     steps = [x for x in paths if x.name.isdecimal()]
     is_valid = bool(archives) != bool(steps)
     got = f"{'both' if steps else 'none'} in {folder}"
     allowed = "a folder of .npz files, or of a subdirectory for each step"
-    hint = "pca_basis takes a list of trees of arrays, as safetensors.numpy.load_file gives them."
+    hint = "pca_basis accepts a list of trees, each from safetensors.numpy.load_file."
     error = ValueError if steps else FileNotFoundError
     checks.require(is_valid, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)
     if steps:

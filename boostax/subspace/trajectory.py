@@ -19,6 +19,7 @@ from boostax._core.types import PyTree
 from boostax.subspace.basis import Basis, Dtype, principal
 
 _WHO = "record_trajectory"
+_HINT = "Put boostax.subspace.record_trajectory into the chain."
 
 
 class TrajectoryState(NamedTuple):
@@ -26,7 +27,7 @@ class TrajectoryState(NamedTuple):
 
     Attributes:
       steps: i32, calls so far.
-      recorded: i32, snapshots so far; the next snapshot goes to the slot ``recorded % size``.
+      recorded: i32, snapshots so far; the next snapshot is written to ``recorded % size``.
       snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
     """
 
@@ -46,7 +47,7 @@ class TrajectoryState(NamedTuple):
 def record_trajectory(
     size: int, *, every: int = 1, start: int = 0, dtype: Dtype = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep the last ``size`` snapshots of the params; pass the updates through.
+    r"""Store the last ``size`` snapshots of the params; pass the updates through.
 
     At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params in the
     call of ``update`` are stored, which are the params *before* that update. A full buffer
@@ -57,7 +58,7 @@ def record_trajectory(
     first snapshots differ by far the most.
 
     Args:
-      size: number of kept snapshots, at least two.
+      size: number of stored snapshots, at least two.
       every: number of calls from one snapshot to the next.
       start: number of calls before the first snapshot.
       dtype: dtype of the snapshots; f64 and complex leaves stay f64 and complex. bf16 resolves only
@@ -87,10 +88,10 @@ def record_trajectory(
       Li et al., Low Dimensional Trajectory Hypothesis is True, https://arxiv.org/abs/2103.11154,
       2021.
     """
-    hint = "It counts snapshots in memory; 40 are usual."
+    hint = "size counts snapshots in memory; 40 are usual."
     checks.natural(_WHO, "size", size, hint, "an integer of at least 2", least=2)
-    checks.positive_int(_WHO, "every", every, "It counts calls from one snapshot to the next.")
-    checks.natural(_WHO, "start", start, "It counts calls before the first snapshot.")
+    checks.positive_int(_WHO, "every", every, "every counts calls between two snapshots.")
+    checks.natural(_WHO, "start", start, "start counts calls before the first snapshot.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
 
     def init_fn(params: PyTree) -> TrajectoryState:
@@ -99,7 +100,7 @@ def record_trajectory(
 
     @describe(_WHO, "recorder")
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-        trees.require_params(params, _WHO, "They are what is recorded.")
+        trees.require_params(params, _WHO, "The params are recorded.")
         # The count of steps is updated outside the branch.
         old = state._replace(steps=None)
         since = state.steps - start
@@ -107,9 +108,9 @@ def record_trajectory(
         _, new = gate.run_or_hold(
             due, lambda: ((), _record(old, params)), (), old, apply=True, who=_WHO
         )
-        # XLA may overwrite donated params before the branch reads them, so it would copy them
-        # unless the updates depend on the branch. The count is never negative, but compilers do not
-        # know that.
+        # XLA may overwrite donated params before the branch reads the params, so XLA would copy
+        # them unless the updates depend on the branch. The count is never negative, which
+        # compilers do not know.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))
@@ -140,11 +141,11 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
     Raises:
       ValueError: the state has no ``TrajectoryState``.
     """
-    state, size = _recorder_state("trajectory", opt_state)
+    state = trees.state_of("trajectory", opt_state, TrajectoryState, _HINT)
+    size = len(jax.tree.leaves(state.snapshots)[0])
     recorded = int(state.recorded)
-    first = max(recorded - size, 0)
-    order = np.arange(first, recorded) % size
-    return jax.tree.map(lambda x: x[order], state.snapshots), recorded - first
+    order = np.arange(max(recorded - size, 0), recorded) % size
+    return jax.tree.map(lambda x: x[order], state.snapshots), len(order)
 
 
 def trajectory_basis(
@@ -157,9 +158,9 @@ def trajectory_basis(
 ) -> Basis:
     """Return the leading directions of the recorded snapshots.
 
-    The current ``params`` can be one more snapshot. For a ``dim_reduce`` that begins at these
-    params pass them, and take all directions but one, so that the span contains their distance from
-    the mean.
+    The current ``params`` can be one more snapshot. If ``dim_reduce`` begins at these params, pass
+    ``params``, and choose all directions but one, so that the span contains the distance of the
+    params from the mean.
 
     Args:
       opt_state: any state that contains a ``TrajectoryState``.
@@ -185,16 +186,10 @@ def trajectory_basis(
       >>> boostax.subspace.trajectory_basis(state, 1).components.round(3).tolist()
       [[0.6000000238418579, 0.800000011920929]]
     """
-    state, size = _recorder_state("trajectory_basis", opt_state)
+    state = trees.state_of("trajectory_basis", opt_state, TrajectoryState, _HINT)
+    size = len(jax.tree.leaves(state.snapshots)[0])
     if params is not None:
         state = _record(state, params)
     count = size if isinstance(state.recorded, Tracer) else int(state.recorded)
     snapshots = jax.tree.map(lambda x: x[:count] if count < size else x, state.snapshots)
     return principal(snapshots, n_components, dtype, complete, "trajectory_basis")
-
-
-def _recorder_state(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
-    """Return the state of a recorder, and its number of slots."""
-    hint = "Put boostax.subspace.record_trajectory into the chain."
-    state = trees.state_of(who, opt_state, TrajectoryState, hint)
-    return state, jax.tree.leaves(state.snapshots)[0].shape[0]
