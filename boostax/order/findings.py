@@ -41,9 +41,9 @@ _WORDS = checks.table("boostax.order", "orders")
 _SEVERAL = checks.table("boostax.order", "roles")["several"]
 
 
-def findings(parts: Sequence[Row], step: Any = None) -> list[Finding]:
-    """Return all findings of a chain, and of a step around it."""
-    bound = step is not None and bool(step.names)
+def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
+    """Return all findings of a chain, and of a step around it; see ``settings`` for ``bound``."""
+    bound = bound or (step is not None and bool(step.names))
     of_chain = [*orders(parts), *settings(parts, bound), *directions(parts)]
     return of_chain if step is None else [*of_chain, *of_step(parts, step)]
 

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.describe import Description, closure, first_line
+from boostax._core.types import PyTree
 
 UNKNOWN = "unknown"
 # The role of a part that only combines other parts.
@@ -148,6 +150,28 @@ def _injected(values: Mapping[str, Any]) -> object:
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
     except Exception:  # Any factory may fail here; the part is then unknown.
         return None
+
+
+def of_state(state: PyTree) -> Part:
+    """Return the parts of a chain as its state shows them; a part without a state is unknown.
+
+    The state of a part is a ``NamedTuple``, whose class names the factory, and whose fields hold
+    the states of the parts inside. A chain's state is a tuple of its parts' states.
+    """
+    kind, inner = type(state), list[PyTree]()
+    if isinstance(state, dict):
+        inner = [*state.values()]
+    elif isinstance(state, tuple):
+        inner = [*state]
+    parts = tuple(of_state(x) for x in inner if isinstance(x, tuple | dict))
+    if not hasattr(state, "_fields"):
+        return Part("chain", "optax", "", inner=parts)
+    package, name = kind.__module__.partition(".")[0], kind.__name__.removesuffix("State")
+    # ``ScaleByAdamState`` is the state of ``scale_by_adam``.
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    name, *roles = _table()["states"].get(f"{package}.{kind.__name__}", name).split(" | ")
+    described = [Description(name, "", role, (), {}, False) for role in roles]
+    return Part(name, package, "", *described, inner=parts, parallel=name == "partition")
 
 
 @functools.cache

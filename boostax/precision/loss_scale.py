@@ -23,6 +23,7 @@ from jax.core import Tracer
 from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
+from boostax.order import doors
 
 
 class LossScaleState(NamedTuple):
@@ -288,7 +289,7 @@ def _scaled(
         axes.require_local(grads.raw, names, who)
         checks.require_scalar(who, "scale", state.scale)
         if asks:
-            require(who, state.scale)
+            require(who, state.scale, grads.raw, params)
         # The reciprocal has two factors, because below 2**-126 one factor is flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
@@ -379,6 +380,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.scale_loss(jnp.float16(2.5), state))
       81920.0
     """
+    doors.of_loop("scale_loss", opt_state)
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
@@ -400,12 +402,14 @@ def _positive(who: str, argument: str, value: float, hint: str) -> None:
     checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
 
 
-def require(who: str, scale: jax.Array, groups: int = 1) -> None:
+def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:
     """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
 
     Args:
       who: the name of the scaler.
       scale: the array that identifies the scaler's state; see ``protocols.Scaler``.
+      grads: the gradients that the scaler gets.
+      params: the params, or ``None``.
       groups: the number of groups of gradients, each with its scale.
     """
     if not isinstance(scale, Tracer):
@@ -419,6 +423,7 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     )
     got = "some of a loss that was not"
     checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)
+    doors.of_gradients(who, grads, params)
     is_valid = groups == 1 or any(m.crossed for m in marks)
     got = "one that leaves scales= alone"
     allowed = "one that uses the scales of the groups"

@@ -29,6 +29,7 @@ from boostax.accumulate.aux import Aux, as_aux, drop_empty, total
 from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
+from boostax.order import doors
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train import refusals
@@ -288,6 +289,7 @@ class Oracle(Generic[Value, Params, Grads]):
             refusals.require_trainable(_trained(params, active))
             if self.rows[0] is None:
                 stacked_count(batch, _WHO, least=2)
+        doors.of_loop(_WHO, opt_state)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
@@ -450,7 +452,7 @@ class Oracle(Generic[Value, Params, Grads]):
         self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
         if watch is not None and interpret.CUSTOM[1] in operations:
-            from boostax.train import degrees
+            from boostax.order import degrees
 
             # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse or warn of wrong order wherever boostax gets a chain, its state, or its gradients.
+
+Optax is not patched, so each function of boostax checks what it gets. A chain is read part by part.
+The state of a chain has the states of its parts in their order. Of gradients in a trace the
+equations since the backward pass are read (``history.py``). Each finding is refused if every run
+goes wrong, and otherwise reported by one warning.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import optax
+
+from boostax._core.types import PyTree
+from boostax.order import parts
+from boostax.order.findings import Finding, finding, findings, orders, scales, settings
+
+# The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
+_KNOWN = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
+# The findings of which a loop was warned, with the structure of its state.
+_WARNED: set[tuple[str, PyTree]] = set()
+
+
+def of_chain(
+    who: str, tx: optax.GradientTransformation, names: tuple[str, ...] = (), step: Any = None
+) -> bool:
+    """Refuse a chain that is wrong in every run, and warn of its other findings.
+
+    Args:
+      who: the function that got the chain.
+      tx: the chain.
+      names: the replica axes that ``who`` binds.
+      step: the train step around the chain, if there is one.
+
+    Returns:
+      Whether a nonlinear backward rule would be wrong under the chain's loss scale.
+    """
+    new, is_scaled = _known(tx, names, step)
+    _report(who, "tx", new, None)
+    return is_scaled
+
+
+def of_loop(who: str, opt_state: PyTree, tx: optax.GradientTransformation | None = None) -> None:
+    """Check the chain of a loop, or the order of the states if the chain is not known."""
+    structure = jax.tree.structure(opt_state)
+    if tx is not None:
+        return _report(who, "tx", _known(tx)[0], structure)
+    rows = parts.rows(parts.of_state(opt_state))
+    return _report(who, "opt_state", [*orders(rows), *settings(rows, True)], structure)
+
+
+def _known(
+    tx: optax.GradientTransformation, names: tuple[str, ...] = (), step: Any = None
+) -> tuple[list[Finding], bool]:
+    try:
+        known = _KNOWN.setdefault(tx.update, {})
+    except TypeError:  # a callable that has no weak references, or no hash
+        known = {}
+    key = names, getattr(step, "policy", None), step is None
+    if key not in known:
+        rows = parts.rows(parts.read(tx))
+        known[key] = findings(rows, step, bool(names)), scales(tx)
+    return known[key]
+
+
+def of_gradients(who: str, grads: PyTree, params: PyTree) -> None:
+    """Refuse traced gradients that were clipped, decayed or the like since the backward pass."""
+    from boostax.order import history
+
+    if history.is_nonlinear(grads, params):
+        new = finding("changed", name=who)
+        allowed = "those of the backward pass, after casts, constant factors and means alone"
+        raise ValueError(
+            checks.message(who, "gradients", allowed, new.what, f"{new.why} {new.fix}")
+        )
+
+
+def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) -> None:
+    """Raise on the first certain finding; warn of the others, in a loop once per ``structure``."""
+    for item in sorted(new, key=lambda x: not x.certain):
+        if item.certain:
+            allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
+            allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
+            raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
+        if structure is None:
+            _WARNED.add((str(item), None))
+        elif {(str(item), None), (str(item), structure)} & _WARNED:
+            continue
+        _WARNED.add((str(item), structure))
+        warnings.warn(f"{who}: {item}", stacklevel=5)
