@@ -78,10 +78,12 @@ def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree
 
 
 def is_inexact(x: PyTree) -> bool:
+    """Return whether an array is real or complex."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def of_constant(value: PyTree, aval: PyTree) -> Degree:
+    """Return the degree of a constant."""
     if not is_inexact(aval) or isinstance(value, Tracer):
         return UNKNOWN if is_inexact(aval) else ANY
     array: PyTree = np.asarray(value)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from boostax._core import checks
 from boostax._core.types import PyTree
 from boostax.order import parts
 from boostax.order.findings import Finding, finding, findings, orders, scales, settings
@@ -74,9 +75,8 @@ def of_gradients(who: str, grads: PyTree, params: PyTree) -> None:
     if history.is_nonlinear(grads, params):
         new = finding("changed", name=who)
         allowed = "those of the backward pass, after casts, constant factors and means alone"
-        raise ValueError(
-            checks.message(who, "gradients", allowed, new.what, f"{new.why} {new.fix}")
-        )
+        text = checks.message(who, "gradients", allowed, new.what, f"{new.why} {new.fix}")
+        raise ValueError(text)
 
 
 def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) -> None:

@@ -44,11 +44,10 @@ def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     results = [x.val for x in leaves if x.val in changed.difference(backward)]
     if not results:
         return False
-    facts = [1.0] * len(backward) + [0.0 if id(x) in constants else degrees.FREE for x in free]
     inputs = [*backward, *free]
-    facts = [
-        x if degrees.is_inexact(y.aval) else degrees.ANY for x, y in zip(facts, inputs, strict=True)
-    ]
+    facts = [1.0] * len(backward) + [0.0 if id(x) in constants else degrees.FREE for x in free]
+    pairs = zip(facts, inputs, strict=True)
+    facts = [x if degrees.is_inexact(y.aval) else degrees.ANY for x, y in pairs]
     program = interpret.excerpt(inputs, results, eqns)
     how: Any = {"constant": degrees.of_constant}
     facts = interpret.flow(program, facts, _transfer, degrees.shared, 0.0, **how)
