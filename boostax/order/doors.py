@@ -7,6 +7,7 @@ equations since the backward pass are read (``history.py``). Each finding is ref
 goes wrong, and otherwise reported by one warning.
 """
 
+import re
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -86,9 +87,8 @@ def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) 
             allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
             allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
             raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
-        if structure is None:
-            _WARNED.add((str(item), None))
-        elif {(str(item), None), (str(item), structure)} & _WARNED:
-            continue
-        _WARNED.add((str(item), structure))
-        warnings.warn(f"{who}: {item}", stacklevel=5)
+        # The state of a scaler does not name its factory.
+        text = re.sub(r"\w+_loss_scale", "scaler", str(item))
+        if structure is None or not {(text, None), (text, structure)} & _WARNED:
+            warnings.warn(f"{who}: {item}", stacklevel=5)
+        _WARNED.add((text, structure))
