@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse or warn of wrong order wherever boostax gets a chain, its state, or its gradients.
+"""Refuse or warn of wrong order wherever boostax gets a chain or its state.
 
 Optax is not patched, so each function of boostax checks what it gets. A chain is read part by part.
-The state of a chain has the states of its parts in their order. Of gradients in a trace the
-equations since the backward pass are read (``history.py``). Each finding is refused if every run
+The state of a chain has the states of its parts in their order. A finding is refused if every run
 goes wrong, and otherwise reported by one warning.
 """
 
@@ -16,10 +15,9 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core import checks
 from boostax._core.types import PyTree
 from boostax.order import parts
-from boostax.order.findings import Finding, finding, findings, orders, scales, settings
+from boostax.order.findings import Finding, findings, orders, scales, settings
 
 # The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
 _KNOWN = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
@@ -69,17 +67,6 @@ def _known(
     return known[key]
 
 
-def of_gradients(who: str, grads: PyTree, params: PyTree) -> None:
-    """Refuse traced gradients that were clipped, decayed or the like since the backward pass."""
-    from boostax.order import history
-
-    if history.is_nonlinear(grads, params):
-        new = finding("changed", name=who)
-        allowed = "those of the backward pass, after casts, constant factors and means alone"
-        text = checks.message(who, "gradients", allowed, new.what, f"{new.why} {new.fix}")
-        raise ValueError(text)
-
-
 def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) -> None:
     """Raise on the first certain finding; warn of the others, in a loop once per ``structure``."""
     for item in sorted(new, key=lambda x: not x.certain):
@@ -88,7 +75,7 @@ def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) 
             allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
             raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
         # The state of a scaler does not name its factory.
-        text = re.sub(r"\w+_loss_scale", "scaler", str(item))
+        text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
             warnings.warn(f"{who}: {item}", stacklevel=5)
         _WARNED.add((text, structure))

@@ -155,23 +155,23 @@ def _injected(values: Mapping[str, Any]) -> object:
 def of_state(state: PyTree) -> Part:
     """Return the parts of a chain as its state shows them; a part without a state is unknown.
 
-    The state of a part is a ``NamedTuple``, whose class names the factory, and whose fields hold
-    the states of the parts inside. A chain's state is a tuple of its parts' states.
+    The state of a chain is a tuple of its parts' states. The state of a part is a ``NamedTuple``:
+    its class names the factory, and its fields contain the states of the parts inside.
     """
-    kind, inner = type(state), list[PyTree]()
-    if isinstance(state, dict):
-        inner = [*state.values()]
-    elif isinstance(state, tuple):
-        inner = [*state]
-    parts = tuple(of_state(x) for x in inner if isinstance(x, tuple | dict))
+    values = state.values() if isinstance(state, dict) else state
+    inner = tuple(of_state(x) for x in values if isinstance(x, tuple | dict))
     if not hasattr(state, "_fields"):
-        return Part("chain", "optax", "", inner=parts)
-    package, name = kind.__module__.partition(".")[0], kind.__name__.removesuffix("State")
+        return Part("chain", "optax", "", inner=inner)
+    package = type(state).__module__.partition(".")[0]
     # ``ScaleByAdamState`` is the state of ``scale_by_adam``.
-    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    name, *roles = _table()["states"].get(f"{package}.{kind.__name__}", name).split(" | ")
-    described = [Description(name, "", role, (), {}, False) for role in roles]
-    return Part(name, package, "", *described, inner=parts, parallel=name == "partition")
+    name = type(state).__name__.removesuffix("State").replace("GC", "gc")
+    words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
+    part = Part(words.lower(), package, "", inner=inner, parallel=words == "Partition")
+    roles = [x for x, names in _table()["states"].items() if part.name in names.split()]
+    if package != "boostax" or not roles:
+        return part
+    description = Description(part.name, "", roles[0], (), {}, False)
+    return dataclasses.replace(part, description=description)
 
 
 @functools.cache

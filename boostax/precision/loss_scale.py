@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, history, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
 from boostax.order import doors
@@ -423,7 +423,14 @@ def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: i
     )
     got = "some of a loss that was not"
     checks.require(bool(marks), who, "gradients", got=got, allowed=allowed, hint=hint)
-    doors.of_gradients(who, grads, params)
+    got = "some that were clipped, decayed or changed otherwise since then"
+    allowed = "those of the backward pass, after casts, constant factors and means alone"
+    hint = (
+        "They are still multiplied by the loss scale, so that a bound or a decay means something "
+        f"else at every scale: {who}(optax.chain(optax.clip_by_global_norm(1.0), ...))."
+    )
+    is_changed = history.is_nonlinear(grads, params)
+    checks.require(not is_changed, who, "gradients", got=got, allowed=allowed, hint=hint)
     is_valid = groups == 1 or any(m.crossed for m in marks)
     got = "one that leaves scales= alone"
     allowed = "one that uses the scales of the groups"

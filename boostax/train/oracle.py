@@ -452,7 +452,7 @@ class Oracle(Generic[Value, Params, Grads]):
         self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
         if watch is not None and interpret.CUSTOM[1] in operations:
-            from boostax.order import degrees
+            from boostax._core import degrees
 
             # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)

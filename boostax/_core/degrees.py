@@ -30,7 +30,7 @@ from boostax._core.types import PyTree
 Degree = float | str
 ANY, GUARD, FREE, NONE, UNKNOWN = "any", "guard", "free", "none", "unknown"
 _LARGEST_GUARD = 1e-6
-_TABLE = checks.table("boostax.order", "degrees")
+_TABLE = checks.table("boostax._core", "degrees")
 _POWERS: dict[str, Degree] = _TABLE.pop("powers")
 # What an operation does to degrees: a power, or a word of the table.
 _KINDS = _POWERS | {name: kind for kind, names in _TABLE.items() for name in names.split()}

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from boostax._core import interpret, jaxprs
+from boostax._core import degrees, interpret, jaxprs
 from boostax._core.types import PyTree
-from boostax.order import degrees
 
 # The fields that the equations of a trace and of a program share.
 _FIELDS = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
