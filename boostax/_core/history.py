@@ -33,8 +33,8 @@ def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
       params: params in the same trace, which a weight decay adds; or ``None``.
     """
     leaves = [y for x in jax.tree.leaves(grads) if (y := _recorded(x)) is not None]
-    constants = {id(y.val) for x in jax.tree.leaves(params) if (y := _recorded(x)) is not None}
-    eqns, backward, free = _between(leaves)
+    constants = {y.val for x in jax.tree.leaves(params) if (y := _recorded(x)) is not None}
+    eqns, backward, free = _between(leaves, constants)
     changed = set(backward)
     for eqn in eqns:
         depends = any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var))
@@ -44,7 +44,7 @@ def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     if not results:
         return False
     inputs = [*backward, *free]
-    facts = [1.0] * len(backward) + [0.0 if id(x) in constants else degrees.FREE for x in free]
+    facts = [1.0] * len(backward) + [0.0 if x in constants else degrees.FREE for x in free]
     pairs = zip(facts, inputs, strict=True)
     facts = [x if degrees.is_inexact(y.aval) else degrees.ANY for x, y in pairs]
     program = interpret.excerpt(inputs, results, eqns)
@@ -71,7 +71,9 @@ def _transfer(eqn: jaxprs.JaxprEqn, operands: list[degrees.Degree]) -> list[degr
     return [1.0 if degrees.is_inexact(var.aval) else degrees.ANY for var in eqn.outvars]
 
 
-def _between(leaves: list[Any]) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
+def _between(
+    leaves: list[Any], constants: set[Any]
+) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
     """Return the equations after the backward pass, in order, its results, and other inputs."""
     eqns: list[jaxprs.JaxprEqn] = []
     inputs: dict[Any, bool] = {}
@@ -85,8 +87,8 @@ def _between(leaves: list[Any]) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[
         if is_done:
             fields = {name: getattr(eqn, name) for name in _FIELDS}
             eqns.append(_template().replace(invars=[x.val for x in eqn.in_tracers], **fields))
-        elif eqn is None or _is_backward(eqn):
-            inputs.setdefault(tracer.val, eqn is not None)
+        elif eqn is None or tracer.val in constants or _is_backward(eqn):
+            inputs.setdefault(tracer.val, eqn is not None and tracer.val not in constants)
         elif id(eqn) not in seen:
             seen.add(id(eqn))
             stack += [(tracer, True), *((x, False) for x in eqn.in_tracers)]
