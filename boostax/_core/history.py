@@ -33,7 +33,8 @@ def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
       params: params in the same trace, which a weight decay adds; or ``None``.
     """
     leaves = [y for x in jax.tree.leaves(grads) if (y := _recorded(x)) is not None]
-    constants = {y.val for x in jax.tree.leaves(params) if (y := _recorded(x)) is not None}
+    recorded = (_recorded(x) for x in jax.tree.leaves(params))
+    constants = {x.val for x in recorded if isinstance(getattr(x, "val", None), jaxprs.Var)}
     eqns, backward, free = _between(leaves, constants)
     changed = set(backward)
     for eqn in eqns:
