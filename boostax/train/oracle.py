@@ -614,7 +614,10 @@ def applied(
         new, opt_state = gate.step(pending, opt_state, trained, apply=True, **extra_args)
     else:
         tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, opt_state, trained, **extra_args)
+        updates, new_state = tx.update(grads, opt_state, trained, **extra_args)
+        # Gradients in f32, of micro-batches, would widen moments of params in bf16.
+        is_alike = jax.tree.structure(opt_state) == jax.tree.structure(new_state)
+        opt_state = trees.cast_like(new_state, opt_state) if is_alike else new_state
         new = trees.applied(trained, updates)
     new = axes.placed_like(new, trained)
     return (trees.put_back(new, params) if has_holes else new), opt_state
