@@ -17,8 +17,8 @@ from test_losses import BATCH, HEADS, PLAIN
 
 import boostax
 import boostax.nnx
+from boostax._core import degrees
 from boostax.precision import current_scale
-from boostax.train import degrees
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
 KEY = jax.random.key(0)

@@ -10,7 +10,7 @@ import boostax
 ROOT = pathlib.Path(boostax.__file__).parent
 # Each may import those before it; those between two signs know nothing of each other.
 LAYERS = (
-    "_core < precision reduce subspace model < accumulate freeze < order < train compat "
+    "_core < order < precision reduce subspace model < accumulate freeze < train compat "
     "< layers states nnx < auditing explaining < config < testing"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split("<")) for name in layer.split()}

@@ -109,7 +109,7 @@ class Noisy(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
 
-FINITE = on_mesh(optax.apply_if_finite(accumulate(MEAN, 2), 5), ON_ALL)
+FINITE = optax.apply_if_finite(accumulate(MEAN, 2), 5)
 MAPPED, DATE = (chain(all_reduce(name), ADAM) for name in ("data", "date"))
 ORACLE, OTHER = value_and_grad(loss), state()._replace(params={"w": W["w"]})
 # A call, and the line in its message that mends it.
@@ -138,7 +138,7 @@ MISTAKES = {
     "on_mesh, jax.grad": (lambda: compiled(PLACED, w=ON_ALL), r"mesh=mesh\).*optimizer\.value"),
     "on_mesh, no params": (lambda: PLACED.update(W, OF), r"Call tx\.update\(grads, state, params"),
     "on_mesh, 4 replicas": (lambda: on_replicas(PLACED, 4), r"has 8 replicas: .*mesh=mesh"),
-    "apply_if_finite": (lambda: on_replicas(FINITE), r"boostax\.skip_bad_steps"),
+    "apply_if_finite": (lambda: on_mesh(FINITE, ON_ALL), r"Use boostax\.accumulate or"),
     "specs of another tree": (lambda: sharded(P("data"), None), r"Use PartitionSpec\(\)"),
     "specs that do not divide": (lambda: sharded(P("data"), P()), "replicate it by"),
     "specs of another mesh": (lambda: sharded(P("model"), P()), "replicate it by"),

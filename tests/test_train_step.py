@@ -184,6 +184,26 @@ def test_statistics_that_overflow_in_the_forward_pass_are_not_kept():
     np.testing.assert_array_equal(state.model_state["mean"], np.zeros(4))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, boostax.skip_bad_steps, optax.flatten])
+@pytest.mark.parametrize(
+    "name", ["adam", "sgd", "adafactor", "lion", "rmsprop", "adadelta", "muon"]
+)
+def test_a_state_keeps_its_dtypes_with_params_in_bf16(name, wrap, microbatches):
+    """Defect guarded against: micro-batches' f32 gradients made Adam's moments f32."""
+    how = {"momentum": 0.9} if name == "sgd" else {}
+    factory = optax.contrib.muon if name == "muon" else getattr(optax, name)
+    tx, params = wrap(factory(1e-3, **how)), {"w": jnp.ones((8, 4), jnp.bfloat16)}
+    fn = boostax.value_and_grad(lambda p, x: jnp.mean(x @ p["w"]), microbatches=microbatches)
+
+    def step(params, state, x):
+        return boostax.apply_gradients(tx, fn(params, state, x)[1], state, params)
+
+    first = params, tx.init(params)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
+    assert jax.eval_shape(step, *first, jnp.ones((4, 8))) == types
+
+
 def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
     batch = token_batch(16)
     loss, grads = boostax.value_and_grad(plain_loss)(PARAMS, (), batch)

@@ -41,16 +41,24 @@ _WORDS = checks.table("boostax.order", "orders")
 _SEVERAL = checks.table("boostax.order", "roles")["several"]
 
 
-def findings(parts: Sequence[Row], step: Any = None) -> list[Finding]:
-    """Return all findings of a chain, and of a step around the chain."""
+def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
+    """Return all findings of a chain, and of a step around the chain.
+
+    ``bound`` is whether a caller binds an axis for gates without an ``axis_name``.
+    """
+    listed = [*orders(parts, bound or (step is not None and bool(step.names)))]
+    listed += directions(parts)
+    return listed if step is None else [*listed, *of_step(parts, step)]
+
+
+def orders(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
+    """Yield parts in a wrong sequence, in a wrong nesting, or with a wrong setting."""
     pairs = ((a, b) for a, b in itertools.combinations(parts, 2) if a not in b.holders)
     # Parts on different sides of a partition receive different params.
     met = ((a, b) for a, b in pairs if all(dict(b.sides).get(x, i) == i for x, i in a.sides))
-    listed = [*_broken("after", met)]
-    listed += _broken("inside", ((a, b) for b in parts for a in b.holders))
-    listed += settings(parts, step is not None and bool(step.names))
-    listed += directions(parts)
-    return listed if step is None else [*listed, *of_step(parts, step)]
+    yield from _broken("after", met)
+    yield from _broken("inside", ((a, b) for b in parts for a in b.holders))
+    yield from settings(parts, bound)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.describe import Description, closure, first_line
+from boostax._core.types import PyTree
 
 UNKNOWN = "unknown"
 # The role of a part that only combines other parts.
@@ -148,6 +150,28 @@ def _injected(values: Mapping[str, Any]) -> object:
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
     except Exception:  # Any factory may fail here; the part is then unknown.
         return None
+
+
+def of_state(state: PyTree) -> Part:
+    """Return the parts of a chain as its state shows them; a part without a state is unknown.
+
+    The state of a chain is a tuple of its parts' states. The state of a part is a ``NamedTuple``:
+    its class names the factory, and its fields contain the states of the parts inside.
+    """
+    values = state.values() if isinstance(state, dict) else state
+    inner = tuple(of_state(x) for x in values if isinstance(x, tuple | dict))
+    if not hasattr(state, "_fields"):
+        return Part("chain", "optax", "", inner=inner)
+    package = type(state).__module__.partition(".")[0]
+    # ``ScaleByAdamState`` is the state of ``scale_by_adam``.
+    name = type(state).__name__.removesuffix("State").replace("GC", "gc")
+    words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
+    part = Part(words.lower(), package, "", inner=inner, parallel=words == "Partition")
+    roles = [x for x, names in _table()["states"].items() if part.name in names.split()]
+    if package != "boostax" or not roles:
+        return part
+    description = Description(part.name, "", roles[0], (), {}, False)
+    return dataclasses.replace(part, description=description)
 
 
 @functools.cache

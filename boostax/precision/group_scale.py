@@ -274,7 +274,7 @@ def group_loss_scale(
     ) -> Stepped:
         axes.require_local(grads.raw, names, _WHO)
         numbers, _ = group_numbers(_WHO, labels, grads.raw)
-        require(_WHO, state.table, len(set(numbers)))
+        require(_WHO, state.table, grads.raw, params, len(set(numbers)))
         # Reciprocals and products are exact, because the scales are powers of two.
         inverse = 1.0 / state.scales
         present, bad, largest = _look(grads, numbers, inverse, names)

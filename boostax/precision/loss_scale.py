@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, history, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
+from boostax.order import doors
 
 
 def scale_array(state: PyTree) -> jax.Array:
@@ -290,7 +291,7 @@ def _scaled(
         axes.require_local(grads.raw, names, who)
         checks.require_scalar(who, "scale", state.scale)
         if asks:
-            require(who, state.scale)
+            require(who, state.scale, grads.raw, params)
         # The reciprocal is split in two factors, because a number below 2**-126 is flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
@@ -381,6 +382,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.scale_loss(jnp.float16(2.5), state))
       81920.0
     """
+    doors.of_loop("scale_loss", opt_state)
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
@@ -401,12 +403,14 @@ def _positive(who: str, argument: str, value: float, hint: str) -> None:
     checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
 
 
-def require(who: str, scale: jax.Array, groups: int = 1) -> None:
+def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:
     """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
 
     Args:
       who: the name of the scaler.
       scale: the array that identifies the scaler's state; see ``protocols.Scaler``.
+      grads: the gradients that the scaler gets.
+      params: the params, or ``None``.
       groups: the number of groups of gradients, each with its scale.
     """
     if not isinstance(scale, Tracer):
@@ -420,6 +424,13 @@ def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     )
     got = "gradients of a loss that was not multiplied"
     checks.require(bool(marks), who, "gradients", got, allowed, hint)
+    got = "gradients that were clipped, decayed or changed otherwise"
+    allowed = "gradients of the backward pass, after casts, constant factors and means alone"
+    hint = (
+        "The loss scale still multiplies these gradients, so a bound or a decay has another meaning "
+        f"at every scale: write {who}(optax.chain(optax.clip_by_global_norm(1.0), ...))."
+    )
+    checks.require(not history.is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
     is_valid = groups == 1 or any(m.crossed for m in marks)
     allowed = "a function that uses the scales of the groups"
     hint = "Call boostax.precision.scale_boundary(x, scales, outer, inner) on edges between groups."

@@ -6,6 +6,7 @@ import optax
 from boostax._core import checks, mismatch, types
 from boostax._core.types import PyTree
 from boostax.accumulate.window import require_weighted
+from boostax.order import doors
 from boostax.train.oracle import applied
 
 
@@ -48,5 +49,6 @@ def apply_gradients(
     """
     who, call = "apply_gradients", "boostax.apply_gradients(tx, grads, opt_state, params)"
     with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params, grads):
+        doors.of_loop(who, opt_state, tx)
         require_weighted(opt_state, extra_args.get("weight"))
         return applied(tx, grads, opt_state, params, extra_args)

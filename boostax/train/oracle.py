@@ -29,6 +29,7 @@ from boostax.accumulate.aux import Aux, as_aux, drop_empty, total
 from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
+from boostax.order import doors
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train import refusals
@@ -288,6 +289,7 @@ class Oracle(Generic[Value, Params, Grads]):
             refusals.require_trainable(_trained(params, active))
             if self.rows[0] is None:
                 stacked_count(batch, _WHO, least=2)
+        doors.of_loop(_WHO, opt_state)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
@@ -450,7 +452,7 @@ class Oracle(Generic[Value, Params, Grads]):
         self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
         if watch is not None and interpret.CUSTOM[1] in operations:
-            from boostax.train import degrees
+            from boostax._core import degrees
 
             # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
@@ -612,7 +614,10 @@ def applied(
         new, opt_state = gate.step(pending, opt_state, trained, apply=True, **extra_args)
     else:
         tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, opt_state, trained, **extra_args)
+        updates, new_state = tx.update(grads, opt_state, trained, **extra_args)
+        # Gradients in f32, of micro-batches, would widen moments of params in bf16.
+        is_alike = jax.tree.structure(opt_state) == jax.tree.structure(new_state)
+        opt_state = trees.cast_like(new_state, opt_state) if is_alike else new_state
         new = trees.applied(trained, updates)
     new = axes.placed_like(new, trained)
     return (trees.put_back(new, params) if has_holes else new), opt_state

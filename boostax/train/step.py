@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
 
 import jax
@@ -15,13 +14,11 @@ from jax.sharding import Mesh
 from boostax._core import axes, checks
 from boostax._core.types import PyTree
 from boostax.accumulate.aux import as_metrics
+from boostax.order import doors
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
 from boostax.train.oracle import Backward, planned, value_and_grad
-
-# The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
-_FINDINGS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[PyTree], bool]]]()
 
 
 @checks.arguments
@@ -139,33 +136,9 @@ def make_train_step(
         oracle = around(oracle, precision)
     settings = precision, param_specs, freeze_driver, shard_optimizer, gather
     step = TrainStep(tx, oracle, mesh, names, slices, *settings)
-    watch = functools.partial(_warn_of_rules, set()) if _check_chain(step) else None
+    is_scaled = doors.of_chain(who, tx, names, step)
+    watch = functools.partial(_warn_of_rules, set()) if is_scaled else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
-
-
-def _check_chain(step: TrainStep) -> bool:
-    """Refuse a chain that is wrong in every run; warn of its other findings.
-
-    The result is whether a nonlinear backward rule would be wrong under the chain's loss scale.
-    """
-    try:
-        known = _FINDINGS.setdefault(step.tx.update, {})
-    except TypeError:  # a callable that has no weak references, or no hash
-        known = {}
-    if (step.policy, step.names) not in known:
-        # The modules that read chains are loaded with the first step, not with the library.
-        from boostax.order.findings import findings, scales
-        from boostax.order.parts import read, rows
-
-        ordered = sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain)
-        known[step.policy, step.names] = ordered, scales(step.tx)
-    ordered, is_scaled = known[step.policy, step.names]
-    for finding in ordered:
-        if finding.certain:
-            allowed = "a chain whose parts fit each other and the step"
-            raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
-        warnings.warn(f"make_train_step: {finding}", stacklevel=4)
-    return is_scaled
 
 
 def _warn_of_rules(known: set[str], rules: list[str]) -> None:

@@ -24,12 +24,13 @@ from jax.core import Tracer
 from boostax._core import checks, interpret, jaxprs
 from boostax._core.types import PyTree
 
-# A degree is a number or one of four marks: any degree (zeros and infinities), a small positive
-# constant that only guards a division and is ignored next to other terms, no degree, or unknown.
+# A degree is a number or one of five marks: any degree (zeros and infinities), a small positive
+# constant that only guards a division and is ignored next to other terms, an input that may be of
+# any degree but is a factor in each product, no degree, or unknown.
 Degree = float | str
-ANY, GUARD, NONE, UNKNOWN = "any", "guard", "none", "unknown"
+ANY, GUARD, FREE, NONE, UNKNOWN = "any", "guard", "free", "none", "unknown"
 _LARGEST_GUARD = 1e-6
-_TABLE = checks.table("boostax.train", "degrees")
+_TABLE = checks.table("boostax._core", "degrees")
 _POWERS: dict[str, Degree] = _TABLE.pop("powers")
 # What an operation does to degrees: a power, or a word of the table.
 _KINDS = _POWERS | {name: kind for kind, names in _TABLE.items() for name in names.split()}
@@ -54,11 +55,11 @@ def nonlinear(program: jaxprs.ClosedJaxpr, sure: bool) -> list[str]:
 
 def _is_nonlinear(eqn: jaxprs.JaxprEqn, sure: bool) -> bool:
     inputs = [var.aval for var in eqn.invars]
-    cotangents = [var.aval for var in eqn.outvars if _is_inexact(var.aval)]
+    cotangents = [var.aval for var in eqn.outvars if is_inexact(var.aval)]
 
     def backward(operands: list[jax.Array], cotangents: list[jax.Array]) -> list[jax.Array]:
-        _, pull = jax.vjp(lambda *x: [*filter(_is_inexact, interpret.replay(eqn, x))], *operands)
-        return [*filter(_is_inexact, pull(cotangents))]
+        _, pull = jax.vjp(lambda *x: [*filter(is_inexact, interpret.replay(eqn, x))], *operands)
+        return [*filter(is_inexact, pull(cotangents))]
 
     try:
         program = jax.make_jaxpr(backward)(inputs, cotangents)
@@ -71,18 +72,20 @@ def _is_nonlinear(eqn: jaxprs.JaxprEqn, sure: bool) -> bool:
 def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree]:
     """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
-    inputs = [x if _is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
+    inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
     # A loop that runs until convergence need not have a degree.
-    return interpret.flow(program, inputs, _transfer, _shared, 0.0, constant=_of_constant)
+    return interpret.flow(program, inputs, transfer, shared, 0.0, constant=of_constant)
 
 
-def _is_inexact(x: PyTree) -> bool:
+def is_inexact(x: PyTree) -> bool:
+    """Return whether an array is real or complex."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _of_constant(value: PyTree, aval: PyTree) -> Degree:
-    if not _is_inexact(aval) or isinstance(value, Tracer):
-        return UNKNOWN if _is_inexact(aval) else ANY
+def of_constant(value: PyTree, aval: PyTree) -> Degree:
+    """Return the degree of a constant."""
+    if not is_inexact(aval) or isinstance(value, Tracer):
+        return UNKNOWN if is_inexact(aval) else ANY
     array: PyTree = np.asarray(value)
     size = np.abs(array).astype(np.float64)
     # The largest number of a dtype represents infinity, as in jnp.nan_to_num.
@@ -91,18 +94,20 @@ def _of_constant(value: PyTree, aval: PyTree) -> Degree:
     return GUARD if np.all((size <= _LARGEST_GUARD) & (array.real > 0)) else 0.0
 
 
-def _shared(degrees: Sequence[Degree], otherwise: str = UNKNOWN) -> Degree:
+def shared(degrees: Sequence[Degree], otherwise: str = UNKNOWN) -> Degree:
     """Return the degree that all values share, or ``otherwise``."""
     different = set(degrees) - {ANY, GUARD} or ({GUARD} if GUARD in degrees else {ANY})
+    if FREE in different:
+        return FREE if different <= {FREE, 0.0} else UNKNOWN
     return different.pop() if len(different) == 1 else otherwise
 
 
-def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
+def transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
     """Return the degrees of the results of an equation."""
     name = eqn.primitive.name
     types: list[PyTree] = [var.aval for var in eqn.outvars]
     kind = _KINDS.get(name)
-    if name == "convert_element_type" and not _is_inexact(eqn.invars[0].aval):
+    if name == "convert_element_type" and not is_inexact(eqn.invars[0].aval):
         kind = "invariant"
     elif name == "convert_element_type" and jnp.issubdtype(types[0].dtype, jnp.integer):
         kind = "absolute"
@@ -110,22 +115,23 @@ def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
         operands = [_degree(eqn, kind, operands)] * len(types)
     # An integer or a bool that no scale changes decides nothing, so it has any degree.
     pairs = zip(operands, types, strict=True)
-    return [x if _is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
+    return [x if is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 
 
 def _degree(eqn: jaxprs.JaxprEqn, kind: Degree | None, operands: list[Degree]) -> Degree:
     if UNKNOWN in operands or NONE in operands:
         return UNKNOWN if UNKNOWN in operands else NONE
     if kind in ("place", "sum"):
-        return _shared(operands, NONE if kind == "sum" else UNKNOWN)
+        return shared(operands, NONE if kind == "sum" else UNKNOWN)
     name, numbers = eqn.primitive.name, [x if isinstance(x, float) else 0.0 for x in operands]
+    constant = FREE if FREE in operands else 0.0
     if name == "pow" and isinstance(eqn.invars[1], jaxprs.Literal):
         kind = float(eqn.invars[1].val)
     power = 1.0 if kind == "product" else eqn.params.get("y", kind)
     if isinstance(power, int | float):
-        return ANY if ANY in operands else sum(numbers) * power
+        return ANY if ANY in operands else sum(numbers) * power or constant
     if name == "div" and operands[1] != ANY:
-        return ANY if operands[0] == ANY else numbers[0] - numbers[1]
+        return ANY if operands[0] == ANY else numbers[0] - numbers[1] or constant
     if kind == "invariant" or not any(numbers):
-        return 0.0
+        return constant
     return NONE if kind == "absolute" else UNKNOWN

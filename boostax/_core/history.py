@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read from a trace what was done to gradients after the backward pass.
+
+A scaler divides gradients by the loss scale, so everything between the backward pass and the scaler
+must be homogeneous of degree 1 in the gradients (``degrees.py``): casts, products with constants
+and means over replicas are, and a clip, a weight decay or a sign is not. JAX names the equations of
+a backward pass, and keeps the equation that made each traced array until the trace ends. Nothing is
+refused where this cannot be read: outside a trace, for gradients of another ``jax.jit``, and for
+gradients that no backward pass of JAX computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from boostax._core import degrees, interpret, jaxprs
+from boostax._core.types import PyTree
+
+# The fields that the equations of a trace and of a program share.
+_FIELDS = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
+
+
+def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
+    """Return whether some gradient is certainly not of degree 1 in the backward pass's result.
+
+    Args:
+      grads: gradients, traced or not.
+      params: params in the same trace, which a weight decay adds; or ``None``.
+    """
+    leaves = [y for x in jax.tree.leaves(grads) if (y := _recorded(x)) is not None]
+    recorded = (_recorded(x) for x in jax.tree.leaves(params))
+    constants = {x.val for x in recorded if isinstance(getattr(x, "val", None), jaxprs.Var)}
+    eqns, backward, free = _between(leaves, constants)
+    changed = set(backward)
+    for eqn in eqns:
+        depends = any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var))
+        if depends or any(_is_backward(x) for x, _ in interpret.equations([eqn])):
+            changed.update(eqn.outvars)
+    results = [x.val for x in leaves if x.val in changed.difference(backward)]
+    if not results:
+        return False
+    inputs = [*backward, *free]
+    facts = [1.0] * len(backward) + [0.0 if x in constants else degrees.FREE for x in free]
+    pairs = zip(facts, inputs, strict=True)
+    facts = [x if degrees.is_inexact(y.aval) else degrees.ANY for x, y in pairs]
+    program = interpret.excerpt(inputs, results, eqns)
+    how: Any = {"constant": degrees.of_constant}
+    facts = interpret.flow(program, facts, _transfer, degrees.shared, 0.0, **how)
+    return degrees.NONE in facts or any(isinstance(x, float) and x != 1 for x in facts)
+
+
+def _recorded(x: object) -> Any:
+    """Return the array of a recorded trace that a traced array stands for, or ``None``."""
+    while isinstance(x, Tracer) and not hasattr(x, "parent"):
+        x = getattr(x, "val", getattr(x, "primal", None))
+    return x if isinstance(x, Tracer) else None
+
+
+def _is_backward(eqn: Any) -> bool:
+    stack = getattr(eqn.source_info.name_stack, "stack", ())
+    return any(x.name == "transpose" for x in stack)
+
+
+def _transfer(eqn: jaxprs.JaxprEqn, operands: list[degrees.Degree]) -> list[degrees.Degree]:
+    if not _is_backward(eqn):
+        return degrees.transfer(eqn, operands)
+    return [1.0 if degrees.is_inexact(var.aval) else degrees.ANY for var in eqn.outvars]
+
+
+def _between(
+    leaves: list[Any], constants: set[Any]
+) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
+    """Return the equations after the backward pass, in order, its results, and other inputs."""
+    eqns: list[jaxprs.JaxprEqn] = []
+    inputs: dict[Any, bool] = {}
+    seen: set[int] = set()
+    stack = [(x, False) for x in reversed(leaves)]
+    while stack:
+        tracer, is_done = stack.pop()
+        eqn = tracer.parent
+        if isinstance(tracer.val, jaxprs.Literal):
+            continue
+        if is_done:
+            fields = {name: getattr(eqn, name) for name in _FIELDS}
+            eqns.append(_template().replace(invars=[x.val for x in eqn.in_tracers], **fields))
+        elif eqn is None or tracer.val in constants or _is_backward(eqn):
+            inputs.setdefault(tracer.val, eqn is not None and tracer.val not in constants)
+        elif id(eqn) not in seen:
+            seen.add(id(eqn))
+            stack += [(tracer, True), *((x, False) for x in eqn.in_tracers)]
+    backward = [x for x, is_backward in inputs.items() if is_backward]
+    return eqns, backward, [x for x, is_backward in inputs.items() if not is_backward]
+
+
+@functools.cache
+def _template() -> Any:
+    return jax.make_jaxpr(jnp.negative)(0.0).eqns[0]

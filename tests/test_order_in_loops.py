@@ -1,0 +1,202 @@
+"""Wrong order in a loop: what a train step refuses or warns of, each function of boostax does."""
+
+import contextlib
+import functools
+import random
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import boostax
+import boostax.nnx
+from boostax import dynamic_loss_scale, precision
+from boostax.order import doors
+
+PARAMS = {"a": jnp.ones(3), "b": jnp.full((2, 2), 2.0)}
+X = jnp.arange(3.0)
+GATES = {
+    "scaler": functools.partial(dynamic_loss_scale, init_scale=256.0),
+    "window": functools.partial(boostax.accumulate, every=2),
+    "skip": boostax.skip_bad_steps,
+}
+LINKS = {
+    "norm clip": lambda: optax.clip_by_global_norm(1.0),
+    "clip": lambda: optax.clip(0.5),
+    "decay": lambda: optax.add_decayed_weights(1e-2),
+    "momentum": lambda: optax.trace(0.9),
+    "adam": optax.scale_by_adam,
+    "rms": optax.scale_by_rms,
+    "rate": lambda: optax.scale_by_learning_rate(0.1),
+    "schedule": lambda: optax.scale_by_schedule(lambda count: 0.5),
+    "noise": lambda: optax.add_noise(0.1, 0.1, 0),
+    "sign": optax.scale_by_sign,
+    "zero": optax.zero_nans,
+    "nothing": optax.identity,
+    "centralize": boostax.centralize_gradients,
+    "adagc": lambda: boostax.model.adagc(1.05),
+}
+
+
+def chain(names, draw):
+    """A chain of parts; each gate wraps some of those behind it."""
+    parts = [optax.identity()]
+    for i, name in enumerate(names):
+        if name in GATES:
+            end = draw.randint(i + 1, len(names))
+            inner = chain(names[i + 1 : end], draw)
+            return optax.chain(*parts, GATES[name](inner), chain(names[end:], draw))
+        parts.append(LINKS[name]())
+    return optax.chain(*parts)
+
+
+def loss(params, x):
+    return jnp.sum(params["a"] * x) ** 2 + jnp.sum(params["b"] ** 3)
+
+
+def applied(tx, params, state, x):
+    _, grads = boostax.value_and_grad(loss)(params, state, x)
+    return boostax.apply_gradients(tx, grads, state, params)
+
+
+def updated(tx, params, state, x):
+    _, grads = boostax.value_and_grad(loss)(params, state, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def differentiated(tx, params, state, x):
+    grads = jax.grad(lambda y: precision.scale_loss(loss(y, x), state))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def reported(fn):
+    """What a call refuses, and of what it warns, without the names of the doors and of scalers."""
+    doors._WARNED.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fn()
+        except ValueError as error:
+            return [str(error)]
+    texts = [re.sub(r"^\w+: |\w+_(?=loss_scale)", "", str(x.message)) for x in caught]
+    assert len(set(texts)) == len(texts) or fn.func is boostax.make_train_step
+    return [None, *sorted(set(texts))]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(x, marks=pytest.mark.long) for x in range(40, 200))]
+)
+def test_a_loop_refuses_and_warns_of_what_a_train_step_does(seed):
+    draw = random.Random(seed)
+    names = [draw.choice([*LINKS, *GATES]) for _ in range(6)]
+    tx = chain(names, draw)
+    step = reported(functools.partial(boostax.make_train_step, loss, tx))
+    reports = {}
+    for loop in (applied, updated, differentiated):
+        jitted = jax.jit(functools.partial(loop, tx)).lower
+        reports[loop] = reported(functools.partial(jitted, PARAMS, tx.init(PARAMS), X))
+    if step[0]:
+        assert reports[applied][0]
+        return
+    assert reports[applied] == step
+    # Without the chain, only its state and the gradients can be read.
+    assert all(x[0] is None and {*x} <= {*step} for x in reports.values())
+    if len(step) > 1:
+        return
+    fn = boostax.make_train_step(loss, tx)
+    (expected, _), states = fn(fn.init(PARAMS), X), tx.init(PARAMS)
+    for loop in reports:
+        params, _ = jax.jit(functools.partial(loop, tx))(PARAMS, states, X)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-6), params, expected.params
+        )
+
+
+# What may happen to gradients between the backward pass and a scaler, and what may not.
+LINEAR = {
+    "cast": lambda g, w: g.astype(jnp.bfloat16).astype(g.dtype),
+    "factor": lambda g, w: 3 * g,
+    "mask": lambda g, w: g * (w > 0),
+    "finite": lambda g, w: jnp.where(jnp.isfinite(g), g, 0),
+    "relative": lambda g, w: jnp.clip(g, -jnp.abs(g).max() / 2, jnp.abs(g).max() / 2),
+}
+OTHERS = {
+    "clip": lambda g, w: jnp.clip(g, -1, 1),
+    "jit": lambda g, w: jax.jit(lambda g: jnp.clip(g, -1, 1))(g),
+    "decay": lambda g, w: g + 0.1 * w,
+    "sign": lambda g, w: jnp.sign(g),
+    "tanh": lambda g, w: jnp.tanh(g),
+}
+
+
+def seeds(step):
+    return lambda *trees: jax.vmap(step)(*jax.tree.map(lambda x: jnp.stack([x, x]), trees))
+
+
+def steps(step):
+    def body(carry, x):
+        return step(*carry, x), None
+
+    return lambda params, state, x: jax.lax.scan(body, (params, state), jnp.stack([x, x]))
+
+
+@pytest.mark.parametrize("around", [lambda step: step, jax.checkpoint, seeds, steps])
+@pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
+@pytest.mark.parametrize("micro", [False, True])
+def test_a_scaler_refuses_what_is_not_linear_since_the_backward_pass(around, name, micro):
+    tx = dynamic_loss_scale(optax.adam(1e-3))
+
+    def grads_of(params, state, x):
+        return jax.grad(lambda y: precision.scale_loss(loss(y, x), state))(params)
+
+    def step(params, state, x):
+        grads = grads_of(params, state, x)
+        if micro:
+
+            def body(i, total):
+                return jax.tree.map(jnp.add, total, grads_of(params, state, x))
+
+            grads = jax.lax.fori_loop(0, 2, body, grads)
+        grads = jax.tree.map((LINEAR | OTHERS)[name], grads, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    lower = functools.partial(jax.jit(around(step)).lower, PARAMS, tx.init(PARAMS), X)
+    text = "clipped, decayed or changed otherwise"
+    expected = pytest.raises(ValueError, match=text) if name in OTHERS else contextlib.nullcontext()
+    with expected:
+        lower()
+
+
+def test_a_nonlinear_rule_of_the_loss_is_no_change_after_the_backward_pass():
+    rule = jax.custom_vjp(lambda x: x)
+    rule.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+    tx = dynamic_loss_scale(optax.sgd(1.0))
+
+    def step(params, state, x):
+        scaled = jax.jit(lambda y: precision.scale_loss(loss(jax.tree.map(rule, y), x), state))
+        return tx.update(jax.grad(scaled)(params), state, params)
+
+    jax.jit(step).lower(PARAMS, tx.init(PARAMS), X)
+
+
+def test_an_optimizer_on_a_mesh_and_of_nnx_check_their_chain():
+    wrong = optax.chain(optax.clip(1.0), dynamic_loss_scale(optax.sgd(1.0)))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    for door in (
+        functools.partial(boostax.on_mesh, wrong, placed),
+        functools.partial(boostax.nnx.Optimizer, model, wrong, wrt=nnx.Param),
+    ):
+        with pytest.raises(
+            ValueError, match="dynamic_loss_scale after clip: clip receives gradients"
+        ):
+            door()
