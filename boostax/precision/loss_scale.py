@@ -427,7 +427,7 @@ def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: i
     got = "gradients that were clipped, decayed or changed otherwise"
     allowed = "gradients of the backward pass, after casts, constant factors and means alone"
     hint = (
-        "The loss scale still multiplies these gradients, so a bound or a decay has another meaning "
+        "The loss scale still multiplies these gradients, so a bound or decay has another meaning "
         f"at every scale: write {who}(optax.chain(optax.clip_by_global_norm(1.0), ...))."
     )
     checks.require(not history.is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
