@@ -369,7 +369,7 @@ def test_a_keyword_of_the_steps_own_is_refused(given):
 
 def test_a_keyword_that_the_loss_cannot_take_is_refused():
     step = boostax.make_train_step(plain_loss, optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"a function that takes beta=.* Leave beta= out"):
+    with pytest.raises(TypeError, match=r"a function that accepts beta=.* Leave beta= out"):
         step(step.init(PARAMS), token_batch(8), beta=0.1)
     with pytest.raises(TypeError, match=r"<class 'str'> .* at path args\[1\]\['mode'\]"):
         step(step.init(PARAMS), token_batch(8), mode="sum")
