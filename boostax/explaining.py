@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step: its parts, and errors in the order of the parts."""
+"""Explain a chain or a train step: its parts, and errors in their order."""
 
 import dataclasses
 import functools

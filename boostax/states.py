@@ -122,9 +122,8 @@ def state_specs(
     hint = "Use PartitionSpec() for a replicated param, not None."
     checks.require(len(specs) == len(leaves), who, "param_specs", len(specs), allowed, hint)
     allowed = "the size of the replica axis if shard_optimizer=True"
-    hint = "Pass replicas=mesh.shape['data']."
-    is_valid = replicas is not None or not shard_optimizer
-    checks.require(is_valid, who, "replicas", replicas, allowed, hint)
+    is_set = replicas is not None or not shard_optimizer
+    checks.require(is_set, who, "replicas", replicas, allowed, "Pass replicas=mesh.shape['data'].")
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return _specs_like(owners, state, names, (replicas or 0) * shard_optimizer)

@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
 def test_another_number_without_leave_is_refused(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, made("residual", 8).init(example.init_params()))
-        with pytest.raises(ValueError, match="number of replicas differs, reshard=True"):
+        with pytest.raises(ValueError, match="another number of replicas, pass reshard=True"):
             checkpointer.restore(made("residual", 4).init(example.init_params()))
 
 

@@ -363,7 +363,7 @@ def test_keywords_may_be_traced_committed_or_sharded(kind):
 @pytest.mark.parametrize("given", ["active", "depth", "key", "model_state", "scales"])
 def test_a_keyword_of_the_steps_own_is_refused(given):
     step = boostax.make_train_step(lambda p, x, **more: jnp.sum(p), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=f"keyword must be none of .*got '{given}'. Call it"):
+    with pytest.raises(ValueError, match=f"keyword must be none of .*got '{given}'. Rename"):
         step(step.init(jnp.ones(2)), jnp.ones(2), **{given: 1.0})
 
 

@@ -109,7 +109,7 @@ def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
         kind = "absolute"
     if kind != "place" or len(operands) != len(types):
         operands = [_degree(eqn, kind, operands)] * len(types)
-    # An integer or a bool that no scale changes has any degree, because no gradient depends on it.
+    # An integer or a bool that no scale changes has any degree: no gradient depends on it.
     pairs = zip(operands, types, strict=True)
     return [x if _is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 

@@ -148,7 +148,7 @@ def value_and_grad(
       >>> f = boostax.value_and_grad(lambda w, x: w * jnp.mean(x))
       >>> f(jnp.float32(1.0), state, jnp.ones(4))
       (Array(1., dtype=float32), Array(128., dtype=float32))
-      >>> def loss(w, x):  # of 0 to 3 only 1, 2 and 3 count in the first term
+      >>> def loss(w, x):  # the first term counts only rows above 0
       ...   return {"ce": (w * x, x > 0), "decay": (0.1 * w**2, 1)}
       >>> f = boostax.value_and_grad(loss, microbatches=2)
       >>> f(jnp.float32(1.0), (), jnp.arange(4.0))
@@ -585,7 +585,7 @@ def applied(
 ) -> tuple[PyTree, PyTree]:
     """Apply gradients like ``apply_gradients``, without explanations of errors.
 
-    ``counted`` is described in ``Pending``.
+    For ``counted``, see ``Pending``.
     """
     like = grads.local if isinstance(grads, Gradients) else grads
     like = like.local if is_per_replica(like) and not is_per_replica(params) else like

@@ -92,9 +92,9 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
     """Refuse a loss that itself differentiates a sum over the replicas, for an untyped map."""
-    # Without types JAX sums the cotangents of a sum over the replicas. This is correct for a
-    # gradient that is taken outside the mapped function and averaged over the replicas, but wrong
-    # for a gradient that is taken inside, for one replica.
+    # Without types, JAX sums the cotangents of a sum over the replicas. The sum is correct for a
+    # gradient that is computed outside of the mapped function and averaged over the replicas, but
+    # wrong for a gradient that is computed inside, for one replica.
 
     def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
         return inside or "transpose(" in str(eqn.source_info.name_stack)

@@ -23,7 +23,7 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
       A tree of ``jax.ShapeDtypeStruct``.
     """
     parts = trees.find(target, is_per_replica)
-    # The leading dimensions that may differ: the replicas, and the items of each replica.
+    # These leading dimensions may differ: the replicas, and the items of each replica.
     items = distributed_items(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
