@@ -143,7 +143,7 @@ def test_a_metric_by_a_name_of_the_report_is_refused(name):
         return value, boostax.Aux(metrics={name: value + 1, "mine": value + 2})
 
     step = boostax.make_train_step(told, boostax.dynamic_loss_scale(optax.sgd(0.1)), has_aux=True)
-    with pytest.raises(ValueError, match=f"metrics must be by names .* got '{name}'"):
+    with pytest.raises(ValueError, match=f"metrics must be named .* got '{name}'"):
         step(step.init(PARAMS), X)
     if name == "skipped":
         step = boostax.make_train_step(told, optax.sgd(0.1), has_aux=True)
