@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.4.0.dev0"
 
-# These load on first use, because they import many modules.
+# These names load on first use, because they import many modules.
 _LATE = {
     **dict.fromkeys(("auditing", "config", "compat", "explaining"), ""),
     **dict.fromkeys(("auto", "migrate_state"), "boostax.config"),

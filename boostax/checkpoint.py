@@ -2,6 +2,7 @@
 """Checkpoints of a train state through orbax, with a checksum for each leaf."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import json
@@ -10,13 +11,13 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import boostax
 from boostax._core import checks, copies, mismatch, replicas, transfer, trees, types
@@ -28,25 +29,25 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
 
 Json: TypeAlias = dict[str, Any]
 _WHO = "Checkpointer"
-# Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
+# Boostax 0.2 recorded no parts, so a removed part is recognized by the name of a leaf.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Save train states in the background and restore them bit for bit.
 
     A state is any tree of JAX arrays, including NamedTuples, PRNG keys, sharded and empty arrays.
-    Each checkpoint also holds a small JSON ``meta``, the versions of boostax, JAX and Optax, the
-    state classes of the chain, and for each leaf its shape, its dtype and a checksum. orbax keeps
-    no checksums: it casts silently and does not notice flipped bits. The directory of a step gets
-    its final name only when it is complete, so a killed process loses only the save in progress;
-    the next ``Checkpointer`` removes the leftovers. Nothing is pickled.
+    Each checkpoint also contains a small JSON ``meta``, the versions of boostax, JAX and Optax, the
+    state classes of the chain, and for each leaf its shape, its dtype and a checksum. orbax stores
+    no checksums, casts silently, and does not notice flipped bits. The directory of a step has its
+    final name only when the directory is complete, so a killed process loses only the save in
+    progress. The next ``Checkpointer`` removes the leftovers. Nothing is pickled.
 
     One process (or one multi-process run) may write to a directory at a time.
 
     Args:
       directory: the directory of the steps; created if missing.
-      keep: how many of the latest steps stay on disk.
+      keep: the number of latest steps that remain on disk.
 
     Raises:
       ValueError, TypeError: ``keep`` is not a positive integer.
@@ -66,29 +67,26 @@ class Checkpointer:
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
-        checks.positive_int(_WHO, "keep", keep, "It is how many steps stay on disk.")
+        checks.positive_int(_WHO, "keep", keep, "keep is the number of steps on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax would create the directory in the background, which may be too late.
+            # orbax would remove leftovers in the background, which may be too late.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
-                # If the directory is a link, its target does not belong to boostax and is not
-                # removed.
+                # The target of a link does not belong to boostax, so only the link is removed.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         state = ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays())
         handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
         self._manager = _Manager(self._path, options=options, item_handlers=handlers)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # After an error another process may have ended, and a save would wait for its shards.
+        # After an error, another process may have ended, and a save would wait for the shards of
+        # that process.
         if error is None or jax.process_count() == 1:
             self.close()
 
     def save(self, step: int, state: PyTree, meta: Json | None = None) -> None:
-        """Copy ``state`` to the host and write it, with ``meta``, in the background.
+        """Copy ``state`` to the host, and write the copy and ``meta`` in the background.
 
         ``state`` may be donated as soon as ``save`` returns. A step that is already on disk is
         replaced. The new step is complete on disk after ``wait``, ``close`` or the next ``save``.
@@ -97,12 +95,12 @@ class Checkpointer:
           step: a number for the checkpoint, usually the number of calls; the highest number is the
             latest.
           state: a tree of JAX arrays.
-          meta: anything that JSON can hold.
+          meta: a value that JSON can represent.
 
         Raises:
           TypeError: a leaf is not a JAX array, an object of NNX is in the tree, or ``meta`` is not
             JSON.
-          ValueError: devices hold different copies of an array.
+          ValueError: devices have different copies of an array.
           RuntimeError: the previous save failed in the background.
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
@@ -113,12 +111,14 @@ class Checkpointer:
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": mismatch.parts(state), "versions": versions}
-        # JSON converts tuples and integer keys, so the checksum is of the converted form.
+        # JSON converts tuples and integer keys, so the checksum is computed after the conversion.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
         if step in self.steps():
             self._manager.delete(step)
-        args = {"state": ocp.args.PyTreeSave(_without_empty(state))}
+        # orbax refuses arrays of size 0, so None represents these arrays in the tree.
+        state = jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
+        args = {"state": ocp.args.PyTreeSave(state)}
         args |= {"record": ocp.args.JsonSave(record)}
         self._manager.save(step, args=ocp.args.Composite(**args), force=True)
 
@@ -132,7 +132,7 @@ class Checkpointer:
             self._manager.wait_until_finished()
         except Exception as error:
             text = f"{_WHO}: the last save to {self._path} failed ({_first_line(error)}). "
-            raise RuntimeError(text + "Steps saved before it are untouched.") from error
+            raise RuntimeError(text + "Earlier steps are unchanged.") from error
 
     def steps(self) -> list[int]:
         """Wait for the last save, then return the complete steps on disk, ascending."""
@@ -148,17 +148,17 @@ class Checkpointer:
         """Return the ``meta`` that was saved with ``step``, by default the latest step.
 
         Raises:
-          FileNotFoundError: if there is no such step.
-          RuntimeError: if the record on disk is damaged.
+          FileNotFoundError: the step does not exist.
+          RuntimeError: the record on disk is damaged.
         """
-        return self._record(self._existing(step))["meta"]
+        return self._record(step)[1]["meta"]
 
     def versions(self, step: int | None = None) -> dict[str, str]:
-        """Return the versions of boostax, JAX and Optax that saved ``step``; empty before 0.3.
+        """Return the versions of boostax, JAX and Optax that saved ``step``.
 
-        Raises: as `meta`.
+        boostax 0.2 recorded no versions, so the result is then empty. Raises: as `meta`.
         """
-        return self._record(self._existing(step)).get("versions", {})
+        return self._record(step)[1].get("versions", {})
 
     def restore(
         self, target: types.State, step: int | None = None, *, reshard: bool = False
@@ -166,81 +166,82 @@ class Checkpointer:
         """Return the state and ``meta`` of ``step`` (default: the latest), placed like ``target``.
 
         The state may have been saved by another number of processes, on other devices. The restored
-        arrays own their memory, so a step may donate them.
+        arrays own their memory, so a step may donate the arrays.
 
         Args:
-          target: a state of the same structure, shapes and dtypes, of arrays or
-            ``jax.ShapeDtypeStruct`` with shardings; without a sharding an array goes to the first
-            device.
+          target: a state with the same structure, shapes and dtypes. Its leaves are arrays or
+            ``jax.ShapeDtypeStruct`` with shardings; a leaf without a sharding is placed on the
+            first device.
           step: the step to restore.
-          reshard: whether per-replica state may have been saved by another number of replicas; then
-            `boostax.reshard_state` redistributes it and keeps its mean.
+          reshard: whether per-replica state may have been saved by another number of replicas.
+            `boostax.reshard_state` then redistributes this state and preserves its mean.
 
         Raises:
-          FileNotFoundError: if there is no such step.
+          FileNotFoundError: the step does not exist.
           TypeError: a leaf of ``target`` is not an array, such as the step of a fresh Flax
             ``TrainState``.
-          ValueError: ``target`` does not fit the saved state; the error names the parts or leaves.
+          ValueError: ``target`` differs from the saved state; the error names the parts or leaves.
           RuntimeError: files on disk are missing, truncated or altered. No file is deleted, and the
             message names an older step that can be restored.
         """
         _require_arrays("target", target, lambda leaf: hasattr(leaf, "dtype"))
-        step = self._existing(step)
-        record = self._record(step)
+        step, record = self._record(step)
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
         if unlike := _unlike(record, mismatch.parts(target), _named(saved)):
-            raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
-        item = _without_empty(saved)
+            raise ValueError(
+                f"Checkpointer: target must match step {step} in {self._path}, {unlike}"
+            )
+        item = jax.tree.map(lambda leaf: leaf if leaf.size else None, saved)
         restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-        # The restore is partial, because versions differ in fields that are None.
+        # The restore is partial, because versions of boostax differ in fields that are None.
         args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
         state = self._read(step, state=args)["state"]
-        state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
+        state = jax.tree.map(
+            lambda x, y: y if x.size else transfer.place(jnp.zeros(x.shape, x.dtype), x.sharding),
+            saved,
+            state,
+        )
         restored = _described(_named(state))
         if altered := [x for x in restored if restored[x] != record["leaves"][x]]:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
-        # On CPU restored arrays share the host's memory, which XLA does not donate.
+        # On CPU, restored arrays share the host's memory, which XLA does not donate.
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
         return state, record["meta"]
 
     def close(self) -> None:
         """Wait for the last save and release the directory."""
-        try:
+        with contextlib.closing(self._manager):
             self.wait()
-        finally:
-            self._manager.close()
 
-    def _existing(self, step: int | None) -> int:
+    def _record(self, step: int | None) -> tuple[int, Json]:
+        """Return the number and the record of a step on disk, by default of the latest step."""
         steps = self.steps()
         last = max(steps, default=None) if step is None else step
         if last not in steps:
             allowed = f"one of {steps} in {self._path}"
-            hint = "Save one first, or open another."
+            hint = "Save the step first, or open another directory."
             raise FileNotFoundError(checks.message(_WHO, "step", allowed, step, hint))
-        return last
-
-    def _record(self, step: int) -> Json:
-        record = self._read(step, record=ocp.args.JsonRestore())["record"]
+        record = self._read(last, record=ocp.args.JsonRestore())["record"]
         if record.pop("checksum", None) != _text_checksum(record):
-            raise self._damaged(step, "the checksum of its record does not match")
-        return record
+            raise self._damaged(last, "the checksum of its record does not match")
+        return last, record
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            # orbax raises these at classes that it cannot compare, where no file is damaged.
+            # orbax raises these errors for classes that it cannot compare, without any damage.
             unlike = isinstance(error, (TypeError, IndexError))
             raise self._damaged(step, _first_line(error), unlike) from error
 
     def _damaged(self, step: int, what: str, unlike: bool = False) -> RuntimeError:
         older = max((x for x in self.steps() if x < step), default=None)
-        hint = f"To go back to step {older}, pass step={older} or move {step} out of it."
+        hint = f"To restore step {older}, pass step={older} or move {step} out of the directory."
         if older is None:
-            hint = "No older step is left: start again, or bring it back from a copy."
+            hint = "No older step exists: restart the run, or restore the directory from a copy."
         if unlike:
-            hint = f"Pass a target of the classes that were saved. If it is one: {hint}"
+            hint = f"Pass a target of the saved classes. If the classes are the same: {hint}"
         failure = f"step {step} in {self._path} {'cannot be read' if unlike else 'is damaged'}"
         return RuntimeError(f"Checkpointer: {failure}: {what}. Nothing was deleted. {hint}")
 
@@ -248,7 +249,7 @@ class Checkpointer:
 class _Manager(ocp.CheckpointManager):
     """An orbax manager that does not query JAX's preemption sync point.
 
-    orbax's own manager asks JAX at the start and end of every save whether a SIGTERM has arrived.
+    orbax's manager asks JAX at the start and end of every save whether a SIGTERM has arrived.
     Each query sets the step counter by which processes agree when to stop. A query in the
     background sets the counter back, and processes then stop after different calls. The training
     loop itself makes one query per call.
@@ -260,7 +261,7 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _arrays() -> Any:
-    """Return a handler of arrays that waits for all reads before it raises.
+    """Return a handler of arrays that waits for all reads before an error is raised.
 
     orbax closes its event loop after the first failed read. The remaining reads would then warn of
     coroutines that were never awaited, and raise in TensorStore's threads.
@@ -282,38 +283,37 @@ def _arrays() -> Any:
 
 def _named(state: PyTree) -> dict[str, jax.Array]:
     leaves = dict(trees.named(state))
-    # orbax writes a leaf under its path joined by dots.
+    # orbax writes a leaf under the leaf's path, joined by dots.
     is_valid = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
     allowed = "a tree whose paths differ when joined by dots"
-    hint = "Rename the keys with dots or slashes in them."
-    checks.require(is_valid, _WHO, "state", got=sorted(leaves)[:4], allowed=allowed, hint=hint)
+    hint = "Rename the keys that contain dots or slashes."
+    checks.require(is_valid, _WHO, "state", sorted(leaves)[:4], allowed, hint)
     return leaves
 
 
 def _require_arrays(what: str, tree: PyTree, is_array: Callable[..., bool]) -> dict[str, jax.Array]:
-    """Return the leaves by name.
+    """Return the leaves by name, and refuse a tree that orbax cannot restore.
 
-    Refuse objects of NNX, whose nodes orbax writes and cannot read, and leaves that are not arrays,
-    such as a number (Flax's ``TrainState.step``).
+    Refused are objects of NNX, whose nodes orbax writes and cannot read, and leaves that are not
+    arrays, such as a number (Flax's ``TrainState.step``).
     """
     nnx_object: Any = getattr(sys.modules.get("flax.nnx"), "Pytree", ())
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx_object))
     objects = (x for x in nodes if isinstance(x, nnx_object))
     got = next((f"an NNX object, {type(x).__name__}" for x in objects), "")
     hint = "Save nnx.as_pure((nnx.state(model), optimizer.opt_state))."
-    checks.require_type(not got, _WHO, what, got=got, allowed="a tree of arrays", hint=hint)
+    checks.require_type(not got, _WHO, what, got, "a tree of arrays", hint)
     leaves = _named(tree)
-    hint = "Make a number one with jnp.asarray; on a mesh, jax.device_put it like the others. "
-    hint += "Functions in a module stay out: save eqx.filter(state, eqx.is_array)."
+    hint = "Convert a number by jnp.asarray, and on a mesh place the array by jax.device_put. "
+    hint += "Save eqx.filter(state, eqx.is_array) for a module with functions."
     for name, leaf in leaves.items():
-        allowed = "a tree of JAX arrays"
         got = f"{type(leaf).__name__} at {name}"
-        checks.require_type(is_array(leaf), _WHO, what, got=got, allowed=allowed, hint=hint)
+        checks.require_type(is_array(leaf), _WHO, what, got, "a tree of JAX arrays", hint)
     return leaves
 
 
 def _unlike(record: Json, parts: list[str], leaves: dict[str, jax.Array]) -> str:
-    """Describe how parts and leaves of a target differ from a saved record; "" if they match."""
+    """Describe how parts and leaves of a target differ from a record; "" if nothing differs."""
     was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
     named = {field for name in was.keys() - now.keys() for field in name.split("/")}
@@ -322,30 +322,22 @@ def _unlike(record: Json, parts: list[str], leaves: dict[str, jax.Array]) -> str
     if saved != parts and (saved or "parts" in record):
         texts = {x: checks.replacement(f"boostax.{x}") or "" for x in saved if x not in parts}
         gone = " ".join(f"{name}: {text}" for name, text in texts.items() if "was removed" in text)
-        hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
+        hint = gone or "Restore into a state of the saved chain, then call boostax.migrate_state."
         both = [", ".join(x) or "no part" for x in (saved, parts)]
         return f"saved by {by} with {both[0]}, got {both[1]}. {hint}"
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
-    hint = "Take its chain and its model; if only the number of replicas differs, reshard=True."
+    hint = "Use the saved chain and model; for another number of replicas, pass reshard=True."
     data = checks.table("boostax.config", "migrate")
     hint = data["saved"] if named & data["renamed"].keys() else hint
     plain = [{name.replace("/local/", "/") for name in tree} for tree in (was, now)]
     if plain[0] == plain[1] and was.keys() != now.keys():
-        hint = "One of them is on a mesh. Restore it as it was saved, or by reshard=True on a mesh "
-        hint += "of one device; then boostax.migrate_state(state.opt_state, tx, params) moves it."
-    return f"{'; '.join(lines)}. It was saved by {by}. {hint}" if names else ""
-
-
-def _without_empty(state: PyTree) -> PyTree:
-    # orbax refuses arrays of size 0; None keeps their position in the tree.
-    return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
-
-
-def _or_empty(target: jax.Array | None, restored: jax.Array | None) -> jax.Array | None:
-    if target is None or restored is not None:
-        return restored
-    return transfer.place(jnp.zeros(target.shape, target.dtype), target.sharding)
+        hint = (
+            "Only one of the two states is on a mesh. Restore into a state like the saved state, "
+        )
+        hint += "or with reshard=True on a mesh of one device; then call "
+        hint += "boostax.migrate_state(state.opt_state, tx, params)."
+    return f"{'; '.join(lines)}. The step was saved by {by}. {hint}" if names else ""
 
 
 def _first_line(error: BaseException) -> str:
@@ -362,14 +354,15 @@ def _described(leaves: dict[str, jax.Array]) -> dict[str, Json]:
     }
 
 
-_checksums = jax.jit(lambda leaves: {k: _checksum(x) for k, x in leaves.items()})
-
-
-def _checksum(leaf: jax.Array) -> jax.Array:
-    """Return the weighted sum of all words mod 2**32; one altered word always changes it."""
-    if jnp.iscomplexobj(leaf):
-        return _checksum(leaf.real) + 3 * _checksum(leaf.imag)
-    return jnp.sum(copies.weighted(copies.words(leaf)), dtype=jnp.uint32)
+@jax.jit
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the weighted sum of all words mod 2**32, which one altered word always changes."""
+    sums: dict[str, jax.Array] = {}
+    for name, leaf in leaves.items():
+        parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+        words = [jnp.sum(copies.weighted(copies.words(x)), dtype=jnp.uint32) for x in parts]
+        sums[name] = words[0] + 3 * words[1] if len(words) == 2 else words[0]
+    return sums
 
 
 def _text_checksum(record: Json) -> int:
@@ -378,30 +371,29 @@ def _text_checksum(record: Json) -> int:
 
 
 def _require_equal(who: str, state: PyTree) -> None:
-    """Refuse arrays whose copies differ between devices of this mesh.
+    """Refuse arrays whose copies differ between the devices of a mesh.
 
-    Cost: one read of the state on its devices, and 8 bytes sent by each device.
+    Cost: one read of the state on its devices. Each device sends 8 bytes.
     """
     meshes: dict[Any, dict[str, jax.Array]] = {}
     for name, x in trees.named(state):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-            # Arrays in host memory are left out.
+            # Arrays in host memory are not compared.
             default = next(iter(sharding.device_set)).default_memory().kind
             if sharding.memory_kind in (None, default):
                 meshes.setdefault(sharding.mesh, {})[name] = x
-    hint = "Their bits differ from those on the other devices. Go back to a checkpoint; or, where "
-    hint += "replicas differ on purpose, keep them in a PerReplica with states.state_specs."
+    hint = "The bits differ from the copies on other devices. Restore a checkpoint. If replicas "
+    hint += "differ on purpose, store the arrays in a PerReplica with states.state_specs."
     for mesh, arrays in meshes.items():
         specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
         compared = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True))
         culprits = zip(arrays, np.asarray(compared.culprits), strict=True)
         devices = [f"{name!r} on {mesh.devices.flat[i]}" for name, i in culprits if i >= 0]
-        got = ", ".join(devices[:6])
-        allowed = "the same on all devices that hold a copy"
-        checks.require(not got, who, "state", got=got, allowed=allowed, hint=hint)
+        allowed = "the same on all devices that have a copy"
+        checks.require(not devices, who, "state", ", ".join(devices[:6]), allowed, hint)
 
 
-@functools.cache
-def _jitted(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., copies.Copies]:
-    return jax.jit(copies.on_mesh(mesh, tuple(mesh.axis_names), specs))
+_jitted = functools.cache(
+    lambda mesh, specs: jax.jit(copies.on_mesh(mesh, tuple(mesh.axis_names), specs))
+)

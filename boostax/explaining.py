@@ -26,10 +26,10 @@ class _Part(NamedTuple):
     """Describe a part of a chain.
 
     Attributes:
-      name: the name of its factory.
-      depth: the number of parts around it.
-      role: the kind of part; ``"unknown"`` if boostax does not know it.
-      what: the first line of its docstring.
+      name: the name of the part's factory.
+      depth: the number of parts around the part.
+      role: the kind of part; ``"unknown"`` if boostax does not know the part.
+      what: the first line of the part's docstring.
     """
 
     name: str
@@ -40,12 +40,12 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """List the parts of a chain, and errors in their order; ``print`` shows a table.
+    """List the parts of a chain, and errors in the order of the parts; ``print`` shows a table.
 
     Attributes:
-      parts: the parts, in the order in which a gradient passes them. Each has its ``name``, its
-        ``depth`` (the number of parts around it), its ``role`` and the first line of its docstring
-        (``what``).
+      parts: the parts, in the order in which a gradient passes them. Each part has a ``name``, a
+        ``depth`` (the number of parts around it), a ``role``, and the first line of its docstring
+        as ``what``.
       findings: parts in a wrong order or with a wrong setting, with the reason and a fix.
     """
 
@@ -76,32 +76,32 @@ def explain(
     batch: PyTree = None,
     **kwargs: PyTree,
 ) -> Explanation:
-    """List the parts of a chain or a train step, and errors in their order.
+    """List the parts of a chain or a train step, and errors in the order of the parts.
 
     Parts are listed in the order in which a gradient passes them. Known errors of order, such as a
     clip outside the scaler or a mean before AdaSum, are reported with the reason and a fix. A part
-    of another package is called unknown, and its position is not checked.
+    of another package is called unknown, and the position of that part is not checked.
 
     With a batch and a train step that scales the loss, ``explain`` also reports backward rules
     (``jax.custom_vjp``) that are not linear in the cotangent, and params whose unscaled gradients
-    differ between the scale in the state and a scale near 1. A policy's f16 is replaced by f32 for
-    this comparison. Gradients are not compared if the loss itself computes in f16, with keywords,
-    or with ``boostax.carry``.
+    differ between the scale in the state and a scale near 1. For this comparison, the f16 of a
+    policy is replaced by f32. Gradients are not compared if the loss itself computes in f16, or if
+    the call has keywords, or with ``boostax.carry``.
 
     ``boostax.audit`` counts FLOPs, memory and bytes of the compiled step.
 
     Args:
       tx: a transformation, or the result of ``make_train_step``.
-      params: arrays or ``jax.ShapeDtypeStruct``; with a step, its ``TrainState`` or params.
+      params: arrays or ``jax.ShapeDtypeStruct``; for a step, the step's ``TrainState`` or params.
       batch: a batch of the step, as arrays or as ``jax.ShapeDtypeStruct``.
-      **kwargs: keyword arguments of a step's call, which it passes to the loss.
+      **kwargs: keyword arguments that a call of the step passes to the loss.
 
     Returns:
-      An ``Explanation``. Cost: a trace of ``init``; with arrays as batch and a loss scale, two
-      gradients.
+      An ``Explanation``. Cost: a trace of ``init``, and two gradients if the loss is scaled and
+      the batch consists of arrays.
 
     Raises:
-      ValueError, TypeError: ``tx`` is neither a transformation nor a step; errors of ``init``.
+      ValueError, TypeError: ``tx`` is neither a transformation nor a step, or ``init`` raises.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -132,7 +132,7 @@ def explain(
         for name, value in {"batch": batch, **kwargs}.items():
             if removed := checks.replacement(f"explain({name}=)"):
                 raise TypeError(f"{_WHO}: {removed}")
-            hint = "boostax.make_train_step makes one."
+            hint = "Pass the result of boostax.make_train_step as tx."
             checks.absent(_WHO, name, value, "left out without a train step", hint)
         with axes.binding((axes.UNNAMED,)):
             jax.eval_shape(chain.init, params)
@@ -142,7 +142,7 @@ def explain(
 
 
 def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree) -> list[Finding]:
-    """Find backward rules that are not linear, and leaves whose gradients depend on the scale."""
+    """Find backward rules that are not linear, and params whose gradients depend on the scale."""
     rules: list[str] = []
     oracle: Any = dataclasses.replace(step.oracle, watch=rules.extend)
     if step.policy is not None:
@@ -172,7 +172,7 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree
     if kwargs or is_abstract or any(x.tiny > 1e-30 for x in limits):
         return listed
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
-    # On a GPU the order of a sum may differ from run to run.
+    # On a GPU, the order of a sum may differ between two runs.
     tolerance = max(float(x.eps) for x in limits) ** 0.5
     names = groups.few([*itertools.compress(trees.names(state.params), jax.jit(differs)(*args))])
     return [*listed, findings.finding("depends_on_scale", leaves=names)] if names else listed

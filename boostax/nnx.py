@@ -34,17 +34,18 @@ _WHO = "boostax.nnx.Optimizer"
 
 
 class Optimizer(nnx.Optimizer[_M]):
-    """An ``nnx.Optimizer`` that writes params only if a step is taken.
+    """An ``nnx.Optimizer`` that writes params only if a step is applied.
 
-    Use it in place of ``nnx.Optimizer``; it is made, updated, split, merged and checkpointed in the
-    same way. Gates (a loss scaler, a window) are outermost in ``tx``; a step that a gate skips
-    writes no params. ``value_and_grad`` returns the gradients that the chain needs: gradients of
-    the scaled loss, local to each replica, without the leaves that ``scheduled_freeze`` freezes.
+    This class replaces ``nnx.Optimizer``, and its objects are made, updated, split, merged and
+    checkpointed in the same way. Gates (a loss scaler, a window) are outermost in ``tx``, and a
+    step that a gate skips writes no params. ``value_and_grad`` returns the gradients that the chain
+    needs: gradients of the scaled loss, local to each replica, without the params that
+    ``scheduled_freeze`` freezes.
 
     Args:
-      model: an ``nnx.Module``; with ``axis_name`` its params are placed on one mesh by
+      model: an ``nnx.Module``. With ``axis_name``, the model's params are placed on one mesh by
         ``NamedSharding``, in any sharding.
-      tx: any Optax chain; with ``axis_name`` the chain needs a reduction, as in
+      tx: any Optax chain. With ``axis_name``, the chain needs a reduction, as in
         ``boostax.on_mesh``.
       wrt: filter of the trained variables.
       axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, or
@@ -56,15 +57,15 @@ class Optimizer(nnx.Optimizer[_M]):
       step: number of calls of ``update``, including skipped calls;
         ``boostax.metrics(optimizer.opt_state)`` counts applied steps.
       tx: the chain, or with ``axis_name`` the result of ``boostax.on_mesh``.
-      opt_state: the state of ``tx``, in NNX variables; arrays assigned to it go to ``set_state``.
+      opt_state: the state of ``tx``, in NNX variables. An assignment of arrays calls ``set_state``.
 
-    Cost: as ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a skipped
-    step reads the params for the loss and writes no params.
+    Cost: as ``boostax.apply_gradients`` with ``tx``. With ``nnx.jit(donate_argnums=...)``, a
+    skipped step reads the params for the loss and writes no params.
 
     Raises:
-      ValueError: params that are not on a mesh although ``axis_name`` is given; a ``wrt`` that
-        matches nothing; a result of ``on_mesh``; a chain with different params on each replica
-        (``local_updates``, ``partial_average``), which a module cannot represent.
+      ValueError: ``axis_name`` is given and the params are not on a mesh, ``wrt`` matches no
+        variable, ``tx`` is a result of ``on_mesh``, or the chain has different params on each
+        replica (``local_updates``, ``partial_average``), which a module cannot represent.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -101,14 +102,12 @@ class Optimizer(nnx.Optimizer[_M]):
         self.more = more
         params = nnx.as_pure(nnx.state(model, wrt, **more))
         allowed = "a filter of some variables of the model"
-        hint = f"It has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
-        is_valid = bool(jax.tree.leaves(params))
-        checks.require(is_valid, _WHO, "wrt", got=wrt, allowed=allowed, hint=hint)
+        hint = f"The model has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
+        checks.require(bool(jax.tree.leaves(params)), _WHO, "wrt", wrt, allowed, hint)
         is_valid = getattr(getattr(tx.update, "step", None), "__module__", "") != on_mesh.__module__
-        allowed = "without on_mesh, which it applies"
+        allowed = "a chain without on_mesh, which the optimizer applies"
         hint = "Pass the chain, and axis_name='data'."
-        got = "the result of on_mesh"
-        checks.require(is_valid, _WHO, "tx", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, _WHO, "tx", "the result of on_mesh", allowed, hint)
         if axis_name is not None:
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
@@ -116,26 +115,25 @@ class Optimizer(nnx.Optimizer[_M]):
             doors.of_chain(_WHO, tx)
         is_valid = axis_name is not None or not shard_optimizer
         allowed = "False without an axis_name"
-        hint = "It shards over the axes that axis_name names."
-        checks.require(is_valid, _WHO, "shard_optimizer", got=True, allowed=allowed, hint=hint)
+        hint = "The state is sharded over the axes of axis_name."
+        checks.require(is_valid, _WHO, "shard_optimizer", True, allowed, hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
-            # Arrays are distributed over the replicas in a state without variables.
+            # Arrays are distributed over the replicas only in a state without variables.
             nnx.update(self.opt_state, nnx.state(tx.init(params), **more))
-            # A program cannot take a counter on one device and params on a mesh.
+            # A program cannot accept a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
-            # State with a leading dimension of replicas keeps a param's metadata, which lacks that
-            # dimension.
+            # State with a leading dimension of replicas has the metadata of a param, which lack
+            # that dimension.
             boxes = jax.tree.leaves(self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
             for box in boxes:
                 if box.has_metadata("out_sharding"):
                     box.set_metadata(out_sharding=tuple(box.get_value().sharding.spec))
-        allowed = "one with the same params on all replicas"
+        allowed = "a chain with the same params on all replicas"
         got = "local_updates or partial_average"
-        hint = "A module has one of each param: train its state with boostax.make_train_step."
-        is_valid = not replicas.owns_params(self.opt_state)
-        checks.require(is_valid, _WHO, "tx", got=got, allowed=allowed, hint=hint)
+        hint = "A module has one copy of each param. Train the model with boostax.make_train_step."
+        checks.require(not replicas.owns_params(self.opt_state), _WHO, "tx", got, allowed, hint)
 
     def __setattr__(self, name: str, value: PyTree) -> None:
         """Set an attribute; an ``opt_state`` of arrays is passed to ``set_state``."""
@@ -148,40 +146,44 @@ class Optimizer(nnx.Optimizer[_M]):
     def value_and_grad(
         self, loss_fn: Callable[Concatenate[_M, ...], Any], *, has_aux: bool = False, **how: Any
     ) -> Callable[Concatenate[_M, ...], tuple[PyTree, PyTree]]:
-        """Return a gradient function for the chain; it replaces ``nnx.value_and_grad``.
+        """Return a gradient function for the chain, in place of ``nnx.value_and_grad``.
 
         Args:
           loss_fn: ``loss_fn(model, *batch, **arguments)``; a scalar, or ``(loss, aux)``. Variables
             that the loss changes in the model (BatchNorm statistics, dropout counters) are averaged
             over the replicas and keep the change, unless a new value is not finite. As in
-            ``nnx.value_and_grad``, they change even if a scaler skips the gradient.
+            ``nnx.value_and_grad``, the variables change even if a scaler skips the gradient.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
-            ``boostax.Aux`` is combined, and any other aux passes through: of several replicas as a
-            ``PerReplica``, whose ``local`` has a leading dimension of the replicas.
+            ``boostax.Aux`` is combined, and any other aux is returned unchanged. With several
+            replicas, that aux is a ``PerReplica``, whose ``local`` has a leading dimension of
+            replicas.
           **how: ``microbatches``, ``policy`` and ``dtype`` of
             ``boostax.value_and_grad``.
 
         Returns:
           ``fn(model, *batch, active=None, **arguments)`` that returns ``(loss, grads)``. The rows
-          of ``batch`` are split over replicas and micro-batches; ``arguments`` are not. ``active``
-          marks the params to differentiate; by default the params that the ``scheduled_freeze`` in
-          ``tx`` trains next. Cost: as ``boostax.value_and_grad``; over replicas also one collective
-          per call for each variable that the loss changes.
+          of ``batch`` are split over replicas and micro-batches, but ``arguments`` are not split.
+          ``active`` marks the params to differentiate; by default the params that the
+          ``scheduled_freeze`` in ``tx`` trains next. Cost: as ``boostax.value_and_grad``, and over
+          replicas one collective per call for each variable that the loss changes.
 
         Raises:
-          ValueError: a loss that adds or removes variables of the model, or sets params outside of
+          ValueError: the loss adds or removes variables of the model, or sets params outside of
             ``wrt``.
         """
         names = axes.canonical(_WHO, self.axis_name)
         how |= {"mesh": self.mesh, "axis_name": self.axis_name}
 
         def fn(model: _M, *batch: Any, active: PyTree = None, **arguments: Any) -> PyTree:
-            graph, params, keys, frozen, others = self._split(model)
-            # A loss with a key per replica may draw its own data.
+            # The trained params, keys, other params and all other variables.
+            filters: Any = self.wrt, nnx.RngKey, nnx.Param, ...
+            graph, *states = nnx.split(model, *filters, **self.more)
+            params, keys, frozen, others = nnx.as_pure(states)
+            # A loss with a key per replica may generate data from the key.
             is_valid = not names or bool(batch) or bool(jax.tree.leaves(keys))
-            allowed = "given where rows are split over replicas"
-            hint = "Let loss_fn take it: arrays that it closes over are not split over replicas."
-            checks.require_type(is_valid, _WHO, "batch", got=batch, allowed=allowed, hint=hint)
+            allowed = "given if rows are split over replicas"
+            hint = "Pass the batch to loss_fn: arrays in its closure are not split over replicas."
+            checks.require_type(is_valid, _WHO, "batch", batch, allowed, hint)
             opt_state = nnx.as_pure(self.opt_state)
             loss_aux: PyTree = Aux()
             changed: PyTree = None
@@ -196,23 +198,27 @@ class Optimizer(nnx.Optimizer[_M]):
                     keys = jax.tree.map(lambda key: jax.random.fold_in(key, replica), keys)
                 merged = nnx.merge(graph, params, keys, frozen, model_state)
                 result = loss_fn(merged, *batch, **arguments, **scales)
-                _, _, _, untrained, new = self._split(merged)
+                untrained, new = nnx.as_pure(nnx.split(merged, *filters, **self.more)[3:])
                 _require_same(untrained, frozen, new, model_state)
                 changed = jax.tree.map(lambda new, old: new is not old, new, model_state)
                 value, loss_aux = auxiliary.loss_and_aux(result, has_aux)
                 combined = auxiliary.as_aux(loss_aux)._replace(model_state=new)
                 return value, auxiliary.Joint(combined, auxiliary.own_of(loss_aux))
 
-            active = self._active(params, opt_state) if active is None else active
+            if active is None and self.freezing is not None:
+                plan, choice = self.freezing.plan(params), self.freezing.choice
+                first, *later = plan.drawn
+                active = choice(params, opt_state) if later else plan.active(first)
+            active = True if active is None else active
             gradients_of = value_and_grad(loss, has_aux=True, **how)
             constants = keys, frozen
             constants = placement.gathered(self.mesh, names, constants) if names else constants
             extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
-            # A mean over three replicas would round unchanged variables, too.
+            # A mean over three replicas would round the unchanged variables, too.
             mean = aux.combined.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
-            # An overflow in the forward pass affects the statistics even if gradients are skipped.
+            # An overflow in the forward pass affects the variables even if the step is skipped.
             keep = all_finite(new)
             nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, others))
             aux = auxiliary.as_given(aux.combined._replace(model_state=None), aux.other, loss_aux)
@@ -230,7 +236,7 @@ class Optimizer(nnx.Optimizer[_M]):
           **kwargs: arguments for ``tx.update``.
 
         Returns:
-          The change of the params. Cost: as the class; inside ``nnx.jit`` an unused result costs
+          The change of the params. Cost: as the class. Inside ``nnx.jit``, an unused result costs
           nothing.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt, **self.more))
@@ -255,18 +261,19 @@ class Optimizer(nnx.Optimizer[_M]):
         """Replace ``opt_state`` in place by a state of the same chain.
 
         Args:
-          state: arrays or variables, which are placed outside of ``nnx.jit``; from a checkpoint,
-            ``boostax.reshard_state``, ... . ``step`` is not changed.
+          state: arrays or variables, for example from a checkpoint or ``boostax.reshard_state``.
+            Outside of ``nnx.jit``, the arrays are placed like the old state. ``step`` is not
+            changed.
 
         Raises:
-          TypeError, ValueError: the state of another chain, of other params, or of another number
-            of replicas.
+          TypeError, ValueError: the state is for another chain, other params, or another number of
+            replicas.
         """
         old = nnx.as_pure(self.opt_state)
         state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), old)
 
         def place(new: jax.Array, old: jax.Array) -> jax.Array:
-            # An uncommitted array keeps its placement.
+            # If the old array is uncommitted, the placement of the new array is not changed.
             is_placed = not isinstance(old, Tracer) and old.committed
             return jax.device_put(new, old.sharding) if is_placed else new
 
@@ -286,7 +293,7 @@ class Optimizer(nnx.Optimizer[_M]):
           The ``MigrationReport``.
 
         Raises:
-          As ``boostax.migrate_state``; the optimizer is unchanged after an error.
+          As ``boostax.migrate_state``. After an error, the optimizer is unchanged.
         """
         from boostax.config.migrate import migrate_state
 
@@ -298,28 +305,15 @@ class Optimizer(nnx.Optimizer[_M]):
         self.tx, self.freezing, self.opt_state = new.tx, new.freezing, new.opt_state
         return report
 
-    def _split(self, model: PyTree) -> tuple[PyTree, ...]:
-        """Return the graph, and the arrays of trained params, keys, other params and the rest."""
-        graph, *states = nnx.split(model, self.wrt, nnx.RngKey, nnx.Param, ..., **self.more)
-        return (graph, *nnx.as_pure(states))
-
-    def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
-        """Return a tree of bools that are True for the differentiated params."""
-        freezing = self.freezing
-        if freezing is None:
-            return True
-        first, *others = freezing.plan(params).drawn
-        return freezing.choice(params, opt_state) if others else freezing.plan(params).active(first)
-
 
 def _require_same(new_frozen: PyTree, frozen: PyTree, new_state: PyTree, state: PyTree) -> None:
-    """Refuse a loss that adds or removes variables, or that sets params that are not trained."""
+    """Refuse a loss that adds or removes variables, or sets params that are not trained."""
     got = jax.tree.structure((new_frozen, new_state))
     before = jax.tree.structure((frozen, state))
     hint = "Remove the added variables in the loss: nnx.pop(model, nnx.Intermediate)."
-    allowed = f"one that leaves the model the variables that it has, {before}"
-    checks.require(got == before, _WHO, "loss_fn", got=got, allowed=allowed, hint=hint)
+    allowed = f"a function that does not change which variables the model has, {before}"
+    checks.require(got == before, _WHO, "loss_fn", got, allowed, hint)
     for (name, new), old in zip(trees.named(new_frozen), jax.tree.leaves(frozen), strict=True):
         hint = "Use a separate type for variables that the loss sets: class Average(nnx.Variable)."
         allowed = "a function that sets no nnx.Param"
-        checks.require(new is old, _WHO, "loss_fn", got=name, allowed=allowed, hint=hint)
+        checks.require(new is old, _WHO, "loss_fn", name, allowed, hint)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state classes of the transformations, and the markers of state that differs per replica."""
 
-from collections.abc import Callable
-
 import jax
 import optax
 from jax.sharding import PartitionSpec
@@ -42,7 +40,8 @@ def enter_replica(opt_state: PyTree) -> PyTree:
     """Remove the leading dimension of size 1, at the beginning of a function in ``shard_map``.
 
     Raises:
-      ValueError: the dimension has another size, so the state is for another number of replicas.
+      ValueError: the leading dimension has another size, because the state is for another number
+        of replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -50,18 +49,24 @@ def enter_replica(opt_state: PyTree) -> PyTree:
       (3,)
     """
     replicas.require_replicas("enter_replica", opt_state, 1)
-    return _map_local(lambda x: x[0], opt_state)
+    local = replicas.is_per_replica
+    return jax.tree.map(
+        lambda x: jax.tree.map(lambda y: y[0], x) if local(x) else x, opt_state, is_leaf=local
+    )
 
 
 def leave_replica(opt_state: PyTree) -> PyTree:
-    """Put the leading dimension back at the end of a function in ``shard_map``.
+    """Add the leading dimension again, at the end of a function in ``shard_map``.
 
     Example:
       >>> import boostax, jax.numpy as jnp
       >>> boostax.states.leave_replica(boostax.PerReplica(jnp.zeros(3))).local.shape
       (1, 3)
     """
-    return _map_local(lambda x: x[None], opt_state)
+    local = replicas.is_per_replica
+    return jax.tree.map(
+        lambda x: jax.tree.map(lambda y: y[None], x) if local(x) else x, opt_state, is_leaf=local
+    )
 
 
 @checks.arguments
@@ -76,31 +81,31 @@ def state_specs(
 ) -> PyTree:
     """Return partition specs for an optimizer state, for ``shard_map`` or ``NamedSharding``.
 
-    A state leaf belongs to a parameter if the leaf's path ends with the parameter's path, and the
-    shapes are equal: ``.inner_state[0].mu['dense']['kernel']`` belongs to
-    ``params['dense']['kernel']``. Such a leaf gets the parameter's spec, also with one more leading
-    dimension (snapshots, components of a basis). All other leaves are replicated. Inside a
-    ``PerReplica`` the replica axis comes first. Matching by paths also works through
-    ``optax.masked``, ``partition`` and ``inject_hyperparams``, which change the structure of the
-    state.
+    A state leaf belongs to a param if the leaf's path ends with the param's path, and the shapes
+    are equal: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``.
+    The leaf gets the param's spec, even if the leaf has one more leading dimension, as snapshots
+    and the components of a basis have. All other leaves are replicated. Inside a ``PerReplica``,
+    the replica axis is first. Matching by paths also works through ``optax.masked``, ``partition``
+    and ``inject_hyperparams``, which change the structure of the state.
 
     Args:
       tx: the transformation whose ``init`` makes the state.
       params: arrays or ``jax.ShapeDtypeStruct``.
-      axis_name: the replica axis, or a tuple of axes. ``None``: the axis of the step around it
-        (``make_train_step``, ``on_mesh``).
-      param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
-      replicas: the size of the replica axis; needed with ``shard_optimizer``.
-      shard_optimizer: shard over the replicas every state leaf that has a parameter's shape and is
+      axis_name: the replica axis, or a tuple of axes. ``None`` is the axis of the step around the
+        call (``make_train_step``, ``on_mesh``).
+      param_specs: a tree of ``PartitionSpec`` shaped like ``params``; ``None`` if the params are
+        replicated.
+      replicas: the size of the replica axis; required with ``shard_optimizer``.
+      shard_optimizer: shard over the replicas every state leaf that has a param's shape and is
         equal on all replicas, as ``make_train_step(shard_optimizer=True)`` does.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
-      ``init``; no arrays are made.
+      ``init``, which makes no arrays.
 
     Raises:
-      ValueError: ``param_specs`` does not fit the params, or ``replicas`` is missing, or
-        ``axis_name`` outside of a step.
+      ValueError: ``param_specs`` and the params differ in the number of leaves, ``replicas`` is
+        missing, or ``axis_name`` is missing outside of a step.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -113,20 +118,12 @@ def state_specs(
     names = axes.named_or_bound(who, axis_name)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves([PartitionSpec()] * len(leaves) if param_specs is None else param_specs)
-    allowed = f"a tree of PartitionSpec with one for each of the {len(leaves)} param leaves"
-    hint = "Use PartitionSpec() for a replicated leaf, not None."
-    is_valid = len(specs) == len(leaves)
-    checks.require(is_valid, who, "param_specs", got=len(specs), allowed=allowed, hint=hint)
-    allowed = "the size of the replica axis with shard_optimizer"
-    hint = "Pass replicas=mesh.shape['data']."
-    is_valid = replicas is not None or not shard_optimizer
-    checks.require(is_valid, who, "replicas", got=replicas, allowed=allowed, hint=hint)
+    allowed = f"a tree with one PartitionSpec for each of the {len(leaves)} params"
+    hint = "Use PartitionSpec() for a replicated param, not None."
+    checks.require(len(specs) == len(leaves), who, "param_specs", len(specs), allowed, hint)
+    allowed = "the size of the replica axis if shard_optimizer=True"
+    is_set = replicas is not None or not shard_optimizer
+    checks.require(is_set, who, "replicas", replicas, allowed, "Pass replicas=mesh.shape['data'].")
     owners = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     state = jax.eval_shape(tx.init, params)
     return _specs_like(owners, state, names, (replicas or 0) * shard_optimizer)
-
-
-def _map_local(fn: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:
-    """Apply ``fn`` to the arrays inside every ``PerReplica``."""
-    local = replicas.is_per_replica
-    return jax.tree.map(lambda x: jax.tree.map(fn, x) if local(x) else x, state, is_leaf=local)

@@ -201,7 +201,7 @@ def test_a_checkpoint_of_replicas_that_differ_is_refused(checked, tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         bad = state._replace(params=state.params | {"w": flipped(state.params["w"], 6, 0, 0)})
-        with pytest.raises(ValueError, match=r"got 'params/w' on .*6.* Go back to a checkpoint"):
+        with pytest.raises(ValueError, match=r"got 'params/w' on .*6.* Restore a checkpoint"):
             checkpointer.save(2, bad)
         assert checkpointer.steps() == [1]
 

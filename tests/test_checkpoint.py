@@ -246,7 +246,7 @@ def change(**changes):
 
 
 ADAM = make_state()._replace(opt_state=optax.adam(1.0).init({"half": jnp.zeros(5)}))
-PARTS = "Counted, MaskedState, TraceState, got Counted, ScaleByAdamState. Restore it into a state "
+PARTS = "Counted, MaskedState, TraceState, got Counted, ScaleByAdamState. Restore into a state of "
 
 
 TARGETS = [
@@ -257,7 +257,7 @@ TARGETS = [
     (change(kernel=None), "'params/kernel' was float32[40, 30], got none"),
     (make_state()._replace(key=jnp.zeros(2, jnp.uint32)), "was key<fry>[], got uint32[2]"),
     (make_state()._replace(key=jax.random.key(0, impl="rbg")), "key<fry>[], got key<rbg>[]"),
-    (ADAM, f"{PARTS}of its own chain; boostax.migrate_state moves that."),
+    (ADAM, f"{PARTS}the saved chain, then call boostax.migrate_state."),
 ]
 
 
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_0_3_is_read_as_the_error_says(tmp_path):
 
 
 def test_missing_steps_are_named(saved, tmp_path):
-    for folder, step, words in ((saved, 15, "10, 20"), (tmp_path, None, "Save one")):
+    for folder, step, words in ((saved, 15, "10, 20"), (tmp_path, None, "Save the step")):
         with Checkpointer(folder) as checkpointer, pytest.raises(FileNotFoundError, match=words):
             checkpointer.restore(make_state(), step)
     with pytest.raises(ValueError, match="Checkpointer: keep must be"):
@@ -340,7 +340,7 @@ def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path):
 
 
 UNSAVED = [
-    *(({"a": [x]}, None, TypeError, "at a/0. Make") for x in (1.0, np.float32(1), np.zeros(3))),
+    *(({"a": [x]}, None, TypeError, "at a/0. Convert") for x in (1.0, np.float32(1), np.zeros(3))),
     (nnx.Sequential(nnx.relu), None, TypeError, r"NNX object, Sequential. Save nnx.as_pure\(\("),
     ({"a.b": jnp.ones(2), "a": {"b": jnp.ones(3)}}, None, ValueError, "joined by dots"),
     ({"a": jnp.ones(2)}, {"x": object()}, TypeError, "not JSON serializable"),
@@ -359,7 +359,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_rest(copied, state, meta
 
 def test_a_target_with_a_number_is_refused(copied):
     """Defect guarded against: the step of Flax's fresh ``TrainState`` ended in AttributeError."""
-    error = pytest.raises(TypeError, match=r"target must be .* got int at step\. Make a")
+    error = pytest.raises(TypeError, match=r"target must be .* got int at step\. Convert")
     with Checkpointer(copied) as checkpointer, error:
         checkpointer.restore({"step": 0}, reshard=True)
 
@@ -368,7 +368,7 @@ def test_a_target_that_orbax_cannot_compare_is_not_called_damage(copied):
     with Checkpointer(copied) as checkpointer:
         fails = mock.Mock(side_effect=IndexError("tuple index out of range"))
         with mock.patch.object(checkpointer._manager, "restore", fails):
-            with pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the classes that"):
+            with pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the saved class"):
                 checkpointer.restore(make_state())
 
 

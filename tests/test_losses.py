@@ -209,7 +209,7 @@ def penalized(inside):
 def test_a_loss_that_differentiates_a_mean_over_replicas_is_refused(mesh, name):
     """Without types its gradient is that of one replica, times their number."""
     step = boostax.make_train_step(penalized(INSIDE[name]), REDUCED, mesh=mesh, axis_name="data")
-    with pytest.raises(ValueError, match="Average the gradient, not what it is taken of"):
+    with pytest.raises(ValueError, match="Average the gradient, not the differentiated"):
         step(step.init(jnp.ones(WIDTH)), X[:, 0])
 
 

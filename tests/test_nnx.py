@@ -104,7 +104,7 @@ def test_a_technique_trains_as_in_nobodys_loop(name):
     assert in_nobodys_loop(Put(TECHNIQUES[name])) <= 2e-6
 
 
-OWN = "tx must be one with the same params on all replicas"
+OWN = "tx must be a chain with the same params on all replicas"
 
 
 REFUSED = [
@@ -275,7 +275,7 @@ def test_what_is_given_by_name_is_not_split(reduced):
 def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas(reduced):
     """Defect guarded against: each of them computed the loss of all rows."""
     model, optimizer = reduced
-    with pytest.raises(TypeError, match=r"batch must be given .*Let loss_fn take it"):
+    with pytest.raises(TypeError, match=r"batch must be given .*Pass the batch to"):
         optimizer.value_and_grad(lambda model: model(rows(0)).mean())(model)
     # Replicas that draw apart have no need of rows.
     drawing = placed(Net(64), a_mesh(4))
@@ -379,7 +379,7 @@ def test_a_loss_that_sets_params_or_leaves_a_variable_behind_is_refused():
         return model(x).mean()
 
     sets = r"that sets no nnx\.Param, got 'base_module/bias'"
-    leaves = "one that leaves the model the variables"
+    leaves = "a function that does not change which variables"
     apart = r"a floating scalar, got \(ShapedArray\(float32\[]\), ShapedArray\(float32\[16,64]\)\)"
     for loss, match in ((setting, sets), (leaving, leaves), (loss_fn, apart)):
         with pytest.raises((ValueError, TypeError), match=match):

@@ -330,5 +330,5 @@ def test_a_python_number_among_the_arguments_of_jit_is_named(mesh):
     def step(params, state, x):
         return boostax.apply_gradients(tx, fn(params, state, x)[1], state, params)
 
-    with pytest.raises(ValueError, match=r"got another, 'rate'.*number that jit.*jnp\.asarray"):
+    with pytest.raises(ValueError, match=r"got another path, 'rate'.*Python numbers.*jnp\.asarray"):
         step({"w": w, "rate": 2.0}, tx.init({"w": w}), jnp.ones((8, 2)))

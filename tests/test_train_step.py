@@ -383,13 +383,13 @@ def test_keywords_may_be_traced_committed_or_sharded(kind):
 @pytest.mark.parametrize("given", ["active", "depth", "key", "model_state", "scales"])
 def test_a_keyword_of_the_steps_own_is_refused(given):
     step = boostax.make_train_step(lambda p, x, **more: jnp.sum(p), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=f"keyword must be none of .*got '{given}'. Call it"):
+    with pytest.raises(ValueError, match=f"keyword must be none of .*got '{given}'. Rename"):
         step(step.init(jnp.ones(2)), jnp.ones(2), **{given: 1.0})
 
 
 def test_a_keyword_that_the_loss_cannot_take_is_refused():
     step = boostax.make_train_step(plain_loss, optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"a function that takes beta=.* Leave beta= out"):
+    with pytest.raises(TypeError, match=r"a function that accepts beta=.* Leave beta= out"):
         step(step.init(PARAMS), token_batch(8), beta=0.1)
     with pytest.raises(TypeError, match=r"<class 'str'> .* at path args\[1\]\['mode'\]"):
         step(step.init(PARAMS), token_batch(8), mode="sum")

@@ -112,7 +112,7 @@ def test_a_loss_without_scales_is_refused_by_name():
     plain = lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2)  # noqa: E731
     tx = boostax.precision.group_loss_scale(optax.sgd(0.1), {"w": 0, "v": 1})
     step = boostax.make_train_step(plain, tx)
-    told = r"loss_fn must be a function that takes scales=, .*scale_b"
+    told = r"loss_fn must be a function that accepts scales=, .*scale_b"
     with pytest.raises(TypeError, match=told):
         step(step.init(params), X)
 
@@ -127,7 +127,7 @@ def test_a_loss_without_scales_is_refused_by_name():
 def test_a_loss_refuses_what_it_does_not_take(given):
     step = boostax.make_train_step(loss, optax.sgd(0.1), policy="compute=bfloat16")
     state = step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)})
-    with pytest.raises(TypeError, match=f"loss_fn must be a function that takes {given}="):
+    with pytest.raises(TypeError, match=f"loss_fn must be a function that accepts {given}="):
         step(state, X)
     takes_any = lambda p, x, **given: loss(p, x)  # noqa: E731
     step = boostax.make_train_step(takes_any, optax.sgd(0.1))
@@ -143,7 +143,7 @@ def test_a_metric_by_a_name_of_the_report_is_refused(name):
         return value, boostax.Aux(metrics={name: value + 1, "mine": value + 2})
 
     step = boostax.make_train_step(told, boostax.dynamic_loss_scale(optax.sgd(0.1)), has_aux=True)
-    with pytest.raises(ValueError, match=f"metrics must be by names .* got '{name}'"):
+    with pytest.raises(ValueError, match=f"metrics must be named .* got '{name}'"):
         step(step.init(PARAMS), X)
     if name == "skipped":
         step = boostax.make_train_step(told, optax.sgd(0.1), has_aux=True)

@@ -3,11 +3,11 @@
 
 A loss scale multiplies every cotangent by ``s``, and the gradients are divided by ``s``. The two
 factors cancel if each rule is homogeneous of degree 1: ``f(s g) = s f(g)`` for ``s > 0``. So each
-value in the trace of a rule gets a degree: 1 for the cotangent, 0 for values that do not depend on
-the cotangent. A product adds degrees, a square root halves them, and a sum keeps the degree that
+value in the trace of a rule has a degree: 1 for the cotangent, 0 for values that do not depend on
+the cotangent. A product adds degrees, a square root halves a degree, and a sum has the degree that
 its terms share (``degrees.toml``). A rule that clips at a fixed bound, adds noise or divides by a
-norm is reported; a rule that quantises relative to the largest element of its cotangent has degree
-1.
+norm is reported. A rule that quantises relative to the largest element of its cotangent has degree
+1 and is not reported.
 
 A rule whose trace cannot be read, such as a rule with a kernel, is not reported.
 """
@@ -24,15 +24,15 @@ from jax.core import Tracer
 from boostax._core import checks, interpret, jaxprs
 from boostax._core.types import PyTree
 
-# A degree is a number or one of five marks: any degree (zeros and infinities), a small positive
-# constant that only guards a division and is ignored next to other terms, an input that may be of
-# any degree but is a factor in each product, no degree, or unknown.
+# A degree is a number or one of five marks: any degree (zeros and infinities), a guard (a small
+# positive constant that only guards a division, and is ignored next to other terms), free (an input
+# of any degree, which counts as a constant in products), no degree, or an unknown degree.
 Degree = float | str
 ANY, GUARD, FREE, NONE, UNKNOWN = "any", "guard", "free", "none", "unknown"
 _LARGEST_GUARD = 1e-6
 _TABLE = checks.table("boostax._core", "degrees")
 _POWERS: dict[str, Degree] = _TABLE.pop("powers")
-# What an operation does to degrees: a power, or a word of the table.
+# The effect of an operation on degrees: a power, or a word of the table.
 _KINDS = _POWERS | {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 
@@ -73,7 +73,7 @@ def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree
     """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
-    # A loop that runs until convergence need not have a degree.
+    # The values of a loop that runs until convergence may share no degree.
     return interpret.flow(program, inputs, transfer, shared, 0.0, constant=of_constant)
 
 
@@ -113,7 +113,7 @@ def transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
         kind = "absolute"
     if kind != "place" or len(operands) != len(types):
         operands = [_degree(eqn, kind, operands)] * len(types)
-    # An integer or a bool that no scale changes decides nothing, so it has any degree.
+    # An integer or a bool that no scale changes has any degree: no gradient depends on it.
     pairs = zip(operands, types, strict=True)
     return [x if is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 

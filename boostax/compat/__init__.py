@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-in forms of wrappers of Optax, built on the transformations of boostax."""
+"""Drop-in forms of Optax's wrappers, built on the transformations of boostax."""
 
 from boostax._core.late import late as _late
 from boostax.compat.wrappers import ApplyIfFiniteState as ApplyIfFiniteState

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drop-in forms of Optax's ``MultiSteps`` and ``apply_if_finite``.
 
-They have Optax's names, arguments and fields, and are built on ``accumulate`` and ``gate``.
+The two wrappers have Optax's names, arguments and fields. They are built on ``accumulate`` and
+``gate``.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -21,8 +23,8 @@ from boostax._core.rule import GateState, gate
 from boostax._core.types import PyTree
 from boostax.accumulate.window import AccumulateState, accumulate
 
-# The function takes updates, the number of optimizer steps and the params. It returns whether to
-# skip, and the new ``skip_state``.
+# The function accepts updates, the number of optimizer steps and the params. It returns whether to
+# skip the updates, and the new ``skip_state``.
 ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
@@ -30,22 +32,21 @@ class MultiStepsState(NamedTuple):
     """State of ``MultiSteps``, with Optax's field names as properties.
 
     Attributes:
-      gate_state: state of ``accumulate``, or with ``should_skip_update_fn`` of the gate around it.
+      gate_state: state of ``accumulate``; with ``should_skip_update_fn``, state of the gate around
+        ``accumulate``.
     """
 
     gate_state: AccumulateState | GateState
     _is_mean = True
 
-    @property
-    def window(self) -> AccumulateState:
-        """State of ``accumulate``."""
-        state = self.gate_state
-        return state.inner_state if isinstance(state, GateState) else state
-
-    @property
-    def skip_state(self) -> PyTree:
-        """The last state that ``should_skip_update_fn`` returned; ``()`` without that function."""
-        return self.gate_state.rule_state if isinstance(self.gate_state, GateState) else ()
+    window = property(
+        lambda x: x.gate_state.inner_state if isinstance(x.gate_state, GateState) else x.gate_state,
+        doc="State of ``accumulate``.",
+    )
+    skip_state = property(
+        lambda x: x.gate_state.rule_state if isinstance(x.gate_state, GateState) else (),
+        doc="The last state that ``should_skip_update_fn`` returned; ``()`` without that function.",
+    )
 
     @property
     def acc_grads(self) -> PyTree:
@@ -74,37 +75,40 @@ class MultiStepsSumState(MultiStepsState):
 
 
 class MultiSteps:
-    """``optax.MultiSteps`` on ``accumulate``: the optimizer runs once per window, in a branch.
+    """Accumulate gradients as ``optax.MultiSteps`` does; ``opt`` runs once per window, in a branch.
 
-    With ``boostax.all_reduce`` in ``opt`` and local gradients (``axis_name``) replicas reduce once
-    per window. A NaN in one window does not reach the next. With ``boostax.apply_gradients`` a
-    micro-step writes no params.
+    With ``boostax.all_reduce`` in ``opt`` and local gradients (``axis_name``), the replicas reduce
+    once per window. A NaN in one window does not reach the next window. With
+    ``boostax.apply_gradients``, a micro-step writes no params.
 
-    Differs from Optax: ``opt`` computes in f32 or wider, and updates are in the dtypes of the
-    params; ``gradient_step`` and ``has_updated`` do not count windows that a gate in ``opt``
-    skipped, and ``has_updated`` does not count calls that ``should_skip_update_fn`` skipped;
-    ``acc_grads`` is ``None`` for windows of one micro-step; a line search, and windows of less than
-    one micro-step, are refused.
+    Differences from Optax:
+
+    * ``opt`` computes in f32 or wider, and updates have the dtypes of the params.
+    * ``gradient_step`` and ``has_updated`` do not count windows that a gate in ``opt`` skipped.
+    * ``has_updated`` does not count calls that ``should_skip_update_fn`` skipped.
+    * ``acc_grads`` is ``None`` for windows of one micro-step.
+    * A line search, and windows of less than one micro-step, are refused.
 
     Args:
       opt: the optimizer.
-      every_k_schedule: micro-steps per window, or a function of the windows applied so far.
-      use_grad_mean: whether ``opt`` gets the mean of a window or the sum.
+      every_k_schedule: micro-steps per window, or a function of the number of applied windows.
+      use_grad_mean: whether ``opt`` receives the mean or the sum of a window.
       should_skip_update_fn: ``fn(updates, gradient_step, params) -> (skip, skip_state)``, such as
-        ``optax.skip_not_finite``; a skipped micro-step changes nothing but ``skip_state``. With
-        ``axis_name`` all replicas skip if one does, and keep the largest ``skip_state``.
+        ``optax.skip_not_finite``. A skipped micro-step changes only ``skip_state``. With
+        ``axis_name``, all replicas skip if one replica skips, and the largest ``skip_state`` is
+        kept on all replicas.
       accumulator_dtype: dtype of the sum.
       axis_name: replica axis (or axes); gradients are then local, see
-        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if a part
-        inside reduces; elsewhere there is no axis.
+        ``boostax.train.local_params``. With ``None``, a train step supplies the step's axis if a
+        part in ``opt`` reduces; elsewhere there is no axis.
 
     Attributes:
       inner_opt: the optimizer.
       init: makes a ``MultiStepsState``.
       update: as in Optax. Pass ``gradient_transformation()`` to ``boostax.apply_gradients``,
-        ``make_train_step`` and ``flush``. Cost: as ``accumulate``; with ``should_skip_update_fn``
-        also the reads of that function, and with ``axis_name`` 4 bytes on the wire per call and per
-        number in ``skip_state``.
+        ``make_train_step`` and ``flush``. Cost: as ``accumulate``, and the reads of
+        ``should_skip_update_fn``. With ``axis_name``, that function also costs 4 bytes on the wire
+        per call and per number in ``skip_state``.
 
     Raises:
       ValueError, TypeError: a window of less than one micro-step, or an error of ``accumulate``; at
@@ -156,7 +160,7 @@ class MultiSteps:
         return passed(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Return ``init`` and ``update`` as one transformation that takes extra arguments."""
+        """Return ``init`` and ``update`` as one transformation that accepts extra arguments."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
@@ -170,9 +174,9 @@ def _skipping(
     def rule(grads: Pending, state: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
         step, _ = state
         skip, skip_state = skips(grads.value(), step, params)
-        if names:  # A bool has no maximum over replicas; adding 0 converts it to an integer.
+        if names:  # A bool has no maximum over replicas; adding 0 makes an integer of the bool.
             skip_state = jax.tree.map(lambda x: axes.largest(x + 0, names), skip_state)
-        # The gate refuses what is no bool scalar.
+        # The gate refuses a value that is not a bool scalar.
         return jnp.invert(skip), (step, skip_state)
 
     def init(params: PyTree) -> PyTree:
@@ -189,7 +193,7 @@ def _renamed(
     wrap: Callable[..., PyTree],
     unwrap: Callable[..., PyTree] = operator.attrgetter("gate_state"),
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a gate whose state ``wrap`` puts into the field ``gate_state`` of another class."""
+    """Make a gate whose state is the field ``gate_state`` of a state that ``wrap`` makes."""
     update: Any = tx.update
 
     @describe(who, "nothing", inner={"gate_state": tx})
@@ -212,7 +216,7 @@ class ApplyIfFiniteState(NamedTuple):
     A bad step is a step whose gradients are not finite.
 
     Attributes:
-      gate_state: state of the gate: its inner state, and the counts of the rule in ``rule_state``.
+      gate_state: state of the gate, with the inner state, and in ``rule_state`` the rule's counts.
     """
 
     gate_state: GateState
@@ -220,7 +224,7 @@ class ApplyIfFiniteState(NamedTuple):
     inner_state = property(lambda x: x.gate_state.inner_state, doc="State of ``inner``.")
     notfinite_count = property(lambda x: x.gate_state.rule_state[0], doc="i32, bad steps in a row.")
     last_finite = property(
-        lambda x: x.gate_state.rule_state[1], doc="bool, whether the last was finite."
+        lambda x: x.gate_state.rule_state[1], doc="bool, whether the last gradients were finite."
     )
     total_notfinite = property(lambda x: x.gate_state.rule_state[2], doc="i32, all bad steps.")
 
@@ -232,22 +236,23 @@ def apply_if_finite(
     *,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip steps whose gradients are not finite, until there are too many of them in a row.
+    """Skip steps whose gradients are not finite, up to a number of such steps in a row.
 
-    This is ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients`` a skipped step
-    writes no params; with ``axis_name`` the replicas agree. After ``max_consecutive_errors``
-    skipped steps bad gradients are applied, as Optax documents; ``skip_bad_steps(inner)`` never
-    applies them. Differs from Optax: ``inner`` computes in f32 or wider, updates are in the dtypes
-    of the params, and gradients of integers are refused.
+    This is ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients``, a skipped step
+    writes no params. With ``axis_name``, the replicas agree. After ``max_consecutive_errors``
+    skipped steps, bad gradients are applied, as Optax documents; ``skip_bad_steps(inner)`` never
+    applies bad gradients. Unlike in Optax, ``inner`` computes in f32 or wider, updates have the
+    dtypes of the params, and gradients of integers are refused.
 
     Args:
       inner: the optimizer.
-      max_consecutive_errors: how many bad steps in a row are skipped; the next one is applied.
+      max_consecutive_errors: the number of bad steps in a row that are skipped; the next bad step
+        is applied.
       axis_name: see ``dynamic_loss_scale``.
 
     Returns:
-      A transformation with an ``ApplyIfFiniteState``. Cost: 14 bytes; one read of the gradients;
-      with ``axis_name`` two collectives of 4 bytes.
+      A transformation with an ``ApplyIfFiniteState``. Cost: 14 bytes of state, one read of the
+      gradients, and with ``axis_name`` two collectives of 4 bytes.
 
     Raises:
       TypeError, ValueError: as ``boostax.gate``.
@@ -273,8 +278,9 @@ def apply_if_finite(
         in_a_row = jnp.where(ok, 0, optax.safe_increment(in_a_row))
         return ok | (in_a_row > max_consecutive_errors), (in_a_row, ok, counted(total, ~ok))
 
-    def init(params: PyTree) -> PyTree:
-        return jnp.zeros((), jnp.int32), jnp.asarray(True), jnp.zeros((), jnp.int32)
-
-    tx = gate(inner, rule, init=init, axis_name=axis_name, name="apply_if_finite")
-    return _renamed("apply_if_finite", tx, ApplyIfFiniteState)
+    who = "apply_if_finite"
+    zero = functools.partial(jnp.zeros, (), jnp.int32)
+    tx = gate(
+        inner, rule, init=lambda _: (zero(), jnp.bool_(True), zero()), axis_name=axis_name, name=who
+    )
+    return _renamed(who, tx, ApplyIfFiniteState)

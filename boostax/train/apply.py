@@ -18,23 +18,23 @@ def apply_gradients(
     params: types.Params,
     **extra_args: PyTree,
 ) -> tuple[types.Params, types.State]:
-    """Run ``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
+    """Run ``tx.update`` and ``optax.apply_updates`` in one call, in which a branch skips steps.
 
-    A skipped step, or a micro-step inside an accumulation window, writes no params: with donated
-    buffers the compilers for CPU, TPU v5e and H100 leave params in place. A gate that is hidden
-    inside an Optax wrapper such as ``optax.chain`` is not found; then ``update`` and
-    ``apply_updates`` are called one after the other.
+    A skipped step, or a micro-step inside an accumulation window, writes no params. With donated
+    buffers, the compilers for CPU, TPU v5e and H100 do not copy the params. A gate inside an Optax
+    wrapper, such as ``optax.chain``, is not found; then ``update`` and ``apply_updates`` are called
+    one after the other.
 
     Args:
       tx: any Optax transformation; only gates of boostax that are outermost skip without writing.
-      grads: gradients as ``tx`` needs them: scaled if ``tx`` unscales, local if ``tx`` reduces.
+      grads: the gradients that ``tx`` needs: scaled if ``tx`` unscales, local if ``tx`` reduces.
       opt_state: state of ``tx``.
-      params: the params; a leaf without a gradient (``None``), such as a function in an Equinox
+      params: the params. A leaf without a gradient (``None``), such as a function in an Equinox
         module, is returned unchanged.
-      **extra_args: passed to ``tx.update``: ``weight=``, ``value=``, ...
+      **extra_args: arguments of ``tx.update``, such as ``weight=`` and ``value=``.
 
     Returns:
-      ``(params, opt_state)``; params keep their dtypes.
+      ``(params, opt_state)``; the dtypes of the params do not change.
 
     Raises:
       ValueError: a ``weight`` for ``optax.MultiSteps``, which weighs all micro-steps alike.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, jaxprs, mismatch, replicas, trees, types
 from boostax._core.describe import closure, variants_of
@@ -35,7 +36,7 @@ from boostax.train.state import Placing, TrainState, metrics
 
 FreezeDriver = Literal["host", "switch"]
 Kind = Literal["step", "flush"]
-# Keywords that a step or ``lower`` takes itself, or passes to the loss from the state.
+# Keywords that a step or ``lower`` uses, or that the state supplies to the loss.
 _RESERVED = ("active", "depth", "key", "model_state", "scales")
 
 
@@ -44,14 +45,14 @@ class TrainStep:
     """The compiled step that ``make_train_step`` returns: ``(state, batch) -> (state, metrics)``.
 
     The state is donated, so use the returned state. The step is compiled once for each structure of
-    the state and for each set of types and shardings of the params.
+    the state, and for each set of param types and param shardings.
 
     Attributes:
       tx: the optimizer.
       oracle: the gradient function, from ``boostax.value_and_grad``.
       mesh: device mesh, or ``None``.
       names: replica axes; empty without a mesh.
-      microbatches: slices per replica and call.
+      microbatches: micro-batches per replica and call.
       policy: precision policy, or ``None``; params are stored in its ``param_dtype``.
       param_specs: see ``make_train_step``.
       freeze_driver: see ``make_train_step``.
@@ -74,8 +75,13 @@ class TrainStep:
     @functools.cached_property
     def placing(self) -> Placing | None:
         """Return the placement of state and batches; ``None`` without a mesh."""
+        if self.mesh is None:
+            return None
         options = self.names, self.microbatches, self.param_specs, self.shard_optimizer
-        return None if self.mesh is None else Placing(self.mesh, *options)
+        count = math.prod(self.mesh.shape[name] for name in self.names)
+        rows = NamedSharding(self.mesh, PartitionSpec(self.names))
+        spans_processes = len({x.process_index for x in self.mesh.devices.flat}) > 1
+        return Placing(self.mesh, *options, count, rows, spans_processes)
 
     @property
     def replicas(self) -> int:
@@ -95,11 +101,11 @@ class TrainStep:
         """Make the first state, placed on the mesh.
 
         Args:
-          params: initial params; copied, so that donation never takes the caller's arrays. With
-            ``jax.ShapeDtypeStruct`` the result is a state of types with shardings, to lower the
-            step for devices that are not present (``boostax.auditing.target_devices``).
-          key: PRNG key from which the loss gets ``key=``, different at each call, micro-batch and
-            replica.
+          params: the initial params. They are copied, so that donation never deletes the caller's
+            arrays. With ``jax.ShapeDtypeStruct``, the result is a state of types with shardings, to
+            lower the step for absent devices (``boostax.auditing.target_devices``).
+          key: PRNG key from which the loss receives ``key=``, a different key at each call,
+            micro-batch and replica.
           model_state: passed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
 
         Returns:
@@ -111,17 +117,16 @@ class TrainStep:
             typed = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), state.params, params)
             state = state._replace(params=typed)
         else:
-            # A step is traced once, because the copies have strong dtypes.
+            # The copies have strong dtypes, so that a step is traced only once.
             state = jax.tree.map(lambda x: _strong(jnp.array(x)), self._unplaced(*args))
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         who = "make_train_step"
-        # A compiled step cannot take other leaves, such as functions in a module.
+        # A compiled step cannot accept other leaves, such as functions in a module.
         got = [(name, type(x).__name__) for name, x in trees.named(params) if not is_number(x)]
-        hint = "params, static = eqx.partition(model, eqx.is_inexact_array); "
-        hint += "eqx.combine in the loss."
-        checks.require_type(not got, who, "params", got=got[:6], allowed="arrays", hint=hint)
+        hint = "Use eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss."
+        checks.require_type(not got, who, "params", got[:6], "arrays", hint)
         mismatch.require_order(who, "step.init(params)", params=params)
         if self.policy is not None:
             params = self.policy.store_params(params)
@@ -129,8 +134,8 @@ class TrainStep:
             opt_state = self.tx.init(params)
         nested = variants_of(self.tx) is None and trees.telling(opt_state, ChoosesVariant)
         got = "inside another transformation, where the whole backward pass would be paid for"
-        hint = "Put the scaler or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
-        checks.require(not nested, who, "scheduled_freeze", got=got, allowed="outermost", hint=hint)
+        hint = "Write scheduled_freeze(dynamic_loss_scale(...), ...), with all gates inside."
+        checks.require(not nested, who, "scheduled_freeze", got, "outermost", hint)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
@@ -142,16 +147,16 @@ class TrainStep:
     def __call__(
         self, state: TrainState[types.Params], batch: PyTree, **kwargs: PyTree
     ) -> tuple[TrainState[types.Params], dict[str, jax.Array]]:
-        """Take an optimizer step, or a micro-step of an ``accumulate`` window.
+        """Apply an optimizer step, or a micro-step of an ``accumulate`` window.
 
         Args:
           state: the state from ``init`` or the last call; donated.
           batch: tree of arrays whose first dimension is the global batch; on a mesh of several
-            processes, this process's rows (see ``rows``).
-          **kwargs: keyword arguments of the loss that are not split by rows, such as ``beta=0.1``:
-            arrays, numbers, or trees of them, equal in all processes. Each micro-batch and replica
-            gets the same values. They are traced, a number as an array of its default dtype, so a
-            new value causes no recompilation.
+            processes, the rows of this process (see ``rows``).
+          **kwargs: keyword arguments of the loss that are not split by rows, such as ``beta=0.1``.
+            The values are arrays, numbers, or trees of arrays and numbers, equal in all processes.
+            Each micro-batch and replica receives the same values. The values are traced, a number
+            as an array of its default dtype, so a new value causes no recompilation.
 
         Returns:
           The new state and a dict of scalars: ``loss`` (unscaled, the mean over all rows),
@@ -159,8 +164,8 @@ class TrainStep:
           and ``Aux.means``.
 
         Raises:
-          ValueError, TypeError: a number of rows that does not divide; a keyword that the loss does
-            not take, that the step uses itself, or that is not an array.
+          ValueError, TypeError: the number of rows is not a multiple of replicas times
+            micro-batches, or a keyword is unknown to the loss, reserved, or not an array.
 
         Example:
           >>> import boostax, jax.numpy as jnp, optax
@@ -223,7 +228,7 @@ class TrainStep:
     def rows(self, size: int) -> np.ndarray:
         """Return the rows of a global batch of ``size`` that this process passes to the step.
 
-        The row numbers are ascending, and are all rows unless the mesh spans several processes.
+        The row numbers are ascending. If the mesh belongs to one process, all rows are returned.
         """
         return np.arange(size) if self.placing is None else self.placing.own_rows(size)
 
@@ -233,7 +238,7 @@ class TrainStep:
 
     def _placed(self, batch: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
         """Return the batch and the keywords of a call, placed on the mesh."""
-        hint = "Call it otherwise in loss_fn; step.init takes key= and model_state=."
+        hint = "Rename the keyword in loss_fn. Pass key= and model_state= to step.init."
         allowed = f"none of {', '.join(_RESERVED)}"
         reserved = next((name for name in kwargs if name in _RESERVED), None)
         checks.absent("TrainStep", "a keyword", reserved, allowed, hint)
@@ -245,16 +250,21 @@ class TrainStep:
         """Return the state of the schedule that the host follows, or ``None``."""
         variants = variants_of(self.tx) if self.freeze_driver == "host" else None
         schedule = variants and variants.find(state.opt_state)
-        # Inside another program the state is traced and cannot be read.
+        # Inside another program, the state is traced and cannot be read.
         return None if schedule is None or isinstance(schedule.next_variant(), Tracer) else schedule
 
     def _of(self, state: TrainState) -> Programs:
-        """Return the programs for a structure of the state, and types and specs of the params."""
-        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
-        specs = self.placing.of_params(state.params) if self.placing else _shardings(state.params)
+        """Return the programs for the structure of a state, and types and specs of its params."""
+        leaves = jax.tree.leaves(state.params)
+        # Inside another program, params are traced, and have a sharding at most in their type.
+        is_placed = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
+        is_placed = is_placed and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
+        specs = jax.tree.map(lambda x: x.sharding, state.params) if is_placed else None
+        specs = self.placing.of_params(state.params) if self.placing else specs
+        types = tuple((x.shape, x.dtype) for x in leaves)
         key = jax.tree.structure(state), types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
-            self._programs[key] = Programs(self, state)
+            self._programs[key] = Programs(self, state, specs)
         return self._programs[key]
 
     def _coming(self, state: TrainState) -> int | None:
@@ -267,16 +277,9 @@ class TrainStep:
             return None
         depth = schedule.next_variant()
         is_known = not isinstance(depth, jax.ShapeDtypeStruct)
-        hint = "A state with values has the depth of the next call."
-        allowed = "given with a state of shapes"
-        checks.require(is_known, "TrainStep", "depth", got=None, allowed=allowed, hint=hint)
+        hint = "Pass depth=, or a state with values, which has the depth of the next call."
+        checks.require(is_known, "TrainStep", "depth", None, "given with a state of shapes", hint)
         return int(depth)
-
-    def _require_shapes(self, state: TrainState) -> None:
-        """Refuse an optimizer state of other params, which could silently broadcast."""
-        expected = jax.eval_shape(self._stacked, local_types(state.params))
-        hint = "It belongs to other params: use step.init."
-        trees.require_shapes("TrainStep", "opt_state", state.opt_state, expected, hint)
 
     def _stacked(self, params: PyTree) -> PyTree:
         """Return the first optimizer state for the params of one replica."""
@@ -287,14 +290,14 @@ class TrainStep:
         who, call = "TrainStep", "step(state, batch)"
         mismatch.require_order(who, call, batch=batch, state=state)
         if not hasattr(state, "opt_state"):
-            fix = "step.init(params) makes, and restores, one."
+            fix = "step.init(params) makes a state, also as the target of a restore."
             raise TypeError(checks.message(who, "state", "a TrainState", type(state).__name__, fix))
         tx = optax.GradientTransformation(self._stacked, self.tx.update)
         mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))
 
 
 class Programs:
-    """The programs of a step for one structure of the state, and each program's part of a state.
+    """The programs of a step for one structure of a state, and the part that each program needs.
 
     Every argument array costs host time per call, even if unused, so moments of frozen params are
     not passed.
@@ -304,12 +307,12 @@ class Programs:
       coming: the depth of the next call.
     """
 
-    def __init__(self, step: TrainStep, state: TrainState):
+    def __init__(self, step: TrainStep, state: TrainState, specs: PyTree):
         self._step, self._structure = step, jax.tree.structure(state)
         self._placement: PyTree = step.placing and step.placing.placement(state.params)
-        # Without a mesh XLA would give params the sharding of a state that the user has sharded.
+        # Without a mesh, XLA would give params the sharding of a state that the user has sharded.
         unspecified: PyTree = None
-        shardings = TrainState(unspecified, _shardings(state.params), None, None, None)
+        shardings = TrainState(unspecified, specs, None, None, None)
         self._shardings: PyTree = step.shardings(state) if step.placing else shardings
         place = self._placement
         self._tx = placed_on(step.tx, place, step.shard_optimizer) if place else step.tx
@@ -318,8 +321,12 @@ class Programs:
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], jax.stages.Wrapped] = {}
+        # The state of other params could silently broadcast.
+        expected = jax.eval_shape(step._stacked, types)
+        how: PyTree = {"like": expected, "hint": "The state is for other params: use step.init."}
+        self._require = functools.partial(trees.require_shapes, "TrainStep", "opt_state", **how)
         if self._variants is not None:
-            step._require_shapes(state)
+            self._require(state.opt_state)
             self._params = types
             self.coming = self._variants.on_host(self._params)
 
@@ -336,7 +343,7 @@ class Programs:
         return self._parts[depth]
 
     def jitted(self, kind: Kind, depth: int | None) -> jax.stages.Wrapped:
-        """Return the step or the flush at a depth; ``None`` reads the depth from the state."""
+        """Return the step or the flush at a depth; ``None`` if the program reads the depth."""
         key = kind, depth
         if key not in self.compiled:
             shardings = self._shardings
@@ -346,10 +353,10 @@ class Programs:
             extra: dict[str, PyTree] = {} if depth is None else {"depth": depth}
 
             def _checked(state: TrainState, *args: PyTree) -> PyTree:
-                """Take a step, or flush, and check the state while the program is traced."""
+                """Run a step or a flush, and check the state while the program is traced."""
                 replicas.require_replicas("make_train_step", state, self._step.replicas)
                 if depth is None:
-                    self._step._require_shapes(state)
+                    self._require(state.opt_state)
                 if kind == "step":
                     return self._train(state, *args, **extra)
                 params, opt_state = flush(self._tx, state.opt_state, state.params, **extra)
@@ -370,16 +377,10 @@ class Programs:
             active = self._variants.choice(params, opt_state)
         key = None if key is None else jax.random.fold_in(key, step)
         kwargs = kwargs | {"key": key, "model_state": model_state}
-        gather = self._gathering(params, opt_state)
-        (loss, aux), grads = self._oracle.with_aux(gather(params), opt_state, batch, active, kwargs)
+        ((loss, aux), grads), value_fn = self._gradients(params, opt_state, batch, active, kwargs)
         aux = as_aux(aux)
-        loss_at = self._oracle.loss_at(batch, **kwargs)
-
-        # Only line searches compile this function.
-        def value_fn(params: PyTree) -> jax.Array:
-            return loss_at(gather(params))
-
         arguments = asked(self._step.tx)
+        # Only line searches compile ``value_fn``.
         extra |= {"value": loss, "value_fn": value_fn}
         extra |= {"obj_fn": value_fn} if "obj_fn" in arguments else {}
         if "loss_program" in arguments:
@@ -392,7 +393,7 @@ class Programs:
             extra["grad"] = wide.unwrapped()
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         require_weighted(opt_state, aux.weight)
-        # A window sums the items of several calls.
+        # A window counts the items of several calls itself.
         windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
         counted = None if aux.weight is None or windows else any_items(aux.weight)
         params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)
@@ -404,59 +405,56 @@ class Programs:
             model_state = jax.tree.map(choose, aux.model_state, model_state)
         steps: PyTree = optax.safe_increment(step)
         new_state = TrainState(steps, params, opt_state, model_state, state.key)
-        # Without a gate every call is applied.
+        # Without a gate, every call is applied.
         reported = {"loss": loss, "applied": jnp.asarray(True), **metrics(opt_state)}
         of_loss = {name or "aux": x for name, x in trees.named(aux.metrics)} | aux.means
         for name in sorted(of_loss.keys() & reported.keys()):
-            allowed = "by names that the step's report does not have"
-            hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."
+            allowed = "named differently from the scalars of a step"
+            hint = f"Use {name + '_of_mine'!r}; a step reports {', '.join(sorted(reported))}."
             raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
         return new_state, of_loss | reported
 
-    def _gathering(self, params: PyTree, opt_state: PyTree) -> Callable[[PyTree], PyTree]:
-        """Return the function from the stored params to the params that the loss gets."""
+    def _gradients(
+        self, params: PyTree, opt_state: PyTree, batch: PyTree, active: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, Callable[[PyTree], jax.Array]]:
+        """Return the result of the gradient function, and the loss as a function of the params."""
+        loss_at = self._oracle.loss_at(batch, **kwargs)
+        args = opt_state, batch, active, kwargs
         if self._step.gather is None:
-            return lambda params: params
-        # A carried leaf is not a weight, so it is not rounded.
+            return self._oracle.with_aux(params, *args), loss_at
+        # A carried leaf is not a weight, so the leaf is not rounded.
         rules = carried.declared(opt_state, params, "make_train_step")
         exact = *carried.resolve(rules, params), *self._oracle.gathers(local_types(params))
-        return gathering("make_train_step", self._step.gather, self._placement, exact)
-
-
-def _shardings(params: PyTree) -> PyTree | None:
-    """Return the shardings of params that the user placed on a mesh, or else ``None``."""
-    leaves = jax.tree.leaves(params)
-    # Inside another program params are traced, and may have a sharding only as part of the type.
-    is_placed = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
-    is_placed = is_placed and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
-    return jax.tree.map(lambda x: x.sharding, params) if is_placed else None
+        gather = gathering("make_train_step", self._step.gather, self._placement, exact)
+        return self._oracle.with_aux(gather(params), *args), lambda x: loss_at(gather(x))
 
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
-    def mean(x: jax.Array) -> jax.Array:
-        # On an Explicit mesh an index into a sharded dimension is refused.
+    leaves, tree = jax.tree.flatten(params.local)
+    means: list[jax.Array] = []
+    for x in leaves:
+        # JAX refuses an index into a sharded dimension of an Explicit mesh.
         is_first = jnp.arange(len(x)) == 0
         first = jnp.where(is_first.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
-        # In this form the mean of bit-equal params is exact.
-        return first + (x - first).mean(0)
-
-    return jax.tree.map(mean, params.local)
+        # In this form, the mean of bit-equal params is exact.
+        means.append(first + (x - first).mean(0))
+    return tree.unflatten(means)
 
 
 def _strong(x: PyTree) -> PyTree:
     """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-    # JAX refuses what is no array, and names it.
+    # JAX refuses a value that is not an array, and names the value.
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, jax.typing.ArrayLike) else x
 
 
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     """Return the named arguments of ``update`` and of its parts, and whether each is required.
 
-    The names are read from signatures and closures. Other arguments are not passed; if one is
-    required, Optax raises.
+    The names are read from signatures and closures. Other arguments are not passed. If another
+    argument is required, Optax raises.
     """
     required: dict[str, bool] = {}
     seen: set[int] = set()

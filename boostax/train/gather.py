@@ -35,22 +35,24 @@ def gather_params(
     not sharded over the replica axes, and leaves that are not floating arrays, are returned
     unchanged.
 
-    Use it in plain ``jit``, where params are global arrays; ``make_train_step(gather=)`` calls it
-    for you.
+    Call ``gather_params`` in plain ``jit``, where params are global arrays. A step of
+    ``make_train_step(gather=)`` calls ``gather_params`` itself.
 
     Args:
-      params: as in ``on_mesh``; only mesh and shardings are read.
+      params: as in ``on_mesh``; only the mesh and the shardings are read.
       wire_dtype: ``"bfloat16"`` or ``"int8"``.
       axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
         of the mesh.
 
     Returns:
       A function from params to params that are replicated over the replica axes, for
-      ``boostax.value_and_grad(mesh=)``. Cost: one all-gather per sharded leaf, of 2 bytes an
-      element, or of 1 byte an element and an f32 per block; a copy of the gathered params.
+      ``boostax.value_and_grad(mesh=)``. Cost: a copy of the gathered params, and one all-gather
+      per sharded leaf. An all-gather sends 2 bytes per element in bf16, and in int8 1 byte per
+      element and an f32 per block.
 
     Raises:
-      ValueError, TypeError: an argument out of range; no param is sharded over the replica axes.
+      ValueError, TypeError: an argument is out of range, or no param is sharded over the replica
+        axes.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -74,12 +76,11 @@ def gathering(
     who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
     """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
-    checks.choice(who, "wire_dtype", dtype, Gather, "Leave it out for full precision.")
+    checks.choice(who, "wire_dtype", dtype, Gather, "Full precision needs no gather_params.")
     sharded = {k: spec for k, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
-    hint = "Shard them (FSDP), or boostax.precision.store(optimizer, params='remainder')."
-    got = {*place.specs.values()}
-    checks.require(bool(sharded), who, "params", got=got, allowed=allowed, hint=hint)
+    hint = "Shard params (FSDP), or use boostax.precision.store(optimizer, params='remainder')."
+    checks.require(bool(sharded), who, "params", {*place.specs.values()}, allowed, hint)
 
     def leaf(path: tuple[PyTree, ...], x: jax.Array) -> jax.Array:
         spec = None if trees.path_name(path) in exact else sharded.get(trees.plain_path(path))
@@ -89,13 +90,10 @@ def gathering(
         names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]
         shards = [math.prod(place.mesh.shape[name] for name in dim) for dim in names]
         unsharded = without(spec, place.names)
-
-        def send(code: jax.Array) -> jax.Array:
-            # The first constraint keeps the code sharded, so that XLA gathers the code.
-            for at in (PartitionSpec(*entries), unsharded):
-                code = lax.with_sharding_constraint(code, NamedSharding(place.auto_mesh, at))
-            return code
-
+        # The first constraint shards the code like the param, so that XLA gathers the code.
+        specs = PartitionSpec(*entries), unsharded
+        shardings = [NamedSharding(place.auto_mesh, spec) for spec in specs]
+        send = functools.partial(functools.reduce, lax.with_sharding_constraint, shardings)
         return place.pinned(lambda x: rounded(x, shards, dtype, send), unsharded)(x)
 
     return lambda x: x if is_per_replica(x) else jax.tree.map_with_path(leaf, x)
@@ -104,25 +102,24 @@ def gathering(
 def rounded(
     x: jax.Array, shards: Sequence[int], dtype: Gather, send: Callable[..., PyTree] = lambda x: x
 ) -> jax.Array:
-    """Return an array as received from ``shards`` shards along each dimension.
+    """Return an array as replicas receive it from ``shards`` shards along each dimension.
 
-    The function ``send`` sends its argument: ``x`` in bf16, or codes and scales of shape
-    ``[*shards, ...]``.
+    ``send`` sends one array and returns the received array: ``x`` in bf16, or codes or scales of
+    shape ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
-        # XLA may remove a pair of conversions and gather in the wide dtype, but it keeps this
-        # rounding.
+        # XLA may remove a pair of conversions and gather in the wide dtype, but XLA does not remove
+        # this rounding.
         low = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return send(low.astype(jnp.bfloat16)).astype(x.dtype)
     # The shape is ``[*shards, *shard]``, so that no block spans two shards.
     sizes = [size for n, shard in zip(x.shape, shards, strict=True) for size in (shard, n // shard)]
     to_shards = (*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
     parts = x.astype(jnp.float32).reshape(sizes).transpose(to_shards)
-
-    def per_shard(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        return functools.reduce(lambda fn, _: jax.vmap(fn), shards, fn)
-
-    encoded = per_shard(lambda part: FORMATS[dtype].encode(part, None))(parts)
-    decoded = per_shard(FORMATS[dtype].decode)(*map(send, encoded))
+    encode = functools.partial(FORMATS[dtype].encode, noise=None)
+    decode = FORMATS[dtype].decode
+    for _ in shards:
+        encode, decode = jax.vmap(encode), jax.vmap(decode)
+    decoded = decode(*map(send, encode(parts)))
     restored = decoded.transpose([to_shards.index(dim) for dim in range(2 * x.ndim)])
     return restored.reshape(x.shape).astype(x.dtype)

@@ -43,15 +43,16 @@ def on_mesh(
     axis of the batch (FSDP), another axis (HSDP), a model axis (tensor parallel), or several axes.
     ``boostax.value_and_grad(mesh=, axis_name=)`` returns gradients that are local to each replica,
     a ``PerReplica`` of stacked arrays. The parts of ``tx`` need no ``axis_name``: reductions, and
-    gates around them, use the ``axis_name`` of ``on_mesh``. Before the reduction every replica has
-    its own gradients. After it gradients, params and state are ordinary global arrays, so any
-    optimizer is correct for any sharding. Reductions other than the mean get the shards of each
-    device.
+    gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the reduction, every
+    replica has different gradients. After the reduction, gradients, params and state are ordinary
+    global arrays, so any optimizer is correct for any sharding. Reductions other than the mean
+    receive the shards of each device.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
       params: arrays, or ``jax.ShapeDtypeStruct`` with shardings, on one mesh by ``NamedSharding``.
-        Only mesh and shardings are read. A leaf that is not an array has no state and no update.
+        Only the mesh and the shardings are read. A leaf that is not an array has no state and no
+        update.
       axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
         of the mesh.
       shard_optimizer: shard over the replicas all optimizer state that is equal on all replicas
@@ -64,14 +65,14 @@ def on_mesh(
     Returns:
       A gate, used like the other gates of boostax. ``init`` makes a placed state: an array shaped
       like a param is sharded like the param, and per-replica state has a leading dimension of
-      replicas. ``update`` takes ``PerReplica`` gradients or the stacked arrays inside, or, on an
-      Explicit mesh, gradients of the mean loss that are unreduced over the replica axes. Cost: as
-      ``tx``; with ``shard_optimizer`` ``1/n`` of the state and arithmetic, and an all-gather of the
-      new params whenever they change.
+      replicas. ``update`` accepts ``PerReplica`` gradients or the stacked arrays inside. On an
+      Explicit mesh, ``update`` also accepts gradients of the mean loss that are unreduced over the
+      replica axes. Cost: as ``tx``. With ``shard_optimizer``, state and arithmetic are ``1/n``, and
+      changed params are all-gathered.
 
     Raises:
-      ValueError, TypeError: params that are not on one mesh, or an axis that is not in the mesh; at
-        trace time, already reduced gradients, or updates that are not reduced.
+      ValueError, TypeError: the params are not on one mesh, or an axis is not in the mesh; at trace
+        time, gradients are already reduced, or updates are not reduced.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -103,8 +104,8 @@ def on_mesh(
 
     def around(oracle: Oracle, policy: Policy | None) -> Oracle:
         got, mesh = (oracle.mesh, oracle.names), (place.mesh, place.names)
-        hint = "Pass value_and_grad the mesh and the axis of on_mesh: mesh=mesh, axis_name=..."
-        checks.require(got == mesh, "value_and_grad", "mesh", got=got, allowed=f"{mesh}", hint=hint)
+        hint = "Use the mesh and axis of on_mesh: value_and_grad(loss, mesh=mesh, axis_name=...)."
+        checks.require(got == mesh, "value_and_grad", "mesh", got, f"{mesh}", hint)
         return layered(oracle, policy).placed(types, place, None)
 
     gate = placed_on(tx, place, shard_optimizer)
@@ -116,7 +117,7 @@ class MeshUpdate(GatedUpdate):
     """The ``update`` of an optimizer on a mesh with ``layers=``.
 
     Attributes:
-      around: makes the gradient function from that of the whole loss and its policy.
+      around: makes the gradient function of a step from the loss's gradient function and policy.
     """
 
     around: Callable[[Oracle, Policy | None], Oracle]
@@ -162,13 +163,11 @@ def placed_on(
             value, state = inner.update(local, state, params, **arrays, **fixed)
             return (settled(trees.applied(params, value)) if apply else value), state
 
-        def is_traced(x: PyTree) -> bool:
-            return all(isinstance(y, jax.Array) for y in jax.tree.leaves(x))
-
-        arrays = {name: x for name, x in extra.items() if is_traced(x)}
-        fixed = {name: x for name, x in extra.items() if name not in arrays}
-        # Gradients are pinned to the params' shardings, so that XLA shards them where they are
-        # computed.
+        arrays, fixed = dict(extra), dict[str, PyTree]()
+        for name, x in extra.items():
+            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+                fixed[name] = arrays.pop(name)
+        # Gradients are pinned to the params' shardings, so that XLA computes sharded gradients.
         local = place.pinned(lambda g: g, specs(local, ())[0])(local)
         pending = grads._replace(raw=parts._replace(local=local))
         new, state = per_replica(update, params, state, pending, arrays)
@@ -179,7 +178,7 @@ def placed_on(
         return trees.put_back(new, params), state
 
     def per_replica(fn: Any, params: PyTree, state: PyTree, *args: PyTree) -> Stepped:
-        """Call ``fn`` for all replicas at once; return params or updates, and the state."""
+        """Call ``fn`` for all replicas at once; return the new params or updates, and the state."""
         params = arrays_alone(params)
         replicas.require_replicas(_WHO, (params, state), place.replicas)
         is_local = is_per_replica(params)
@@ -203,16 +202,15 @@ def specs_of(
     for path, x in jax.tree_util.tree_leaves_with_path(local_types(params)):
         spec = place.spec(path)
         if spec is None:
-            allowed = "with the paths of those that on_mesh was given"
-            got = f"another, {trees.path_name(path) or 'the root'!r}"
-            hint = "Place a Python number that jit traces, jnp.asarray, or use equinox.filter_jit."
+            allowed = "at the paths of the params that on_mesh received"
+            got = f"another path, {trees.path_name(path) or 'the root'!r}"
+            hint = "Convert Python numbers in params by jnp.asarray, or use equinox.filter_jit."
             raise ValueError(checks.message(_WHO, "params", allowed, got, hint))
         owners[path] = x.shape, spec
-
-    def of_replica(x: PyTree) -> PyTree:
-        return PerReplica(local_types(x)) if is_per_replica(x) else x
-
-    params, state = jax.tree.map(of_replica, (params, state), is_leaf=is_per_replica)
+    local = is_per_replica
+    params, state = jax.tree.map(
+        lambda x: PerReplica(local_types(x)) if local(x) else x, (params, state), is_leaf=local
+    )
     params_specs = replicas.specs_like(owners, params, place.names)
     specs_like = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
     return params_specs, specs_like(owners, state, place.names, place.replicas * shard_optimizer)
@@ -223,33 +221,33 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     leaves = jax.tree_util.tree_leaves_with_path(arrays_alone(params))
     shardings: dict[PyTree, PyTree] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: PyTree = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
-    hint = "jax.device_put(params, NamedSharding(mesh, P())), or ShapeDtypeStruct(..., sharding=); "
-    hint += "in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
-    got, allowed = type(params).__name__, "placed on one mesh by NamedSharding"
-    checks.require(bool(leaves), who, "params", got=got, allowed=allowed, hint=hint)
+    hint = "Use jax.device_put(params, NamedSharding(mesh, P())), ShapeDtypeStruct(..., sharding=)"
+    hint += ", or in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
+    allowed = "placed on one mesh by NamedSharding"
+    checks.require(bool(leaves), who, "params", type(params).__name__, allowed, hint)
     for path, sharding in shardings.items():
         got = f"{sharding} at {trees.path_name(path) or 'the root'}"
         is_valid = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-        checks.require(is_valid, who, "params", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, who, "params", got, allowed, hint)
     names = axes.of_mesh(who, axis_name, mesh)
     return Placement(mesh, names, {trees.plain_path(path): s.spec for path, s in shardings.items()})
 
 
 def _stacked(grads: PyTree, place: Placement) -> PerReplica:
-    """Return stacked gradients; stack those that are typed as unreduced.
+    """Return stacked gradients, and stack gradients that are typed as unreduced.
 
-    Each device has one term of the sum over the replicas, which is ``1/n`` of the gradient of the
-    replica's mean loss.
+    Of an unreduced gradient, each device has one term of the sum over ``n`` replicas. The term is
+    ``1/n`` of the gradient of the replica's mean loss.
     """
 
     def stacked(x: jax.Array) -> jax.Array:
         spec = getattr(jax.typeof(x).sharding, "spec", PartitionSpec())
         if not spec.unreduced:
             return x
-        is_valid, hint = {*spec.unreduced} == {*place.names}, "jax.reshard over the others first."
-        allowed = f"unreduced over all of {place.names}, or over none"
-        checks.require(is_valid, _WHO, "gradients", got=spec, allowed=allowed, hint=hint)
-        # In JAX 0.10.0 a spec is iterated instead.
+        allowed = f"unreduced over all axes {place.names}, or over no axis"
+        hint = "Call jax.reshard over the other axes first."
+        checks.require({*spec.unreduced} == {*place.names}, _WHO, "gradients", spec, allowed, hint)
+        # In JAX 0.10.0, a spec has no ``partitions`` and is iterated.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
         specs: PyTree = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
         # A checked map has no type for an unreduced value.
@@ -262,20 +260,19 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
     """Refuse gradients shaped like the params, which are already reduced."""
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(local_types(params))}
-    hint = "boostax.value_and_grad(loss, mesh=mesh) returns such, in NNX optimizer.value_and_grad("
-    hint += "loss)(model, batch); jax.grad's are reduced already."
-    other = f"The mesh of the params has {lead[0]} replicas: give it to value_and_grad(mesh=mesh)."
+    hint = "Use boostax.value_and_grad(loss, mesh=mesh), or optimizer.value_and_grad(loss)(model, "
+    hint += "batch) in NNX; gradients of jax.grad are already reduced."
+    other = f"The mesh of the params has {lead[0]} replicas: use value_and_grad(mesh=mesh)."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
         shape = shapes.get(path, leaf.shape[len(lead) :])
         expected = *lead, *shape
         allowed = f"local to each replica, shaped {expected} for a param of {shape}"
         fix = other if leaf.shape[:1] and leaf.shape[1:] == expected[1:] else hint
-        is_valid = leaf.shape == expected
-        checks.require(is_valid, _WHO, "gradients", got=leaf.shape, allowed=allowed, hint=fix)
+        checks.require(leaf.shape == expected, _WHO, "gradients", leaf.shape, allowed, fix)
 
 
 def local_types(params: PyTree) -> PyTree:
-    """Return the types of one replica's params; leave params outside a ``PerReplica`` unchanged."""
+    """Return the types of the params in a ``PerReplica``; other params are returned unchanged."""
     if is_per_replica(params):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params.local)
     return params

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, placement, trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import PerReplica, is_per_replica
-from boostax._core.trees import is_aside
+from boostax._core.trees import is_aside, is_masked
 from boostax._core.types import Grads, Params, PyTree, Value
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate import carried, microbatch
@@ -86,25 +86,25 @@ def value_and_grad(
     The loss is multiplied in f32 by the loss scale in ``opt_state``, so the gradients are
     multiplied by the scale; the returned loss is unscaled. With ``axis_name`` the gradients are
     *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas. The mean
-    of the local gradients is the gradient of the mean of all replicas' losses, even if ``loss_fn``
-    itself averages or sums over the replicas (``lax.pmean`` of batch statistics, or of the whole
-    loss). If the loss returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
+    of the local gradients is the gradient of the mean loss of all replicas, even if ``loss_fn``
+    averages or sums over the replicas (``lax.pmean`` of batch statistics, or of the whole loss). If
+    the loss returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
     :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens. Gradients
     of leaves that ``boostax.carry`` names are returned unscaled and unaveraged, and combined over
     micro-batches by the rules of ``carry``.
 
-    A loss of several terms, each a mean with its own count (of tokens, of rows), returns ``{"ce":
+    A loss of several terms, each term a mean with a count (of tokens, of rows), returns ``{"ce":
     (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then :math:`\sum_t S_t
-    / N_t` with sums and counts of the whole batch, however it is divided into micro-batches and
-    replicas; a term with count 0 is 0. Sums and counts may be arrays, which are summed in f32 or
+    / N_t` with sums and counts of the whole batch, for any division into micro-batches and
+    replicas. A term with count 0 is 0. Sums and counts may be arrays, which are summed in f32 or
     wider. Counts are not differentiated, and are summed before the single backward pass. For a
     window over several calls, name the terms in ``boostax.accumulate(normalize=)``.
 
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
-    ``mesh``, call the result in plain ``jit`` on global arrays: the loss is mapped over the replica
-    axes only, with ``check_vma=False``, so any loss works. Other axes are left to XLA, or on an
-    Explicit mesh to the loss. Gradients are a ``PerReplica`` of stacked arrays, for
-    ``boostax.on_mesh``. Only the loss and ``Aux`` are reduced.
+    ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over the
+    replica axes only, with ``check_vma=False``, so any loss works. XLA partitions over the other
+    axes, which an Explicit mesh leaves to the loss. Gradients are a ``PerReplica`` of stacked
+    arrays, for ``boostax.on_mesh``. Only the loss and ``Aux`` are reduced.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if these are given,
@@ -133,9 +133,9 @@ def value_and_grad(
       to the loss unchanged, and its gradient is ``None``: a function in an Equinox module, a bool,
       or among traced arrays a Python number. Cost: with ``axis_name`` one scalar all-reduce for
       the loss, one all-reduce per leaf of ``Aux`` and three per term; see
-      ``boostax.train.microbatch``. The counts of terms cost only their own computation, such as a
-      mask, not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the loss as
-      a function of only the params, for line searches.
+      ``boostax.train.microbatch``. Counts of terms cost only the computation of the counts, such as
+      a mask, not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the loss
+      as a function of only the params, for line searches.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is not a floating
@@ -149,7 +149,7 @@ def value_and_grad(
       >>> f = boostax.value_and_grad(lambda w, x: w * jnp.mean(x))
       >>> f(jnp.float32(1.0), state, jnp.ones(4))
       (Array(1., dtype=float32), Array(128., dtype=float32))
-      >>> def loss(w, x):  # of 0 to 3 only 1, 2 and 3 count in the first term
+      >>> def loss(w, x):  # the first term counts only rows above 0
       ...   return {"ce": (w * x, x > 0), "decay": (0.1 * w**2, 1)}
       >>> f = boostax.value_and_grad(loss, microbatches=2)
       >>> f(jnp.float32(1.0), (), jnp.arange(4.0))
@@ -159,27 +159,26 @@ def value_and_grad(
     precision = None if policy is None else as_policy(policy)
     names = axes.of_mesh(_WHO, axis_name, mesh)
 
-    @functools.wraps(loss_fn)
-    def of_model(params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return loss_fn(trees.restored(params), *args, **kwargs)
-
+    of_model = functools.wraps(loss_fn)(
+        lambda params, /, *args, **kwargs: loss_fn(trees.restored(params), *args, **kwargs)
+    )
     computed = of_model if precision is None else precision.compute(of_model)
     oracle = Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(dtype), mesh)
     if layers is None:
         return oracle
     around = getattr(getattr(layers, "update", None), "around", None)
     if around is None:
-        hint = "boostax.on_mesh(tx, params, layers=...) returns it."
+        hint = "Pass the result of boostax.on_mesh(tx, params, layers=...)."
         raise TypeError(checks.message(_WHO, "layers", "the optimizer on a mesh", layers, hint))
     return around(oracle, precision)
 
 
 class Gradients(NamedTuple):
-    """The gradients of a step in which some leaves are averaged, or updated, already.
+    """The gradients of a step, of which some are already averaged or already applied.
 
     Attributes:
-      local: gradients of each replica; a ``PerReplica`` in plain ``jit``. The leaves of the other
-        fields are an ``optax.MaskedNode``.
+      local: gradients of each replica; a ``PerReplica`` in plain ``jit``. A leaf that another field
+        contains is an ``optax.MaskedNode``.
       averaged: gradients that are averaged over the replicas, a tree like the params; or ``()``.
       applied: new params and optimizer state that the backward pass computed; or ``()``.
     """
@@ -189,14 +188,12 @@ class Gradients(NamedTuple):
     applied: PyTree = ()
 
     def unwrapped(self) -> PyTree:
-        """Return one replica's gradients without a ``PerReplica``; ``applied`` is kept."""
+        """Return one replica's gradients without a ``PerReplica``, and ``applied``."""
         local = self.local.local if is_per_replica(self.local) else self.local
         if self.averaged:
-
-            def either(x: PyTree, y: PyTree) -> PyTree:
-                return y if trees.is_masked(x) else x
-
-            local = jax.tree.map(either, local, self.averaged, is_leaf=trees.is_masked)
+            local = jax.tree.map(
+                lambda x, y: y if is_masked(x) else x, local, self.averaged, is_leaf=is_masked
+            )
         return Gradients(local, applied=self.applied) if self.applied else local
 
 
@@ -227,9 +224,9 @@ class Oracle(Generic[Value, Params, Grads]):
     watch: Callable[[list[str]], None] | None = None
 
     def inputs(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, Gradients]:
-        """Return what ``local`` differentiates, with the specs of it and of its gradients.
+        """Return the tree that ``local`` differentiates, and the specs of tree and gradients.
 
-        The first specs are ``None`` for params that each replica gets unsharded, or has itself.
+        The specs of the tree are ``None`` for params that are unsharded, or differ per replica.
         """
         return params, None, Gradients(PartitionSpec(self.names))
 
@@ -252,13 +249,8 @@ class Oracle(Generic[Value, Params, Grads]):
 
     @property
     def replicas(self) -> int:
-        """Return the number of replicas, where their axes are bound."""
+        """Return the number of replicas, in a function in which the replica axes are bound."""
         return axes.size(self.names) if self.names else 1
-
-    @property
-    def rows(self) -> PartitionSpec:
-        """Return the spec of a batch."""
-        return PartitionSpec(*[None] * (self.count == "stacked"), self.names)
 
     @checks.arguments
     def __call__(
@@ -277,24 +269,29 @@ class Oracle(Generic[Value, Params, Grads]):
         is_active: PyTree = True
         if active is not True:
             local = params.local if is_per_replica(params) else params
+            # Leaves that ``aside`` hides in the params are hidden in the bools, too.
+            arrays = trees.aside(local)
+            hidden = functools.partial(
+                jax.tree.map, lambda p, x: p if is_aside(p) else x, arrays, is_leaf=is_aside
+            )
             if isinstance(active, Choice):
-                active = Choice(active.at, tuple(_of_arrays(x, local) for x in active.options))
+                active = Choice(active.at, tuple(map(hidden, active.options)))
             else:
                 is_active = refusals.active_leaves(active, local)
-                active = _of_arrays(is_active, local)
+                active = hidden(is_active)
         params = trees.aside(params)
         if self.mesh is None:
-            axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
+            axes.require_bound(self.names, _WHO, hint="in plain jit, pass the mesh, too: mesh=.")
         else:
             refusals.require_trainable(_trained(params, active))
-            if self.rows[0] is None:
+            if self.count == "stacked":
                 stacked_count(batch, _WHO, least=2)
         doors.of_loop(_WHO, opt_state)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)
-        # The loss is traced in this context, and its gradients are unscaled outside.
+        # The loss is traced in this context, and the gradients are unscaled after the context.
         with axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), handshake.scaled(opt_state))):
             params, params_specs, grads_specs = self.inputs(params, opt_state)
             if self.mesh is None:
@@ -331,11 +328,9 @@ class Oracle(Generic[Value, Params, Grads]):
         if self.mesh is not None:
             fns = [_outside(self._mapped(fn, PartitionSpec())) for fn in fns]
 
-        # JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
-        # ``psum`` once more, so the function has its gradient.
-        @jax.custom_jvp
-        def loss(params: PyTree) -> jax.Array:
-            return fns[0](params, *args)
+        # JAX does not transpose a ``custom_vmap``. In an unchecked map, JAX also sums the
+        # cotangents of a ``psum`` once more. So the function has a gradient rule.
+        loss = jax.custom_jvp(lambda params: fns[0](params, *args))
 
         @loss.defjvp
         def rule(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -356,9 +351,9 @@ class Oracle(Generic[Value, Params, Grads]):
             rules of ``carry``, and the terms of a window or ``None``.
         """
         batch, scale, kwargs, active, rules, terms = args
-        hint = "boostax.states.enter_replica(params).local is."
+        hint = "Pass boostax.states.enter_replica(params).local."
         got = type(params).__name__ if is_per_replica(params) else None
-        checks.absent(_WHO, "params", got, "those of this replica", hint)
+        checks.absent(_WHO, "params", got, "the params of this replica", hint)
         if not isinstance(active, Choice):
             active = refusals.active_leaves(active, params)
         names = self.names
@@ -371,7 +366,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 result = self._loss_and_aux(trained, params, rows, kwargs, scale)
                 share = self.replicas / self._slices(batch)
                 loss, by_term, aux = auxiliary.of_slice(result, counts, terms, share)
-                # In a typed map a loss that is averaged over the replicas is typed as equal, and
+                # In a typed map, a loss that is averaged over the replicas is typed as equal, and
                 # its gradient would be 1/n of the gradient in an untyped map.
                 loss, by_term = axes.to_varying((loss, by_term), names)
                 return (by_term if terms else loss) * scale.astype(loss.dtype), (loss, aux)
@@ -408,8 +403,8 @@ class Oracle(Generic[Value, Params, Grads]):
     ) -> tuple[PyTree, tuple[str, ...]]:
         """Return ``fn(params, rows, counts, *args, **kwargs)`` of all micro-batches, and terms.
 
-        ``counts`` has the mean counts of a loss's terms per slice, or is ``None``. ``more`` has
-        keywords that only ``fn`` gets, and ``how`` has options of ``microbatch``.
+        ``counts`` are the mean counts of the loss's terms per micro-batch, or ``None``. ``more``
+        are keywords for only ``fn``, and ``how`` are options of ``microbatch``.
         """
         params = axes.to_varying(params, self.names)
         evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
@@ -480,6 +475,7 @@ class Oracle(Generic[Value, Params, Grads]):
     def _mapped(self, fn: Any, out_specs: Any, params_specs: Any = None) -> Callable[..., PyTree]:
         """Map ``fn(params, batch, kwargs, ...)`` over the replicas of global arrays."""
         names = self.names
+        rows = PartitionSpec(*[None] * (self.count == "stacked"), names)
 
         def mapped(params: PyTree, batch: PyTree, kwargs: Kwargs, *more: PyTree) -> PyTree:
             is_local = is_per_replica(params)
@@ -491,7 +487,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 return fn(params, batch, kwargs, *more)
 
             spec = params_specs or PartitionSpec(*[names] * is_local)
-            specs = spec, self.rows, *[PartitionSpec()] * (1 + len(more))
+            specs = spec, rows, *[PartitionSpec()] * (1 + len(more))
             # The map is untyped, so that loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
@@ -499,39 +495,39 @@ class Oracle(Generic[Value, Params, Grads]):
             mesh: PyTree = self.mesh if around.empty else around
             options: PyTree = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
             shard_map = jax.shard_map(per_replica, in_specs=specs, out_specs=out_specs, **options)
-            # JAX's own error about rows would describe this map.
+            # JAX's error about rows would describe this map, which the user does not see.
             count = math.prod(self.mesh.shape[x] for x in names) if self.mesh else 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
-                dim = len(self.rows) - 1
+                dim = len(rows) - 1
                 microbatch.require_even(_WHO, path, np.shape(x), count, f"{count} replicas", dim)
-            batch = placement.gathered(mesh, names, batch, self.rows)
+            batch = placement.gathered(mesh, names, batch, rows)
             params = params if params_specs else placement.gathered(mesh, names, params)
             args = params, batch, kwargs, *more
-            # Outside jit, JAX maps a subset of a mesh's axes only with checked types.
+            # Outside of ``jit``, JAX maps a subset of a mesh's axes only with checked types.
             is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (shard_map if is_traced else jax.jit(shard_map))(*args)
 
         return mapped
 
 
-# Makes a gradient function from that of the whole loss and its policy.
+# Makes the gradient function of a step from the gradient function and the policy of a loss.
 Around = Callable[[Oracle, Policy | None], Oracle]
 
 
 class Backward(abc.ABC):
-    """What ``layers=`` takes, work in the backward pass: the base of ``boostax.train.Layers``."""
+    """Work in the backward pass, for ``layers=``; the base of ``boostax.train.Layers``."""
 
     @abc.abstractmethod
     def planned(
         self, tx: optax.GradientTransformation, shard_optimizer: bool
     ) -> tuple[optax.GradientTransformation, Around]:
-        """Return the optimizer of a step with this work, and what makes its gradient function."""
+        """Return the optimizer of a step, and the function that makes its gradient function."""
 
 
 def planned(
     tx: optax.GradientTransformation, layers: Backward | str, shard_optimizer: bool
 ) -> tuple[optax.GradientTransformation, Around]:
-    """Return what ``layers=`` makes of a step; a string is the path of stacked layers."""
+    """Return ``layers.planned(...)``; a string is the path of stacked layers."""
     if isinstance(layers, str):
         # This module is loaded before the package has all its names.
         from boostax.train import Layers
@@ -541,20 +537,14 @@ def planned(
 
 
 def _trained(params: PyTree, active: PyTree) -> PyTree:
-    """Return the trained params, for a ``Choice`` at any of its indices."""
+    """Return the trained params; with a ``Choice``, the params of its first option."""
     return trees.masked(params, active.options[0] if isinstance(active, Choice) else active)
-
-
-def _of_arrays(tree: PyTree, params: PyTree) -> PyTree:
-    """Hide in a tree like the params the leaves that ``aside`` hides in ``params``."""
-    arrays = trees.aside(params)
-    return jax.tree.map(lambda p, x: p if is_aside(p) else x, arrays, tree, is_leaf=is_aside)
 
 
 def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[PyTree, PyTree]:
     """Return the gradient with respect to the active params, and the auxiliary result of ``fn``.
 
-    If ``fn`` returns terms ``[terms]``, the leaves of the gradient are ``[terms, ...]``.
+    If ``fn`` returns an array ``[terms]``, the leaves of the gradient are ``[terms, ...]``.
     """
     trained = _trained(params, active)
     value, pullback, more = jax.vjp(fn, trained, has_aux=True)
@@ -567,7 +557,7 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 
     if not value.ndim:
         return gradient(jnp.ones_like(value)), more
-    # In a typed map a cotangent has the type of its value.
+    # In a typed map, a cotangent has the type of its value.
     grads = [gradient(jnp.ones_like(value) * row) for row in np.eye(value.size, dtype=value.dtype)]
     return jax.tree.map(lambda *terms: jnp.stack(terms), *grads), more
 
@@ -575,14 +565,14 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``fn`` in a form that a line search may call inside the mapped region.
 
-    ``fn`` itself runs outside of that region. Its params must be equal on all replicas.
+    ``fn`` itself runs outside of that region. The params must be equal on all replicas.
     """
     called = custom_vmap(fn)
 
     @called.def_vmap
     def rule(size: int, batched: PyTree, *args: PyTree) -> PyTree:
         allowed, hint = "given params that are the same on all replicas", "Reduce the gradients."
-        raise ValueError(checks.message(_WHO, "loss_at", allowed, "some that differ", hint))
+        raise ValueError(checks.message(_WHO, "loss_at", allowed, "params that differ", hint))
 
     return called
 
@@ -595,20 +585,22 @@ def applied(
     extra_args: Kwargs,
     counted: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Apply gradients like ``apply_gradients``, without its explanations of errors.
+    """Apply gradients like ``apply_gradients``, without explanations of errors.
 
-    ``counted`` is described in ``Pending``.
+    For ``counted``, see ``Pending``.
     """
     like = grads.local if isinstance(grads, Gradients) else grads
     like = like.local if is_per_replica(like) and not is_per_replica(params) else like
     trained = params
     has_holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
     if has_holes:
-        # Equinox's filters leave None for the gradient of a function in a module.
-        def is_hole(node: PyTree) -> bool:
-            return node is None or trees.is_masked(node)
-
-        trained = jax.tree.map(lambda g, p: None if g is None else p, like, params, is_leaf=is_hole)
+        # Equinox's filters return None as the gradient of a function in a module.
+        trained = jax.tree.map(
+            lambda g, p: None if g is None else p,
+            like,
+            params,
+            is_leaf=lambda x: x is None or is_masked(x),
+        )
     if (gate := gate_of(tx)) is not None:
         pending = Pending(grads, counted=counted)
         new, opt_state = gate.step(pending, opt_state, trained, apply=True, **extra_args)

@@ -19,20 +19,20 @@ from boostax._core import axes, bcoo, checks, interpret, jaxprs, trees
 from boostax._core.types import PyTree
 
 _WHO = "value_and_grad"
-# Hints for a loss that does not take an argument, by argument; "" is the batch.
+# Hints for a loss that does not accept an argument, by argument; "" is the batch.
 _HINTS = {
-    "": "Let loss_fn take the batch: arrays that it closes over are not split over replicas.",
-    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
-    "edge between groups.",
-    "key": "Add key=None to its arguments, or start the state without a key.",
-    "model_state": "Add model_state=None to its arguments, or start the state without one.",
+    "": "Let loss_fn accept the batch: arrays in its closure are not split over replicas.",
+    "scales": "Add scales=None to the arguments of loss_fn, and a boostax.precision.scale_boundary "
+    "to every edge between groups.",
+    "key": "Add key=None to the arguments of loss_fn, or pass no key=.",
+    "model_state": "Add model_state=None to the arguments of loss_fn, or pass no model_state=.",
 }
 
 
 def require_signature(loss_fn: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
-    """Refuse a loss that does not take the arguments with which it is called."""
+    """Refuse a loss that does not accept the arguments of its call."""
     try:
-        # A wrapper may take arguments that the wrapped function does not.
+        # A wrapper may accept arguments that the wrapped function does not accept.
         signature = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):
         # Some callables have no signature that Python can read.
@@ -41,11 +41,11 @@ def require_signature(loss_fn: Callable[..., PyTree], kwargs: dict[str, PyTree])
         signature.bind(None, None, **kwargs)
     except TypeError as error:
         name = next((name for name in kwargs if repr(name) in str(error)), "")
-        allowed = f"a function that takes {name}=" if name else "a function of (params, batch)"
+        allowed = f"a function that accepts {name}=" if name else "a function of (params, batch)"
         hint = _HINTS.get(name, f"Leave {name}= out of the call.")
         if "missing" in str(error):
-            allowed = f"given all that it takes ({error})"
-            hint = "step.init takes key= and model_state=; others are keywords: step(s, b, beta=1)."
+            allowed = f"called with all its arguments ({error})"
+            hint = "Pass key= and model_state= to step.init, and keywords to step(s, b, beta=1)."
         raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
 
 
@@ -53,9 +53,8 @@ def active_leaves(active: PyTree, params: PyTree) -> PyTree:
     """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
     entries = jax.tree.leaves(active)
     is_valid = bool(entries) and all(isinstance(x, (bool, np.bool_)) for x in entries)
-    allowed = "a tree of bools like the params"
-    hint = "tx.active(params, depth) of a scheduled_freeze is one."
-    checks.require_type(is_valid, _WHO, "active", got=active, allowed=allowed, hint=hint)
+    hint = "Use tx.active(params, depth) of a scheduled_freeze."
+    checks.require_type(is_valid, _WHO, "active", active, "a tree of bools like the params", hint)
 
     def entry(is_active: bool | None, part: PyTree) -> bool | None:
         # A subtree without arrays needs no entry, so its entry may be None.
@@ -70,9 +69,9 @@ def require_trainable(trained: PyTree) -> None:
     """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
     require_dense(trained, _WHO, "params")
     allowed = "floating or complex arrays where they are trained"
-    hint = "Separate it (model_state, equinox.partition, nnx.split), or pass active= with False."
+    hint = "Separate the leaf (model_state, equinox.partition, nnx.split), or set active= to False."
     if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
-        hint = "boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') takes a module: "
+        hint = "Use boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') for modules: "
         hint += "optimizer.value_and_grad(loss)(model, batch)."
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
@@ -83,19 +82,19 @@ def require_trainable(trained: PyTree) -> None:
 
 
 def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
-    """Raise if a leaf is sparse."""
+    """Refuse sparse leaves."""
     if bcoo.MODULE not in sys.modules:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=bcoo.is_sparse)
     got = [(type(x).__name__, trees.path_name(path)) for path, x in leaves if bcoo.is_sparse(x)]
-    checks.require_type(not got, who, what, got=got[:6], allowed="dense arrays", hint=bcoo.DENSE)
+    checks.require_type(not got, who, what, got[:6], "dense arrays", bcoo.DENSE)
 
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
     """Refuse a loss that itself differentiates a sum over the replicas, for an untyped map."""
-    # Without types JAX sums the cotangents of a sum over the replicas. This is correct for a
-    # gradient that is taken outside the mapped function and averaged over the replicas, but wrong
-    # for a gradient that is taken inside, for one replica.
+    # Without types, JAX sums the cotangents of a sum over the replicas. The sum is correct for a
+    # gradient that is computed outside of the mapped function and averaged over the replicas, but
+    # wrong for a gradient that is computed inside, for one replica.
 
     def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
         return inside or "transpose(" in str(eqn.source_info.name_stack)
@@ -107,8 +106,8 @@ def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -
     if inside := axes.named(sums) & frozenset(names):
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
-            "itself (jax.grad of lax.psum or lax.pmean), got one over "
-            f"{', '.join(sorted(inside))}. Average the gradient, not what it is taken of: "
+            "itself (jax.grad of lax.psum or lax.pmean), got a sum over "
+            f"{', '.join(sorted(inside))}. Average the gradient, not the differentiated function: "
             "lax.pmean(jax.grad(local)(x), axis)."
         )
 
@@ -123,23 +122,23 @@ def require_uncrossed(fn: Callable[..., PyTree], trained: PyTree, names: tuple[s
     def trace(trained: PyTree) -> None:
         _, tangent = jax.linearize(fn, trained)
         value, pullback = jax.vjp(fn, trained)
-        # A typed sum communicates nothing in the backward pass; a tangent program does not show a
-        # custom backward rule.
+        # A typed sum communicates nothing in the backward pass, and a tangent program does not show
+        # a custom backward rule, so that both programs are read.
         programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
     jax.eval_shape(trace, trained)
     crossed = frozenset().union(*map(axes_of_gradients, programs)) & frozenset(names)
-    allowed = "left out of a loss through which gradients go from replica to replica"
-    got = f"one and a collective over {', '.join(sorted(crossed))}"
-    hint = "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
-    checks.require(not crossed, _WHO, "Aux.weight", got=got, allowed=allowed, hint=hint)
+    allowed = "left out of a loss whose gradients pass from replica to replica"
+    got = f"a weight and a collective over {', '.join(sorted(crossed))}"
+    hint = "Return the mean over all replicas: lax.psum(sum, axis) / lax.psum(count, axis)."
+    checks.require(not crossed, _WHO, "Aux.weight", got, allowed, hint)
 
 
 def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the axes over which a tangent program communicates values that depend on its inputs.
 
-    The constants of a tangent program are values of the forward pass, or values recomputed under a
-    checkpoint. Gradients are communicated over the returned axes.
+    The constants of a tangent program are values of the forward pass, or values that a checkpoint
+    recomputes. Gradients are communicated over the returned axes.
     """
     names: set[str] = set()
 

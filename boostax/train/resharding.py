@@ -16,28 +16,28 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
 
     Args:
       target: arrays, or their types with shardings.
-      saved: for each leaf, by the name of its path, at least its ``shape``; missing leaves keep the
-        shape of ``target``.
+      saved: the ``shape`` of each leaf, by the name of the leaf's path. A missing leaf has the
+        shape in ``target``.
 
     Returns:
       A tree of ``jax.ShapeDtypeStruct``.
     """
     parts = trees.find(target, is_per_replica)
-    # The leading dimensions that may differ: the replicas, and the items of each replica.
+    # These leading dimensions may differ: the replicas, and the items of each replica.
     items = distributed_items(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
-
-    def type_of(path: tuple[PyTree, ...], leaf: PyTree) -> jax.ShapeDtypeStruct:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(target)
+    types: list[jax.ShapeDtypeStruct] = []
+    for path, leaf in leaves:
         shape = tuple(saved.get(trees.path_name(path), {}).get("shape", ()))
         free = local.get(id(leaf), 0)
         alike = free and min(len(shape), leaf.ndim) >= free and shape[free:] == leaf.shape[free:]
-        return typed(leaf, shape if alike else leaf.shape)
-
-    return jax.tree_util.tree_map_with_path(type_of, target)
+        types.append(typed(leaf, shape if alike else leaf.shape))
+    return tree.unflatten(types)
 
 
 def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf with another shape and its sharding, by default the first device.
+    """Return a leaf's type with another shape and the leaf's sharding, or else the first device.
 
     If the number of replicas is not a multiple of the devices, every device reads all replicas.
     """
@@ -60,7 +60,7 @@ def resharded(state: PyTree, target: PyTree) -> PyTree:
         if not is_per_replica(old) or old_shapes == new_shapes:
             return old
         rule = new_shapes[0][0], any(old is part for part in summed), items.get(id(old))
-        # The rule is compiled, so each device computes only its own part.
+        # The rule is compiled, so that each device computes only its part.
         shardings = jax.tree.map(lambda x: typed(x, x.shape).sharding, new)
         return jax.jit(lambda x: spread_anew(x, *rule), out_shardings=shardings)(old)
 

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from typing import Generic, NamedTuple
 
@@ -27,9 +26,9 @@ _WHO = "make_train_step"
 
 
 class TrainState(NamedTuple, Generic[types.Params]):
-    """State of a training run, which a step takes and returns and a checkpoint saves.
+    """State of a training run, which a step updates and a checkpoint saves.
 
-    To a type checker it is ``TrainState[Params]``, and stays so in each step.
+    For a type checker, the state is a ``TrainState[Params]`` before and after each step.
 
     Attributes:
       step: i32 scalar, calls so far (micro-steps, with ``accumulate``).
@@ -49,14 +48,17 @@ class TrainState(NamedTuple, Generic[types.Params]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placing:
-    """The mesh of a step, and how it shards a state and a batch.
+    """The mesh of a step, and the shardings of states and batches.
 
     Attributes:
       mesh: mesh of one process or of several.
       names: replica axes.
-      microbatches: slices per replica and call.
+      microbatches: micro-batches per replica and call.
       param_specs: see ``make_train_step``.
       shard_optimizer: see ``make_train_step``.
+      replicas: number of replicas.
+      rows_sharding: sharding of a batch.
+      spans_processes: whether devices of other processes belong to the mesh.
     """
 
     mesh: Mesh
@@ -64,30 +66,18 @@ class Placing:
     microbatches: int
     param_specs: PyTree
     shard_optimizer: bool
-
-    @functools.cached_property
-    def replicas(self) -> int:
-        """Return the number of replicas."""
-        return math.prod(self.mesh.shape[x] for x in self.names)
-
-    @functools.cached_property
-    def spans_processes(self) -> bool:
-        """Return whether devices of other processes belong to the mesh."""
-        return len({x.process_index for x in self.mesh.devices.flat}) > 1
-
-    @functools.cached_property
-    def rows_sharding(self) -> NamedSharding:
-        """Return the sharding of a batch."""
-        return NamedSharding(self.mesh, PartitionSpec(self.names))
+    replicas: int
+    rows_sharding: NamedSharding
+    spans_processes: bool
 
     def state(self, state: TrainState) -> TrainState:
-        """Place the state of one replica on all replicas; for types, add shardings."""
+        """Place the state of one replica on all replicas; to types, add shardings."""
         specs = self.of_params(state.params)
         got = len(jax.tree.leaves(specs))
         count = len(jax.tree.leaves(state.params))
-        allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
-        hint = "Use PartitionSpec() for a replicated leaf, not None."
-        checks.require(got == count, _WHO, "param_specs", got=got, allowed=allowed, hint=hint)
+        allowed = f"a tree with one PartitionSpec for each of the {count} params"
+        hint = "Use PartitionSpec() for a replicated param, not None."
+        checks.require(got == count, _WHO, "param_specs", got, allowed, hint)
         for (name, x), spec in zip(trees.named(state.params), jax.tree.leaves(specs), strict=True):
             self._require_shardable(name, x, spec)
         placing = dataclasses.replace(self, param_specs=specs)
@@ -97,13 +87,12 @@ class Placing:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
             state = jax.eval_shape(stack, state)
             return jax.tree.map(lambda x, s: x.update(sharding=s), state, placing.shardings(state))
-
-        def on_host(x: PyTree) -> PyTree:
-            is_copied = self.spans_processes and x.is_fully_addressable and not is_key(x)
-            return np.asarray(x) if is_copied else x
-
-        # On the host the stacked replicas are views of one array.
-        state = stack(jax.tree.map(on_host, state))
+        if self.spans_processes:
+            # On the host, the stacked replicas are views of one array.
+            state = jax.tree.map(
+                lambda x: np.asarray(x) if x.is_fully_addressable and not is_key(x) else x, state
+            )
+        state = stack(state)
         return place(state, placing.shardings(state))
 
     def shardings(self, state: TrainState) -> TrainState:
@@ -131,14 +120,14 @@ class Placing:
         return jax.tree_util.tree_map_with_path(spec_of, params.local if is_stacked else params)
 
     def _require_shardable(self, name: str, x: PyTree, spec: PartitionSpec) -> None:
-        """Refuse a spec that does not fit its param, because JAX's errors do not name the param."""
+        """Refuse a spec that is invalid for a param, because JAX's errors do not name the param."""
         try:
             NamedSharding(self.mesh, spec).shard_shape(x.shape)
         except Exception as error:
             allowed = f"sharded over axes of the step's mesh, {dict(self.mesh.shape)}, "
-            allowed += "each used once, that divide the dimensions they shard"
+            allowed += "each used once and dividing its dimension"
             got = f"{spec!r} for shape {tuple(x.shape)}"
-            hint = "In param_specs name another dimension, or replicate it by PartitionSpec()."
+            hint = "In param_specs, shard another dimension, or use PartitionSpec() to replicate."
             raise ValueError(checks.message(_WHO, f"param {name}", allowed, got, hint)) from error
 
     def placement(self, params: PyTree) -> Placement:
@@ -154,7 +143,8 @@ class Placing:
         return np.unique(np.concatenate(rows))
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Place a batch, or this process's rows of a batch; for types, add shardings."""
+        """Place a batch, or this process's rows of a batch; to types, add shardings."""
+        rows = self.rows_sharding
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
             is_global = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
@@ -163,40 +153,33 @@ class Placing:
             by = f"{of} x microbatches = {count} x {self.microbatches}"
             require_even(_WHO, path, getattr(leaf, "shape", ()), count * self.microbatches, by)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
-            return _typed(batch, self.rows_sharding)
-        if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
+            batch = jax.eval_shape(lambda x: x, batch)
+            return jax.tree.map(lambda x: x.update(sharding=rows), batch)
+        if all(getattr(leaf, "sharding", None) == rows for _, leaf in leaves):
             return batch
-        if not self.spans_processes:
-            return jax.device_put(batch, self.rows_sharding)
-
-        def placed(x: PyTree) -> jax.Array:
-            if isinstance(x, jax.Array) and not x.is_fully_addressable:
-                return jax.device_put(x, self.rows_sharding)
-            # Each process has the rows of its own devices, in device order.
-            return jax.make_array_from_process_local_data(self.rows_sharding, np.asarray(x))
-
-        return jax.tree.map(placed, batch)
+        if self.spans_processes:
+            # Each process has the rows of its devices, in device order.
+            joined = functools.partial(jax.make_array_from_process_local_data, rows)
+            batch = jax.tree.map(
+                lambda x: joined(np.asarray(x)) if getattr(x, "is_fully_addressable", True) else x,
+                batch,
+            )
+        return jax.device_put(batch, rows)
 
     def common(self, kwargs: PyTree, batch: PyTree) -> PyTree:
-        """Replicate arrays that are not split over replicas; for types, add shardings."""
+        """Replicate arrays that are not split over replicas; to types, add shardings."""
         sharding = NamedSharding(self.mesh, PartitionSpec())
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((kwargs, batch))):
-            return _typed(kwargs, sharding)
-
-        def replicated(x: PyTree) -> jax.Array:
-            if isinstance(x, Tracer):
-                return x
-            # XLA gathers arrays where the loss reads them, except on an Explicit mesh.
-            is_placed = isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set
-            is_placed = is_placed and AxisType.Explicit not in self.mesh.axis_types
-            return x if is_placed else place(x, sharding)
-
-        return jax.tree.map(replicated, kwargs)
-
-
-def _typed(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Return the types of arrays, or of types, all with one sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+            kwargs = jax.eval_shape(lambda x: x, kwargs)
+            return jax.tree.map(lambda x: x.update(sharding=sharding), kwargs)
+        leaves, tree = jax.tree.flatten(kwargs)
+        for i, x in enumerate(leaves):
+            # XLA gathers arrays where the loss reads the arrays, except on an Explicit mesh.
+            is_free = isinstance(x, jax.Array) and AxisType.Explicit not in self.mesh.axis_types
+            if isinstance(x, Tracer) or (is_free and x.sharding.device_set == sharding.device_set):
+                continue
+            leaves[i] = place(x, sharding)
+        return tree.unflatten(leaves)
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -206,15 +189,16 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       opt_state: any tree. A node contributes by a method ``metrics()`` that returns a dict.
 
     Returns:
-      The scalars by name. If several parts report the same name, the second and later names get
-      ``_1``, ``_2`` in the order of the chain. Cost: an addition for each gate. With gates it has
+      The scalars by name. If several parts report the same name, ``_1``, ``_2`` are added to the
+      second and later names in the order of the chain. Cost: an addition for each gate. With gates,
+      the dictionary contains
 
-      * ``applied``: bool, whether the last call was applied: every gate let it pass, and it closed
-        the window, if there is one; False before the first call.
+      * ``applied``: bool, whether the last call was applied: every gate passed the call, and the
+        call closed the window, if there is a window; False before the first call.
       * ``skipped``: i32, the calls since the start that a gate skipped. Each call is either
-        applied, skipped, or added to a window that stays open. A call that closes a window without
-        applying it is one skipped call. Gates in different branches of ``optax.partition`` count
-        the same call separately.
+        applied, skipped, or added to a window that is still open. A call that closes a window
+        without applying the window is one skipped call. Gates in different branches of
+        ``optax.partition`` count the same call separately.
       * with several gates also ``loss_scale_applied`` and ``loss_scale_skipped`` for a
         ``LossScaleState``, and so on for each gate. ``..._applied`` describes the last call that
         reached the gate. ``accumulate_skipped`` includes windows that a gate inside skipped.
@@ -226,7 +210,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['applied', 'micro_step', 'optimizer_steps', 'skipped']
     """
     gates = gates_in(opt_state)
-    # A window counts what the gates inside it skipped.
+    # A window counts the calls that the gates inside the window skipped.
     windows = trees.telling(opt_state, protocols.Window)
     inside = {id(x) for window in windows for x in gates_in(window) if id(x) != id(window)}
     outer = (getattr(x, "skipped", None) for x in gates if id(x) not in inside)

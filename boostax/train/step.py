@@ -42,17 +42,18 @@ def make_train_step(
 
     A step is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``, with the batch
     split over ``axis_name``. Put a reduction, ``all_reduce()`` or ``adasum()``, first in the
-    innermost chain. The reduction runs over the step's axis unless it names another axis, and gates
-    around it agree over the same axis.
+    innermost chain. The reduction runs over the step's axis, unless the reduction names another
+    axis, and gates around the reduction agree over the same axis.
 
     Params are placed by ``param_specs``, or keep their placement: replicated, or sharded over any
-    axes of the mesh, including the batch's axis (FSDP, HSDP, tensor parallel). On a mesh the step
-    is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in one ``jit``: ``loss_fn`` gets
-    the rows of one replica, and params that are gathered over the replica axes.
+    axes of the mesh, including the batch's axis (FSDP, HSDP, tensor parallel). On a mesh, the step
+    is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in one ``jit``: ``loss_fn``
+    receives the rows of one replica, and params that are gathered over the replica axes.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if the state has them,
-        and with the keywords of a call, ``step(state, batch, beta=0.1)``, which are not split.
+      loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if the state has a key
+        and a model state, and with the keywords of a call, ``step(state, batch, beta=0.1)``, which
+        are not split.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
       axis_name: the axis, or axes, of the mesh over which the batch is split; by default the mesh's
@@ -69,12 +70,12 @@ def make_train_step(
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when the
         depth first occurs, and chooses on the host; ``"switch"`` compiles one program for all
         depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``. That program has a copy of
-        the optimizer's code for each depth, of which a step runs one: at 2, 4 and 10 depths 1.5,
-        2.5 and 5.5 times the optimizer's operations to compile. It also needs one more temporary
-        copy of the params on CPU and H100, and two on TPU v5e.
+        the optimizer's code for each depth, and a step runs one copy. At 2, 4 and 10 depths, the
+        program compiles 1.5, 2.5 and 5.5 times the optimizer's operations. The program also needs
+        one more temporary copy of the params on CPU and H100, and two more copies on TPU v5e.
       shard_optimizer: shard the optimizer's state over the replicas (ZeRO, stage 1), each leaf
         along its first unsharded dimension that the number of replicas divides. Any optimizer
-        works, because it gets global arrays.
+        works, because the optimizer receives global arrays.
       gather: ``"bfloat16"`` or ``"int8"``, the format in which params that are sharded over
         ``axis_name`` are all-gathered, while the shards stay exact; see
         ``boostax.train.gather_params``.
@@ -84,8 +85,8 @@ def make_train_step(
     Returns:
       A ``TrainStep``. Cost in addition to the transformations: one scalar all-reduce for the loss.
       Params that are sharded over ``axis_name`` are gathered once per call, in their own dtype or
-      in ``gather``. With ``shard_optimizer`` the optimizer's state takes ``1/n`` of the memory, and
-      new params are gathered when they change.
+      in ``gather``. With ``shard_optimizer``, the optimizer's state needs ``1/n`` of the memory,
+      and changed params are gathered.
 
     Raises:
       ValueError, TypeError: an argument out of range, or an axis that is not in the mesh; a chain
@@ -106,16 +107,16 @@ def make_train_step(
     checks.transformation(who, "tx", tx)
     names = axes.of_mesh(who, axis_name, mesh)
     if mesh is None:
-        hint = "Pass mesh=, or leave it out on one device."
+        hint = "Pass mesh=, or omit the argument on one device."
         needy = {"axis_name": axis_name, "param_specs": param_specs, "gather": gather}
         for name, value in needy.items():
             checks.absent(who, name, value, "None without a mesh", hint)
         checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
     if gather is not None:
-        checks.choice(who, "gather", gather, Gather, "None sends them as they are.")
-    hint = "'host' is the fastest and takes the least memory."
+        checks.choice(who, "gather", gather, Gather, "None gathers params in their dtype.")
+    hint = "'host' is the fastest driver and needs the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, FreezeDriver, hint)
-    hint = "The step cuts the batch: a stacked one is x.reshape(-1, *x.shape[2:])."
+    hint = "The step splits the batch. Reshape a stacked batch: x.reshape(-1, *x.shape[2:])."
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
     precision = None if policy is None else as_policy(policy)
     options: PyTree = {"policy": precision, "microbatches": slices, "dtype": dtype}
@@ -130,8 +131,8 @@ def make_train_step(
 
     oracle = value_and_grad(reported if has_aux else loss_fn, **options)
     if layers is not None:
-        hint, allowed = "Blocks of int8 are of whole arrays.", "'bfloat16' with layers="
-        checks.require(gather != "int8", who, "gather", got=gather, allowed=allowed, hint=hint)
+        hint = "int8 codes are computed for complete arrays, not for single layers."
+        checks.require(gather != "int8", who, "gather", gather, "'bfloat16' with layers=", hint)
         tx, around = planned(tx, layers, shard_optimizer)
         oracle = around(oracle, precision)
     settings = precision, param_specs, freeze_driver, shard_optimizer, gather
