@@ -491,7 +491,7 @@ def test_what_mindspore_ignores_is_noted():
         "level = 'O3' has no effect: an unknown level is 'O0'. Did you mean 'O2'?",
         "boost_config_dict.grad_acumulation = {} has no effect: Did you mean 'grad_accumulation'?",
         "boost.les_bn = True has no effect: Did you mean 'less_bn'?",
-        "grad_accumulation.steps = 3 has no effect: Nothing there is close to it.",
+        "grad_accumulation.steps = 3 has no effect: No allowed name is similar.",
         "level 'O0': the switches are read as AutoBoost and its train cells read them; MindSpore's "
         "Model boosts at O1 and O2 alone.",
     )

@@ -383,7 +383,7 @@ def donated(tree):
 WINDOW = "opt_state must be that of AccumulateState, Window, ScaleByAdamState, got that of "
 MOVED = rf"{WINDOW}LossScaleState, ScaleByAdamState\. boostax\.migrate_state\(opt_state, tx, para"
 CLASSES = r"must be in its classes, got a dict.* boostax\.migrate_state\(opt_state, tx, params\)"
-GONE = r"arguments must be not yet donated, got \['{}.* go on with what it returned"
+GONE = r"arguments must be not yet donated, got \['{}.* Use the call's results"
 NO_STATE = r"TrainStep: state must be a TrainState, got 'dict'\. step\.init\(params\)"
 HANDED = [
     (of(STEP, given(params=W | {"c": X}), X), "must be of the leaves .*'0/mu/c'.*migrate_state"),
@@ -399,11 +399,11 @@ HANDED = [
     (of(SCALED.init, ADAM.init(W)), "init: " + misplaced("params", "optax.*Adam")),
     (of(ORACLE, SCALE, W, X), misplaced("params", "bo.*LossScaleState")),
     (of(boostax.migrate_state, W, SCALED, SCALE), misplaced("params", "boostax.*Loss")),
-    (of(UPDATE, W, W, W), "got that of dict. Restore it into tx.init.params"),
+    (of(UPDATE, W, W, W), "got that of dict. Restore the state into tx.init.params"),
     (of(APPLY, ADAM, W, plain(ADAM.init(W)), W), "Adam.*, got that of list"),
     (of(boostax.metrics, plain(SCALE)), CLASSES),
     (of(ORACLE, W, plain(SCALE), X), CLASSES),
-    (of(SCALED.update, W, plain(SCALE), W), "got that of dict. Restore it into tx.init"),
+    (of(SCALED.update, W, plain(SCALE), W), "got that of dict. Restore the state into tx.init"),
     (of(boostax.flush, SCALED, plain(SCALE), W), "flush.* got that of dict. Restore it"),
     (of(boostax.reshard_state, plain(SCALE), 2), CLASSES),
     (of(STEP, given(), donated(X)), f"TrainStep: {GONE.format('batch')}"),

@@ -15,7 +15,7 @@ from boostax._core.types import PyTree
 
 # A program that has a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
-DENSE = "Convert with .todense()."
+DENSE = "Convert gradients by .todense()."
 
 
 def is_sparse(node: object) -> bool:

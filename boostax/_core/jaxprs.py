@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's classes of jaxprs.
 
-The classes are loaded on first use, because ``jax.extend`` imports Pallas, a third of the time of
-``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
-signature names a class.
+The classes are loaded on first use, because ``jax.extend`` imports Pallas, which would need a third
+of the time of ``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import
+annotations`` where a signature names a class.
 
 JAX may change how it writes types and traced programs. Code that looks for an old name would then
 find nothing, and a check that finds nothing accepts everything. ``tests/test_proof.py`` reads small
