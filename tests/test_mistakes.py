@@ -189,10 +189,7 @@ MISTAKES = {
     "2.0 slices": (lambda: step(microbatches=2.0), r"x\.reshape\(-1"),
     "a stacked batch": (lambda: step(microbatches="stacked"), r"x\.reshape\(-1"),
     "a number among rows": (lambda: run(MEAN, x=X | {"s": 1.0}, mesh=MESH), r"step\(state, batch,"),
-    "x and y apart": (
-        lambda: step()(state(), X["x"], X["y"]),
-        r"all rows as one tree, \(x, y\)",
-    ),
+    "x and y apart": (lambda: step()(state(), X["x"], X["y"]), r"rows as one tree, \(x, y\)"),
     "beta, not taken": (lambda: run(by_name={"beta": 0.1}), "Leave beta= out of the call"),
     "key= of a call": (lambda: run(by_name={"key": jax.random.key(0)}), "step.init takes key="),
     "init(rng=)": (lambda: step().init(W, rng=0), r"step\.init\(params\)"),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, get_abstract_mesh
 from jax.typing import DTypeLike
 
 from boostax._core import checks, jaxprs, trees
@@ -106,9 +106,8 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
         return canonical(who, axis_name)
-    is_mesh = hasattr(mesh, "axis_names")
     hint = "Make a mesh by jax.make_mesh((8,), ('data',))."
-    checks.require_type(is_mesh, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
+    checks.require_type(hasattr(mesh, "axis_names"), who, "mesh", mesh, "a jax.sharding.Mesh", hint)
     names = canonical(who, axis_name) or (mesh.axis_names if len(mesh.axis_names) == 1 else ())
     allowed = f"among the mesh's axes {tuple(mesh.shape)}"
     valid = bool(names) and set(names) <= set(mesh.axis_names)
@@ -132,11 +131,10 @@ def require_bound(
         try:
             lax.axis_size(name)
         except NameError as error:
-            raise ValueError(
-                f"{who}: {argument} must name an axis of the surrounding jax.shard_map, jax.pmap "
-                f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
-                f"jax.shard_map, or {hint}"
-            ) from error
+            allowed = "an axis of the surrounding jax.shard_map, jax.pmap or jax.vmap"
+            got = f"{name!r}, which is not bound here"
+            hint = f"Run the update inside jax.shard_map, or {hint}"
+            raise ValueError(checks.message(who, argument, allowed, got, hint)) from error
 
 
 # The number of replicas along the axes, and the index of this replica. The index of the first axis
@@ -182,7 +180,7 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
 
     Outside ``shard_map``, or with ``check_vma=False``, the values stay unchanged.
     """
-    if not (manual := _manual() & frozenset(names)):
+    if not (manual := frozenset(names).intersection(get_abstract_mesh().manual_axes)):
         return tree
     leaves, structure = jax.tree.flatten(tree)
     for i, leaf in enumerate(leaves):
@@ -191,14 +189,10 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
     return structure.unflatten(leaves)
 
 
-def _manual() -> frozenset[str]:
-    """Return the axes over which ``shard_map`` maps the traced code."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def unify(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to vary over its counterpart's axes: branches of a cond have equal types."""
-    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if _manual() else tree
+    is_mapped = bool(get_abstract_mesh().manual_axes)
+    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if is_mapped else tree
 
 
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -231,8 +225,10 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     """Stack the values of all replicas on a new dimension; the result is typed as equal."""
     if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
-    stacked = functools.reduce(lambda y, name: lax.all_gather(y, name, axis=dim), names[::-1], x)
-    return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
+    shape = x.shape
+    for name in reversed(names):
+        x = lax.all_gather(x, name, axis=dim)
+    return x.reshape(*shape[:dim], -1, *shape[dim:])
 
 
 def sent_apart() -> bool:
@@ -279,7 +275,7 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 def vmapped(names: tuple[str, ...]) -> bool:
     """Return whether ``jax.vmap`` bound the names; some collectives have no batching rule."""
-    return not frozenset(names) <= _manual()
+    return not frozenset(names).issubset(get_abstract_mesh().manual_axes)
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
@@ -301,17 +297,16 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     """
     trees.require_gradients(grads, who)
     require_bound(names, who)
-    mapped = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    mapped = frozenset(names).intersection(get_abstract_mesh().manual_axes)
     if not mapped or mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
         return
-    hint = "With check_vma, jax.grad sums gradients of equal params. "
-    hint += "Differentiate boostax.train.local_params(params, axis_name=axis)."
+    hint = "With check_vma, differentiate boostax.train.local_params(params, axis_name=axis)."
     expected = tracked(names)
     for path, leaf in jax.tree.leaves_with_path(grads):
         missing = ", ".join(sorted(expected - varying(leaf)))
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            got = f"{trees.path_name(path)!r} equal over {missing}"
+            got = f"{trees.path_name(path)!r} equal over {missing}, which jax.grad sums"
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 

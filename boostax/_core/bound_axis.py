@@ -75,10 +75,6 @@ def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | N
 
 def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
     """Return a transformation that is chosen at each call, with the description of ``sample``."""
-
-    def init(params: PyTree) -> PyTree:
-        return pick(params).init(params)
-
     sampled = gate_of(sample)
 
     # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.
@@ -88,6 +84,7 @@ def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
         chosen = pick(raw if params is None else params).update
         return (chosen.step if sampled else chosen)(grads, state, params, **extra)
 
+    tx = Extended(lambda params: pick(params).init(params), update)
     if sampled is None:
-        return Extended(init, update)
-    return gated(init, update, lambda state, p, **extra: pick(p).update.flush(state, p, **extra))
+        return tx
+    return gated(tx.init, update, lambda state, p, **extra: pick(p).update.flush(state, p, **extra))

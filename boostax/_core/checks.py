@@ -122,13 +122,12 @@ def require(
     A lambda of boostax for ``got`` or ``hint`` is called only for an error, because the names of
     many leaves are slow to build. A function that a user passed is shown.
     """
-    if valid:
-        return
-    texts: list[Any] = []
-    for x in (got, hint):
-        is_late = inspect.isfunction(x) and x.__name__ == "<lambda>"
-        texts.append(x() if is_late and x.__module__.startswith("boostax.") else x)
-    raise error(message(who, argument, allowed, *texts))
+    if not valid:
+        texts: list[Any] = []
+        for x in (got, hint):
+            is_late = inspect.isfunction(x) and x.__name__ == "<lambda>"
+            texts.append(x() if is_late and x.__module__.startswith("boostax.") else x)
+        raise error(message(who, argument, allowed, *texts))
 
 
 # The same check, but the error is a ``TypeError``.

@@ -83,9 +83,8 @@ def on_mesh(
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
     groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)
-    compare = functools.partial(compared, extra=extra, names=order, groups=groups, kinds=kinds)
-    in_specs = ([*specs], P())
-    return jax.shard_map(compare, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
+    fn = functools.partial(compared, extra=extra, names=order, groups=groups, kinds=kinds)
+    return jax.shard_map(fn, mesh=mesh, in_specs=([*specs], P()), out_specs=P(), check_vma=False)
 
 
 def classes(
@@ -140,7 +139,8 @@ def compared(
         def culprit(row: tuple[jax.Array, jax.Array]) -> jax.Array:
             copies, kind = row
             group = jnp.asarray(groups)[kind]
-            unlike = jnp.sum((group[:, None] == group) & jnp.any(copies[:, None] != copies, -1), 1)
+            is_copy = group[:, None] == group
+            unlike = jnp.sum(is_copy & jnp.any(copies[:, None] != copies, -1), 1)
             last = len(group) - 1 - jnp.argmax(unlike[::-1])
             return jnp.where(unlike.max() > 0, last, -1).astype(jnp.int32)
 

@@ -34,7 +34,6 @@ from boostax._core.types import PyTree
 # The result of a transformation: updates or new params, and the new state.
 Stepped = tuple[PyTree, PyTree]
 Update = TypeVar("Update", bound=Callable[..., PyTree])
-_NUMBERS = float, complex
 
 # A role is the effect of a part on a gradient, and decides the position of the part in a chain.
 Gate = Literal["scaler", "window", "check"]
@@ -145,7 +144,9 @@ def describe(
         @functools.wraps(update)
         def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
             # The caller may pass Python numbers among the leaves.
-            args = jax.tree.map(lambda x: jnp.asarray(x) if type(x) in _NUMBERS else x, args)
+            args = jax.tree.map(
+                lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, args
+            )
             if bcoo.MODULE in sys.modules and args:
                 args = bcoo.dense(args[0], name), *args[1:]
             # Profiles show this name from the name stack of the trace.
@@ -192,8 +193,6 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
 def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
     """Return extra arguments whose functions accept converted params; ``place`` converts back."""
-    moved = dict(extra)
-    for name in ("value_fn", "obj_fn"):
-        if (fn := extra.get(name)) is not None:
-            moved[name] = functools.partial(lambda fn, trial: fn(place(trial)), fn)
-    return moved
+    functions = {x: extra[x] for x in ("value_fn", "obj_fn") if extra.get(x) is not None}
+    moved = {x: functools.partial(lambda f, y: f(place(y)), fn) for x, fn in functions.items()}
+    return {**extra, **moved}

@@ -85,19 +85,15 @@ def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[jax.Array]:
     return scales
 
 
-def hand_on(old: object, new: object) -> None:
-    """Let a new array share the mark of an old array.
+def hand_on(old: PyTree, new: PyTree) -> None:
+    """Let a new scale, or each scale in a new state, share the mark of the old scale.
 
-    An old array outside all traces has no mark. The new array is then not checked.
+    An old scale outside all traces has no mark. Then the new scale is not checked.
     """
-    if isinstance(new, Tracer):
-        keep(new, marks(old)[0] if isinstance(old, Tracer) else Mark(loss=True, crossed=True))
-
-
-def hand_on_state(old: PyTree, new: PyTree) -> None:
-    """Let the scales in a new state share the marks of the scales in an old state."""
-    for scale, new_scale in zip(scales_in(old), scales_in(new), strict=True):
-        hand_on(scale, new_scale)
+    for scale, new_scale in zip(scales_in(old) or [old], scales_in(new) or [new], strict=True):
+        if isinstance(new_scale, Tracer):
+            mark = marks(scale)[0] if isinstance(scale, Tracer) else Mark(loss=True, crossed=True)
+            keep(new_scale, mark)
 
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 
-# The consequences of a misread program, which no other check would notice.
-_MISSED = "The program inside would be missed."
-_MIXED = "Constants would be confused with the carry."
+# The hints name the consequence of a misread program, which no other check would notice.
+_TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
+_MISSED = f"The program inside would be missed. {_TESTED}"
+_MIXED = f"Constants would be confused with the carry. {_TESTED}"
 
 
 # All names that JAX has used for each kind of equation.
@@ -55,15 +56,10 @@ def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
     closed = [x if isinstance(x, kinds[0]) else jaxprs.ClosedJaxpr(x, ()) for x in programs]
     sizes = (len(eqn.invars), len(eqn.outvars))
     matching = [x for x in closed if (len(x.jaxpr.invars), len(x.jaxpr.outvars)) == sizes]
-    _require_form(eqn, "one program of its operands", bool(matching), _MISSED)
-    return matching[0]
-
-
-def _require_form(eqn: jaxprs.JaxprEqn, allowed: str, valid: bool, risk: str) -> None:
-    """Raise unless JAX's parameters of an equation were read in the expected form."""
     what = f"the parameters of {eqn.primitive.name} of JAX {jax.__version__}"
-    hint = f"{risk} Install tested versions in a checkout: pip install -c constraints.txt ."
-    checks.require(valid, "boostax", what, sorted(eqn.params), allowed, hint, RuntimeError)
+    allowed = "one program of the operands"
+    checks.require(bool(matching), "boostax", what, [*eqn.params], allowed, _MISSED, RuntimeError)
+    return matching[0]
 
 
 def scan_operands(
@@ -78,7 +74,9 @@ def scan_operands(
     elif hasattr(params.get("ft_in"), "unpack"):
         sizes = [len(part) for part in params["ft_in"].unpack()]
     is_valid = len(sizes) == 3 and min(sizes) >= 0 and sum(sizes) == len(operands)
-    _require_form(scan, "num_consts and num_carry, or ft_in", is_valid, _MIXED)
+    what = f"the parameters of scan of JAX {jax.__version__}"
+    allowed = "num_consts and num_carry, or ft_in"
+    checks.require(is_valid, "boostax", what, [*params], allowed, _MIXED, RuntimeError)
     remaining = iter(operands)
     consts, carry, xs = ([*itertools.islice(remaining, size)] for size in sizes)
     return consts, carry, xs
@@ -186,9 +184,6 @@ def flow(
       constant: ``constant(value, aval)`` returns the fact about a constant; by default ``nothing``.
     """
 
-    def through(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        return evaluate(body, facts, rule, constant or (lambda value, aval: nothing), THROUGH)
-
     def looped(body: Any, consts: list[Fact], carry: list[Fact], xs: list[Fact]) -> list[Fact]:
         while True:
             results = through(body, [*consts, *carry, *xs])
@@ -216,6 +211,8 @@ def flow(
             return [join([*deciding, x]) for x in carry]
         return transfer(eqn, facts) if transfer else [join(facts)] * len(eqn.outvars)
 
+    constants = constant or (lambda value, aval: nothing)
+    through = functools.partial(evaluate, rule=rule, constant=constants, inline=THROUGH)
     return through(program, inputs)
 
 

@@ -10,7 +10,9 @@ find nothing, and a check that finds nothing accepts everything. ``tests/test_pr
 programs whose answer is known, on the oldest, the pinned and the newest JAX.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from boostax._core.late import late
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, gensym, jaxpr_as_fun
@@ -19,10 +21,4 @@ if TYPE_CHECKING:
     Atom = Var | Literal
 
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var", "gensym", "jaxpr_as_fun"]
-
-
-def __getattr__(name: str) -> Any:
-    from jax.extend import core
-
-    globals()[name] = value = getattr(core, name)
-    return value
+late(__name__, dict.fromkeys([*__all__, "no_effects"], "jax.extend.core"))

@@ -20,7 +20,7 @@ from boostax._core.types import PyTree
 # NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _OURS = re.compile(r"[\w.()]+: .+ must ", re.DOTALL)
-_MOVES = "Convert another chain's state by boostax.migrate_state(opt_state, tx, params)."
+_MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of another chain."
 
 
 @contextlib.contextmanager
@@ -58,8 +58,8 @@ def require_order(who: str, call: str, **arguments: PyTree) -> None:
     for what, tree in arguments.items():
         names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
         state = next((x for x in names if re.match(r"(optax|boostax)\..*State$", x)), "")
-        is_valid = "state" in what or not state
-        checks.require_type(is_valid, who, what, f"one with {state}", allowed, hint)
+        got = f"one with {state}"
+        checks.require_type("state" in what or not state, who, what, got, allowed, hint)
 
 
 def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:

@@ -17,6 +17,16 @@ from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
 
 
+# JAX traces a module's function once for all leaves, as the next two.
+def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Add two sums at once, as ``jax.lax.reduce`` requires."""
+    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
+
+
+def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
+
+
 def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     """Return ``max |x|`` of each inexact leaf, NaN and infinities included; 0 for empty leaves.
 
@@ -27,43 +37,30 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     long for f16 on a processor without f16 vectors.
     """
     wide: list[jax.Array] = []
-    for x in jax.tree.leaves(tree):
-        if trees.is_inexact(jnp.result_type(x)):
-            # The modulus of a finite complex number can overflow. Its two parts cannot.
-            is_real = not jnp.iscomplexobj(x)
-            size = lax.abs(x) if is_real else jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
-            wide.append(trees.at_least_float32(size))
-    if not wide:
-        return []
-    return lax.platform_dependent(
-        wide,
-        # XLA does not turn a reduction with two results into an all-reduce: the results of all
-        # shards are gathered and compared.
-        cpu=lambda leaves: [
-            lax.select(lax.ne(least, least), least, most)
-            for x in leaves
-            for most, least in [
-                lax.reduce((x, x), (x.dtype.type(0),) * 2, _extremes, range(x.ndim))
-            ]
-        ],
-        default=_by_bits,
-    )
+    for x in [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]:
+        is_real = not jnp.iscomplexobj(x)
+        # The modulus of a finite complex number can overflow. Its two parts cannot.
+        size = lax.abs(x) if is_real else jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
+        wide.append(trees.at_least_float32(size))
+    in_pairs = functools.partial(_maxima, in_pairs=True)
+    return lax.platform_dependent(wide, cpu=in_pairs, default=_maxima) if wide else []
 
 
-def _by_bits(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes as unsigned integers, in the order of floats, NaN last.
+def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
+    """Return the largest magnitude of each leaf, also NaN.
 
-    A TPU would read a gradient twice for a maximum and a minimum. XLA:CPU would write the bits to
-    memory.
+    By default, magnitudes are compared as unsigned integers, in the order of floats with NaN last.
+    XLA:CPU would write these bits to memory. With ``in_pairs``, a joint reduction computes maximum
+    and minimum. XLA does not turn this reduction into an all-reduce, but gathers and compares the
+    results of all shards. A TPU would read a gradient twice for such a pair.
     """
-    bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
-    most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
-    return [lax.bitcast_convert_type(x, leaf.dtype) for x, leaf in zip(most, leaves, strict=True)]
-
-
-# JAX traces a module's function once for all leaves.
-def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
+    if not in_pairs:
+        bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
+        most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
+        return [lax.bitcast_convert_type(x, y.dtype) for x, y in zip(most, leaves, strict=True)]
+    # A generator, so that the operations of each leaf stay together.
+    pairs = (lax.reduce((x, x), (x.dtype.type(0),) * 2, _extremes, range(x.ndim)) for x in leaves)
+    return [lax.select(lax.ne(least, least), least, most) for most, least in pairs]
 
 
 def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") -> list[jax.Array]:
@@ -85,38 +82,27 @@ def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") 
     if not parts:
         return [jnp.zeros(2, wide)]
     leaves = [[x.astype(wide) for x in pair] for pair in parts]
-    pairwise = functools.partial(_sums, pairwise=True)
-    # A TPU fuses two reductions with the operation that made their operand.
-    return lax.platform_dependent(leaves, cpu=pairwise, default=_sums)
+    return lax.platform_dependent(leaves, cpu=lambda x: _sums(x, in_pairs=True), default=_sums)
 
 
-def _sums(leaves: list[list[jax.Array]], pairwise: bool = False) -> list[jax.Array]:
+def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Array]:
     """Return the two sums of squares of leaves, each given by its real and imaginary part.
 
-    With ``pairwise``, one reduction has both results, and XLA:CPU does not write out the operand.
-    This reduction adds term by term, so a plain sum, which rounds less, reduces the longest
-    dimension.
+    A TPU fuses two reductions with the operation that made the operand. With ``in_pairs``, one
+    reduction computes both sums, and XLA:CPU does not write out the operand. This reduction adds
+    term by term, so a plain sum, which rounds less, reduces the longest dimension.
     """
     sums: list[jax.Array] = []
     for parts in leaves:
         # Without the maximum XLA would multiply the units first, and the square of a unit is zero.
-        squares = [
-            sum(jnp.square(jnp.maximum(jnp.abs(x) * unit, 0)) for x in parts)
-            for unit in _units(parts[0].dtype)
-        ]
-        if pairwise:
-            zeros = (np.zeros((), parts[0].dtype),) * 2
-            shape = parts[0].shape
-            inner = tuple(i for i in range(len(shape)) if i != np.argmax(shape))
-            squares = lax.reduce(tuple(squares), zeros, add_both, inner)
-        sums.append(jnp.stack([x.sum() for x in squares]))
+        units = _units(parts[0].dtype)
+        pair = tuple(sum(jnp.square(jnp.maximum(jnp.abs(x) * y, 0)) for x in parts) for y in units)
+        if in_pairs:
+            zero = np.zeros((), parts[0].dtype)
+            inner = tuple(i for i in range(parts[0].ndim) if i != np.argmax(parts[0].shape))
+            pair = lax.reduce(pair, (zero, zero), add_both, inner)
+        sums.append(jnp.stack([x.sum() for x in pair]))
     return sums
-
-
-# JAX traces a module's function once for all leaves.
-def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Add two sums at once, as ``jax.lax.reduce`` requires."""
-    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
 
 
 def _units(dtype: np.dtype) -> tuple[float, float]:

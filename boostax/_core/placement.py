@@ -110,8 +110,9 @@ class Placement:
         results: list[Structure] = []
 
         def require_equal(differs: list[bool], leaves: list[jax.Array]) -> None:
-            pairs = zip(leaves, differs, strict=True)
-            shapes = sorted({x.shape for x, is_local in pairs if is_local})
+            shapes = sorted(
+                {x.shape for x, is_local in zip(leaves, differs, strict=True) if is_local}
+            )
             hint = (
                 "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first "
                 "in the innermost chain, and pass axis_name to every scaler and window around the "
@@ -119,8 +120,7 @@ class Placement:
                 "axis_name, use boostax.accumulate and boostax.skip_bad_steps."
             )
             allowed = "the same on all replicas"
-            what = "params and updates"
-            checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
+            checks.require(not shapes, "on_mesh", "params and updates", shapes, allowed, hint)
 
         def mapped(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
             with axes.during(HERE, self), axes.binding(self.names):
@@ -132,17 +132,14 @@ class Placement:
 
         for name, size in [(x, self.mesh.shape[x]) for x in reversed(self.names)]:
             mapped = jax.vmap(mapped, (0, None), (0, None), axis_name=name, axis_size=size)
-        local, common = mapped(self.by_axis(stacked), shared)
-        return joined(self.by_replica(local), common, results[-1])
+        local, common = mapped(self.reshaped(stacked, by_axis=True), shared)
+        return joined(self.reshaped(local, by_axis=False), common, results[-1])
 
-    def by_axis(self, tree: PyTree) -> PyTree:
-        """Split the dimension of replicas into one dimension per replica axis."""
-        sizes = [self.mesh.shape[name] for name in self.names]
-        return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), tree)
-
-    def by_replica(self, tree: PyTree) -> PyTree:
-        """Merge the dimensions of the replica axes into one dimension."""
-        return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[len(self.names) :]), tree)
+    def reshaped(self, tree: PyTree, by_axis: bool) -> PyTree:
+        """Reshape stacked arrays, to one dimension per replica axis or one for all replicas."""
+        sizes = [self.mesh.shape[name] for name in self.names] if by_axis else [self.replicas]
+        first = 1 if by_axis else len(self.names)
+        return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[first:]), tree)
 
     def spec(self, path: Path) -> P | None:
         """Return the spec of the param at a path; ``None`` if there is no such param."""
@@ -155,8 +152,7 @@ class Placement:
         spec = self.spec(path)
         allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
         hint = "Put the reduction outside of the wrapper that renames or flattens the gradients."
-        got = trees.path_name(path)
-        checks.require(spec is not None, who, "gradients", got=got, allowed=allowed, hint=hint)
+        checks.require(spec is not None, who, "gradients", trees.path_name(path), allowed, hint)
         return without(spec or P(), self.names)
 
     def pinned(self, fn: Call, specs: PyTree) -> Call:
@@ -322,8 +318,7 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
     def rule(size: int, differs: PyTree, local: Local, shared: PyTree) -> tuple[PyTree, PyTree]:
         equal = [path for path, is_local in trees.named(differs[0].grads) if not is_local]
         hint = f"These leaves are equal over the axis {name!r}. Remove the reduction before {who}."
-        allowed = "local to each replica"
-        checks.require(not equal, who, "gradients", got=equal[:6], allowed=allowed, hint=hint)
+        checks.require(not equal, who, "gradients", equal[:6], "local to each replica", hint)
         assert not any(jax.tree.leaves(differs[1])), "what replicas share differs"
         state = jax.tree.map(
             lambda x, is_local: x if is_local else jnp.broadcast_to(x[None], (size, *x.shape)),

@@ -52,12 +52,6 @@ _MARKED = PerReplica, ByBlock
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
-def summed_parts(opt_state: PyTree) -> list[PerReplica]:
-    """Return the parts that are summed over the replicas; see ``protocols.HasSummedParts``."""
-    states = trees.telling(opt_state, protocols.HasSummedParts)
-    return [part for state in states for part in state.summed_parts()]
-
-
 def distributed_items(opt_state: PyTree) -> dict[int, int]:
     """Return the numbers of items by the part's ``id``; see ``protocols.HasDistributedItems``."""
     states = trees.telling(opt_state, protocols.HasDistributedItems)
@@ -86,11 +80,12 @@ def require_stacked(who: str, state: PyTree) -> None:
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
-            raise ValueError(
-                f"{who}: state must lead with the replicas in arrays that differ per replica, got "
-                f"two values of {trees.path_name(path)!r}. Use jax.pmap with in_axes and out_axes "
-                "0, or jax.shard_map with states.state_specs."
+            allowed = "led by the replicas in arrays that differ per replica"
+            got = f"two values of {trees.path_name(path)!r}"
+            hint = (
+                "Use jax.pmap with in_axes=0 and out_axes=0, or shard_map with states.state_specs."
             )
+            raise ValueError(checks.message(who, "state", allowed, got, hint))
 
 
 def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
@@ -271,20 +266,18 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     checks.positive_int("reshard_state", "within", within, "Pass the devices per server.")
     allowed = f"a multiple of within={within}"
     hint = "Replicas are devices, and within is the number of devices per server."
-    is_valid = not replicas % within
-    checks.require(is_valid, "reshard_state", "replicas", got=replicas, allowed=allowed, hint=hint)
+    checks.require(not replicas % within, "reshard_state", "replicas", replicas, allowed, hint)
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
-    summed = summed_parts(state)
+    summed = [x for y in trees.telling(state, protocols.HasSummedParts) for x in y.summed_parts()]
     items = distributed_items(state)
-    states = trees.telling(state, protocols.HasServerParts)
-    of_servers = [part for node in states for part in node.server_parts()]
+    servers = [x for y in trees.telling(state, protocols.HasServerParts) for x in y.server_parts()]
 
     def resharded(node: PyTree) -> PyTree:
         if not is_per_replica(node):
             return node
-        if any(node is part for part in of_servers):
+        if any(node is part for part in servers):
             part = spread_anew(node, replicas // within, False)
             return jax.tree.map(lambda x: jnp.repeat(x, within, 0) if within > 1 else x, part)
         return spread_anew(node, replicas, any(node is x for x in summed), items.get(id(node)))

@@ -107,7 +107,7 @@ def gate(
         ok, rule_state = rule(grads, state.rule_state, params)
         is_valid = jnp.issubdtype(jnp.result_type(ok), jnp.bool_) and not jnp.shape(ok)
         hint = "Return a bool, such as optax.tree.norm(grads.value()) < 10."
-        checks.require_type(is_valid, who, "run", got=ok, allowed="a bool scalar", hint=hint)
+        checks.require_type(is_valid, who, "run", ok, "a bool scalar", hint)
         ok = axes.agree(ok, names)
         hint = "A rule must not change the shapes of its state."
         trees.require_shapes(who, "rule_state", state.rule_state, rule_state, hint)

@@ -20,7 +20,7 @@ from jax.tree_util import KeyPath
 from boostax._core import checks, jaxprs, protocols, types
 from boostax._core.types import PyTree, Structure
 
-LOST = "Restore the state into tx.init(params), or use boostax.migrate_state(state, tx, params)."
+LOST = "Restore states into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is the new value of the leaf.
 OVERWRITE = "_overwrite_with_gradient"
 
@@ -165,8 +165,7 @@ def plain_path(path: KeyPath) -> tuple[str, ...]:
 
 def require_params(params: PyTree, who: str, hint: str) -> None:
     """Refuse an ``update`` without params."""
-    valid = params is not None
-    checks.require(valid, who, "params", got=params, allowed="given to update", hint=hint)
+    checks.require(params is not None, who, "params", params, "given to update", hint)
 
 
 def overwritten(path: KeyPath) -> bool:
@@ -215,8 +214,7 @@ def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
 def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
     """Return the outermost state of a class; refuse an optimizer state without one."""
     states = find(opt_state, lambda node: isinstance(node, kind))
-    allowed = f"one with a {kind.__name__}"
-    checks.require(bool(states), who, "opt_state", got="no such", allowed=allowed, hint=hint)
+    checks.require(bool(states), who, "opt_state", "no such", f"one with a {kind.__name__}", hint)
     return states[0]
 
 
@@ -318,14 +316,13 @@ def aside(params: PyTree) -> PyTree:
     A Python integer or bool is a constant. A Python float is a constant only among traced arrays.
     Without traced arrays, a float is trained, as in ``jax.grad``.
     """
-    leaves = jax.tree.leaves(params)
+    leaves, structure = jax.tree.flatten(params)
     # The classes of the Python numbers that are trained.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
     if not any(isinstance(x, Tracer) for x in leaves):
         numbers += (float, complex)
-    return jax.tree.map(
-        lambda x: x if is_array(x) or isinstance(x, numbers) else _Aside(id(x), x), params
-    )
+    new = [x if is_array(x) or isinstance(x, numbers) else _Aside(id(x), x) for x in leaves]
+    return structure.unflatten(new)
 
 
 def restored(params: PyTree) -> PyTree:
