@@ -151,7 +151,7 @@ MISTAKES = {
     "clip outside the scaler": (lambda: step(chain(CLIP, SCALED)), "Put clip_by_global_norm in"),
     "two scalers": (lambda: step(scaler(SCALED)), "Leave one of them out"),
     "two means": (lambda: step(chain(all_reduce(), MEAN), mesh=MESH), "Leave one of them out"),
-    "int8 of the mean": (lambda: run(chain(all_reduce(), INT8), mesh=MESH), "leave out what re"),
+    "int8 of the mean": (lambda: run(chain(all_reduce(), INT8), mesh=MESH), "Remove the reduction"),
     "freezing inside": (lambda: step(scaler(FROZEN)), r"Put it outermost: scheduled_freeze\("),
     "f16 without a scale": (lambda: step(policy="O2"), r"boostax\.dynamic_loss_scale\(tx\)"),
     # Windows and scales
@@ -166,8 +166,8 @@ MISTAKES = {
     "apply_if_finite's limit": (lambda: SKIP(ADAM, max_consecutive_errors=5), r"bad_steps\(op"),
     "a scale of 2**40": (lambda: scaler(ADAM, init_scale=2.0**40), "widen them"),
     "jax.grad under a scaler": (lambda: compiled(SCALED), r"Take them from boostax\.value_and_g"),
-    "the scale of a tx": (lambda: precision.loss_scale(SCALED), r"what tx\.init\(params\) ret"),
-    "metrics of a step": (lambda: boostax.metrics(step(SCALED)), r"what tx\.init\(params\) ret"),
+    "the scale of a tx": (lambda: precision.loss_scale(SCALED), r"result of tx\.init\(params\)"),
+    "metrics of a step": (lambda: boostax.metrics(step(SCALED)), r"result of tx\.init\(params\)"),
     "assume_scaled(state, grads)": (lambda: VOUCH(SCALED.init(W), W), r"\(grads, opt_state\)"),
     # Losses, terms, weights
     "an aux, no has_aux": (lambda: run(loss_fn=lambda p, x: (loss(p, x), {})), "if has_aux=True"),
@@ -220,7 +220,10 @@ MISTAKES = {
     "a depth too deep": (lambda: freeze(ADAM, ["w"], 3).init(W), "Depth d freezes group"),
     "a kind misspelt": (lambda: boostax.freeze_schedule("progresive", total_steps=9), "A callable"),
     "a fraction in percent": (lambda: SCHEDULE(frozen_fraction=30), "0.3 freezes a prefix"),
-    "a mask for groups": (lambda: freeze(ADAM, {"w": True, "b": False}, 1).init(W), "names groups"),
+    "a mask for groups": (
+        lambda: freeze(ADAM, {"w": True, "b": False}, 1).init(W),
+        "patterns of groups",
+    ),
     "a decay in percent": (lambda: model.average_params(ADAM, decay=99.9), "0.999 is the default"),
     "an average of none": (lambda: model.averaged_params(W, OF), r"Put boostax\.model\.average_pa"),
     "an average, swapped": (lambda: model.averaged_params(OF, W), r"s\(params, opt_state\)"),
