@@ -216,14 +216,11 @@ MISTAKES = {
     "restore another chain": (lambda tmp: saved(lambda c: c.restore(state(WINDOW)), tmp), "migra"),
     "save(state, step)": (lambda tmp: saved(lambda c: c.save(OF, 2), tmp), r"save\(step, state"),
     # Freezing, averages, storage, policies, auto
-    "a pattern misspelt": (lambda: freeze(ADAM, ["wx"], 1).init(W), "there are 'b', 'w'"),
+    "a pattern misspelt": (lambda: freeze(ADAM, ["wx"], 1).init(W), "The params are 'b', 'w'"),
     "a depth too deep": (lambda: freeze(ADAM, ["w"], 3).init(W), "Depth d freezes group"),
     "a kind misspelt": (lambda: boostax.freeze_schedule("progresive", total_steps=9), "A callable"),
     "a fraction in percent": (lambda: SCHEDULE(frozen_fraction=30), "0.3 freezes a prefix"),
-    "a mask for groups": (
-        lambda: freeze(ADAM, {"w": True, "b": False}, 1).init(W),
-        "patterns of groups",
-    ),
+    "a mask for groups": (lambda: freeze(ADAM, {"w": True, "b": False}, 1).init(W), "patterns of"),
     "a decay in percent": (lambda: model.average_params(ADAM, decay=99.9), "0.999 is the default"),
     "an average of none": (lambda: model.averaged_params(W, OF), r"Put boostax\.model\.average_pa"),
     "an average, swapped": (lambda: model.averaged_params(OF, W), r"s\(params, opt_state\)"),
