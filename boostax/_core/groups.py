@@ -85,7 +85,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
         pairs = groups.items() if isinstance(groups, dict) else ()
         if pairs and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs):
             return _by_name(who, groups, trees.names(params))
-        allowed = "a tree of integers, its prefix, patterns, or a function of a path and a leaf"
+        allowed = "a tree of integers or its prefix, patterns, or a function of a path and a leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
