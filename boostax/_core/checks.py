@@ -101,7 +101,7 @@ def number(
 
 
 def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> Choice:
-    """Require one of the words of a ``Literal``, or of a tuple."""
+    """Require a word of a ``Literal``, or of a tuple."""
     allowed = get_args(allowed) or allowed
     words = " or ".join(repr(word) for word in allowed) or "left out"
     require(value in allowed, who, argument, value, words, hint)
@@ -146,7 +146,7 @@ def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> N
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[np.floating]:
-    """Require a real floating dtype, or the name of one."""
+    """Require a real floating dtype, or its name."""
     is_valid = False
     with contextlib.suppress(TypeError):
         is_valid = jnp.issubdtype(jnp.dtype(value), jnp.floating)

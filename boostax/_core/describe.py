@@ -38,7 +38,7 @@ Update = TypeVar("Update", bound=Callable[..., PyTree])
 # A role is the effect of a part on a gradient, and decides the position of the part in a chain.
 Gate = Literal["scaler", "window", "check"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
-# The first three roles reduce gradients; the others reduce each replica's updates or params.
+# The first three roles reduce gradients; the last two reduce each replica's updates or params.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 # Roles of parts that change reduced gradients.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: one branch that runs the inner transformation, or keeps all state.
+"""The gate: one branch that runs the inner transformation, or returns all old state.
 
 Measurements on the compilers for CPU, TPU and GPU decided its form (``docs/compilers.md``):
 
@@ -7,7 +7,7 @@ Measurements on the compilers for CPU, TPU and GPU decided its form (``docs/comp
   the update *and* its application lets XLA write donated buffers in place.
 * With ``lax.cond``, XLA:CPU copies pass-through operands unless the True branch does the work
   (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU unless the False branch does.
-  ``lax.switch`` on an int32 keeps the branch order, and no compiler copies.
+  ``lax.switch`` on an int32 preserves the order of the branches, and no compiler copies.
 * A pure ``update`` returns updates, so it needs one buffer of the size of the params.
 
 The ``update`` of a gated transformation is therefore an object with a ``step``, which can also

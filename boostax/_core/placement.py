@@ -307,7 +307,7 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
 
     Args:
       names: the axes of the surrounding ``jax.vmap``, innermost first.
-      by_name: code of one replica with named axes. It gives the types of the results.
+      by_name: code of one replica with named axes, which decides the types of the results.
       stacked: code of all replicas; arguments that differ have a first dimension for each axis.
       who: the reduction, for errors.
     """

@@ -223,8 +223,8 @@ def without(spec: P, names: Sequence[str]) -> P:
 def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> types.State:
     r"""Return a state for another number of replicas.
 
-    The old replicas divide the unit interval evenly, and so do the new ones. A new replica takes
-    the mean of the old replicas, weighted by their overlap with its interval. The mean over the
+    The old replicas divide the unit interval evenly, and so do the new replicas. A new replica gets
+    the mean of the old replicas, weighted by the overlap of the two intervals. The mean over the
     replicas is unchanged:
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i

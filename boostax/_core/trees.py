@@ -212,7 +212,7 @@ def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
 
 
 def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
-    """Return the outermost state of a class; refuse an optimizer state without one."""
+    """Return the outermost state of a class; refuse an optimizer state without such a state."""
     states = find(opt_state, lambda node: isinstance(node, kind))
     checks.require(bool(states), who, "opt_state", "no such", f"one with a {kind.__name__}", hint)
     return states[0]
