@@ -49,7 +49,7 @@ Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThro
 
 
 class Holds(NamedTuple):
-    """The meaning of a state's fields, as far as ``migrate_state`` needs the meaning.
+    """The meaning of a state's fields for ``migrate_state``.
 
     A state class has this object as its attribute ``holds``. In a class without ``holds``, as in
     Optax's optimizers, arrays of a param's shape are moments, and integers are counts.

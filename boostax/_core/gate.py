@@ -40,7 +40,7 @@ Extra = Mapping[str, PyTree]
 
 
 class Pending(NamedTuple):
-    """Gradients, and the f32 factors of the gradients.
+    """Gradients, and the f32 factors that will multiply the gradients.
 
     The product is computed inside the branch that uses the gradients, because a product before the
     branch is written to memory. A rule for ``boostax.gate`` gets a ``Pending``; the method
