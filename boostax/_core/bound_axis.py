@@ -79,10 +79,10 @@ def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
 
     # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.
     @functools.wraps(sampled.step if sampled else sample.update)
-    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-        raw = grads.raw if isinstance(grads, Pending) else grads
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
+        raw = updates.raw if isinstance(updates, Pending) else updates
         chosen = pick(raw if params is None else params).update
-        return (chosen.step if sampled else chosen)(grads, state, params, **extra)
+        return (chosen.step if sampled else chosen)(updates, state, params, **extra)
 
     tx = Extended(lambda params: pick(params).init(params), update)
     if sampled is None:

@@ -123,10 +123,10 @@ def require(
     many leaves are slow to build. A function that a user passed is shown.
     """
     if not valid:
-        texts: list[Any] = []
-        for x in (got, hint):
-            is_late = inspect.isfunction(x) and x.__name__ == "<lambda>"
-            texts.append(x() if is_late and x.__module__.startswith("boostax.") else x)
+        texts: list[Any] = [got, hint]
+        for i, x in enumerate(texts):
+            is_ours = inspect.isfunction(x) and x.__module__.startswith("boostax.")
+            texts[i] = x() if is_ours and x.__name__ == "<lambda>" else x
         raise error(message(who, argument, allowed, *texts))
 
 

@@ -139,8 +139,7 @@ def compared(
         def culprit(row: tuple[jax.Array, jax.Array]) -> jax.Array:
             copies, kind = row
             group = jnp.asarray(groups)[kind]
-            is_copy = group[:, None] == group
-            unlike = jnp.sum(is_copy & jnp.any(copies[:, None] != copies, -1), 1)
+            unlike = jnp.sum((group[:, None] == group) & jnp.any(copies[:, None] != copies, -1), 1)
             last = len(group) - 1 - jnp.argmax(unlike[::-1])
             return jnp.where(unlike.max() > 0, last, -1).astype(jnp.int32)
 

@@ -81,8 +81,8 @@ def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") 
     wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
     if not parts:
         return [jnp.zeros(2, wide)]
-    leaves = [[x.astype(wide) for x in pair] for pair in parts]
-    return lax.platform_dependent(leaves, cpu=lambda x: _sums(x, in_pairs=True), default=_sums)
+    cast = [[x.astype(wide) for x in pair] for pair in parts]
+    return lax.platform_dependent(cast, cpu=lambda x: _sums(x, in_pairs=True), default=_sums)
 
 
 def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Array]:
@@ -101,7 +101,7 @@ def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Arr
             zero = np.zeros((), parts[0].dtype)
             inner = tuple(i for i in range(parts[0].ndim) if i != np.argmax(parts[0].shape))
             pair = lax.reduce(pair, (zero, zero), add_both, inner)
-        sums.append(jnp.stack([x.sum() for x in pair]))
+        sums.append(jnp.stack([jnp.sum(x) for x in pair]))
     return sums
 
 

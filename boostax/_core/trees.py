@@ -79,10 +79,11 @@ def buffer_dtype(x: PyTree, narrow: np.dtype) -> np.dtype:
 def buffers(params: PyTree, narrow: np.dtype, size: int | None = None) -> PyTree:
     """Return zeros shaped and sharded like the params in ``buffer_dtype``, or ``size`` of each."""
     leaves, structure = jax.tree.flatten(params)
-    zeros = [jnp.zeros_like(p, dtype=buffer_dtype(p, narrow)) for p in leaves]
-    if size is not None:
-        zeros = [jnp.broadcast_to(x, (size, *x.shape)) for x in zeros]
-    return structure.unflatten(zeros)
+    for i, p in enumerate(leaves):
+        leaves[i] = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
+        if size is not None:
+            leaves[i] = jnp.broadcast_to(leaves[i], (size, *leaves[i].shape))
+    return structure.unflatten(leaves)
 
 
 def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
