@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: one branch that runs the inner transformation, or returns all old state.
+"""The gate: one branch that runs the inner transformation, or returns old state.
 
 Measurements on the compilers for CPU, TPU and GPU decided its form (``docs/compilers.md``):
 
